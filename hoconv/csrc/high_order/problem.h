@@ -1,0 +1,104 @@
+// The high-order convolution's sizes and strides, read off its tensors and checked.
+//
+// B batch, C channels, G groups of channels, H height, W width, k kernel size.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace hoconv {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Element strides of an image (B, C, H, W) and of the weights (k * k, B, G, H, W).
+struct ImageStrides {
+  int64_t b, c, h, w;
+};
+struct WeightStrides {
+  int64_t tap, b, g, h, w;
+};
+
+inline ImageStrides image_strides(const Tensor& t) {
+  return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+inline WeightStrides weight_strides(const Tensor& t) {
+  return {t.stride(0), t.stride(1), t.stride(2), t.stride(3), t.stride(4)};
+}
+
+struct Problem {
+  int64_t B, C, G, H, W, k, dilation;
+  int64_t before, after;  // padding of each axis
+
+  int64_t group_channels() const { return C / G; }
+
+  // `image` is x or the output's gradient, with the weights' sizes (k * k, B, G, H, W).
+  template <typename Sizes>
+  Problem(const Tensor& image, const Sizes& weight, int64_t dilation_) : dilation(dilation_) {
+    STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());
+    STD_TORCH_CHECK(weight.size() == 5, "weight: expected 5 dimensions (k * k, B, G, H, W), got ",
+                    weight.size());
+    B = image.size(0), C = image.size(1), H = image.size(2), W = image.size(3);
+    G = weight[2];
+    STD_TORCH_CHECK(weight[1] == B && weight[3] == H && weight[4] == W,
+                    "weight: expected the batch, height and width of x");
+    STD_TORCH_CHECK(G >= 1 && C % G == 0, "weight: its groups must divide the channels, ", C,
+                    "; got ", G);
+    for (k = 1; k * k < weight[0]; ++k) {
+    }
+    STD_TORCH_CHECK(k * k == weight[0] && k <= 11,
+                    "weight: its first dimension must be k * k for k from 1 to 11, got ",
+                    weight[0]);
+    STD_TORCH_CHECK(dilation >= 1, "dilation: expected at least 1, got ", dilation);
+    before = dilation * (k - 1) / 2;
+    after = dilation * (k - 1) - before;
+  }
+};
+
+inline void check_alike(const Tensor& a, const Tensor& b, const char* name) {
+  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), name, ": expected the dtype of x");
+  STD_TORCH_CHECK(a.device() == b.device(), name, ": expected the device of x");
+}
+
+inline void check_same_sizes(const Tensor& a, const Tensor& b, const char* name) {
+  STD_TORCH_CHECK(a.dim() == b.dim(), name, ": expected the shape of x");
+  for (int64_t i = 0; i < a.dim(); ++i)
+    STD_TORCH_CHECK(a.size(i) == b.size(i), name, ": expected the shape of x");
+}
+
+// Uninitialised, with the dtype and device of `like`.
+inline Tensor empty_strided_like(const Tensor& like, const std::vector<int64_t>& size,
+                                 const std::vector<int64_t>& stride) {
+  int32_t dtype, device_type;
+  AtenTensorHandle handle;
+  STD_TORCH_CHECK(size.size() == stride.size(), "stride: expected as many as size");
+  STD_TORCH_CHECK(aoti_torch_get_dtype(like.get(), &dtype) == 0);
+  STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == 0);
+  STD_TORCH_CHECK(aoti_torch_empty_strided(size.size(), size.data(), stride.data(), dtype,
+                                           device_type, like.get_device_index(), &handle) == 0,
+                  "weight: could not allocate its gradient");
+  return Tensor(handle);
+}
+
+// Calls f with a value of the tensor's element type.
+template <typename F>
+void dispatch_floating(const Tensor& t, F&& f) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    case ScalarType::Half:
+      return f(torch::headeronly::Half{});
+    case ScalarType::BFloat16:
+      return f(torch::headeronly::BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, "x: expected float32, float64, float16 or bfloat16");
+  }
+}
+
+}  // namespace hoconv

@@ -1,0 +1,123 @@
+// A SIMD register of the machine compiled for, and the conversion of rows of a tensor from and to
+// the type that is computed in: float for half precision and float, double for double.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace hoconv {
+
+#if defined(__AVX512F__)
+constexpr int kVecBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVecBytes = 32;
+#else
+constexpr int kVecBytes = 16;
+#endif
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename A>
+struct Vec {
+  typedef A type __attribute__((vector_size(kVecBytes)));
+  static constexpr int64_t size = kVecBytes / sizeof(A);
+
+  static type load(const A* p) {
+    type v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(A* p, type v) { std::memcpy(p, &v, sizeof v); }
+
+  // Past the caches: for output too large to be read again from them. `p` is aligned to kVecBytes.
+  static void stream(A* p, type v) {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<A, float>)
+      _mm512_stream_ps(p, (__m512)v);
+    else
+      _mm512_stream_pd(p, (__m512d)v);
+#elif defined(__AVX__)
+    if constexpr (std::is_same_v<A, float>)
+      _mm256_stream_ps(p, (__m256)v);
+    else
+      _mm256_stream_pd(p, (__m256d)v);
+#else
+    store(p, v);
+#endif
+  }
+};
+
+inline void stream_fence() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
+// dst[i] = src[i * stride]
+template <typename T>
+void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
+  if (stride != 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i * stride]);
+    return;
+  }
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (; i < n; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(src[i].x) << 16;
+      std::memcpy(dst + i, &bits, 4);
+    }
+    return;
+  }
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i));
+      _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(half));
+    }
+  }
+#endif
+  for (; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i]);
+}
+
+// dst[i * stride] = src[i], rounded to nearest even
+template <typename T>
+void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
+  if (stride != 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i * stride] = static_cast<T>(src[i]);
+    return;
+  }
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (; i < n; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, src + i, 4);
+      const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+      const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+      dst[i].x = static_cast<uint16_t>(nan ? 0x7fc0 : rounded);
+    }
+    return;
+  }
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), half);
+    }
+  }
+#endif
+  for (; i < n; ++i) dst[i] = static_cast<T>(src[i]);
+}
+
+}  // namespace hoconv

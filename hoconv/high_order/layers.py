@@ -1,0 +1,96 @@
+"""The high-order convolution as a layer: a convolution generates the kernel of every pixel.
+
+B batch, C channels, G groups of channels, H height, W width, k kernel size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from hoconv.high_order.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_conv2d
+
+
+class HighOrderConv2d(nn.Module):
+    """A convolution whose kernels are generated, for every pixel, by another convolution.
+
+    The generator, an ``nn.Conv2d`` over the same input, gives k * k weights a pixel and group;
+    :func:`hoconv.high_order_conv2d` applies them. One state dict (``generator.weight``,
+    ``generator.bias``) serves every implementation. With ``normalize="softmax"`` the weights of a
+    pixel are positive and sum to one, as in dynamic upsampling and lightweight convolutions.
+
+    Args:
+        channels: C, of the input and of the output.
+        kernel_size: k, from 1 to 11, odd or even.
+        generator_kernel_size: of the generator, which pads to keep the size of the image.
+        groups: G, dividing `channels`: the channels of a group share their kernels.
+        bias: whether the generator has one.
+        dilation: distance between taps in pixels.
+        normalize: ``"softmax"`` over the k * k taps, or None.
+        residual: whether the input is added to the output.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+
+    Shape:
+        input (B, C, H, W) -> output (B, C, H, W).
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    operator = OPERATOR
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int = 5,
+        *,
+        generator_kernel_size: int = 5,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int = 1,
+        normalize: Literal["softmax"] | None = None,
+        residual: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not 1 <= kernel_size <= MAX_KERNEL_SIZE:
+            raise ValueError(f"kernel_size: expected 1 to {MAX_KERNEL_SIZE}, got {kernel_size}")
+        if generator_kernel_size < 1:
+            raise ValueError(
+                f"generator_kernel_size: expected at least 1, got {generator_kernel_size}"
+            )
+        if groups < 1 or channels % groups:
+            raise ValueError(f"groups: expected a divisor of channels={channels}, got {groups}")
+        if dilation < 1:
+            raise ValueError(f"dilation: expected at least 1, got {dilation}")
+        if normalize not in (None, "softmax"):
+            raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
+        if impl != "auto" and impl not in OPERATOR.implementations:
+            allowed = ", ".join(("auto", *OPERATOR.implementations))
+            raise ValueError(f"impl: expected one of {allowed}; got {impl!r}")
+        self.channels = channels
+        self.kernel_size = kernel_size
+        self.groups = groups
+        self.dilation = dilation
+        self.normalize = normalize
+        self.residual = residual
+        self.impl = impl
+        self.generator = nn.Conv2d(
+            channels, kernel_size**2 * groups, generator_kernel_size, padding="same", bias=bias
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        taps = self.generator(x).unflatten(1, (self.kernel_size**2, self.groups))
+        if self.normalize == "softmax":
+            taps = taps.softmax(dim=1)
+        weight = taps.transpose(0, 1)  # (k * k, B, G, H, W): a view
+        out = high_order_conv2d(x, weight, dilation=self.dilation, impl=self.impl)
+        return x + out if self.residual else out
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.channels}, kernel_size={self.kernel_size}, groups={self.groups}, "
+            f"dilation={self.dilation}, normalize={self.normalize!r}, residual={self.residual}, "
+            f"impl={self.impl!r}"
+        )

@@ -1,0 +1,210 @@
+"""The high-order convolution as torch.library ops: schema, fake, autograd, autocast, FLOPs.
+
+The operator is bilinear in x and weight, so three maps are closed under differentiation: the
+forward F(x, w), the input gradient X(g, w) and the weight gradient W(g, x). `backward` is both
+gradients in one pass over g. Each op has an overload per implementation (`.cpp`, `.cuda`).
+
+B batch, C channels, G groups of channels, H height, W width, K = k * k taps.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hoconv import build
+from hoconv.high_order import reference
+from hoconv.operators import Implementation
+
+_library = torch.library.Library("hoconv", "FRAGMENT")
+_ops = torch.ops.hoconv
+
+_SCHEMAS = {
+    "high_order_conv2d": "(Tensor x, Tensor weight, int dilation) -> Tensor",
+    "high_order_conv2d_backward":
+        "(Tensor grad, Tensor x, Tensor weight, int dilation) -> (Tensor, Tensor)",
+    "high_order_conv2d_grad_input": "(Tensor grad, Tensor weight, int dilation) -> Tensor",
+    "high_order_conv2d_grad_weight":
+        "(Tensor grad, Tensor x, SymInt[] size, SymInt[] stride, int dilation) -> Tensor",
+}  # fmt: skip
+
+
+def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as autocast casts the inputs of a convolution: float64 stays."""
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _register(impl: str) -> None:
+    """Registers the ops of one implementation; its kernels come with a compiled library."""
+    for name, schema in _SCHEMAS.items():
+        tags = (torch.Tag.pt2_compliant_tag,)
+        _library.define(f"{name}.{impl}{schema}", tags=tags)
+    forward, backward, grad_input, grad_weight = (
+        getattr(getattr(_ops, name), impl) for name in _SCHEMAS
+    )
+
+    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.dilation = inputs
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.layout = _layout(weight)
+
+    def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if x is not None and weight is not None:
+            return *backward(grad, x, weight, ctx.dilation), None
+        if weight is not None:
+            return grad_input(grad, weight, ctx.dilation), None, None
+        return None, grad_weight(grad, x, *ctx.layout, ctx.dilation), None
+
+    def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        grad, x, weight, ctx.dilation = inputs
+        ctx.save_for_backward(grad, x, weight)
+        ctx.set_materialize_grads(False)
+
+    def differentiate_backward(ctx: Any, u: Tensor | None, v: Tensor | None):
+        """u and v are the cotangents of X(g, w) and W(g, x), shaped as x and w."""
+        grad, x, weight = ctx.saved_tensors
+        need_grad, need_x, need_weight = ctx.needs_input_grad[:2]
+        d, d_grad, d_x, d_weight = ctx.dilation, None, None, None
+        if need_grad and u is not None:
+            d_grad = forward(u, weight, d)
+        if need_grad and v is not None:
+            through_v = forward(x, v, d)
+            d_grad = through_v if d_grad is None else d_grad + through_v
+        if need_x and v is not None:
+            d_x = grad_input(grad, v, d)
+        if need_weight and u is not None:
+            d_weight = grad_weight(grad, u, *_layout(weight), d)
+        return d_grad, d_x, d_weight, None
+
+    def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, weight, ctx.dilation = inputs
+        ctx.save_for_backward(grad, weight)
+
+    def differentiate_grad_input(ctx: Any, u: Tensor):
+        grad, weight = ctx.saved_tensors
+        need_grad, need_weight = ctx.needs_input_grad[:2]
+        d_grad = forward(u, weight, ctx.dilation) if need_grad else None
+        d_weight = (
+            grad_weight(grad, u, *_layout(weight), ctx.dilation) if need_weight else None
+        )
+        return d_grad, d_weight, None
+
+    def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, x, _, _, ctx.dilation = inputs
+        ctx.save_for_backward(grad, x)
+
+    def differentiate_grad_weight(ctx: Any, v: Tensor):
+        grad, x = ctx.saved_tensors
+        need_grad, need_x = ctx.needs_input_grad[:2]
+        d_grad = forward(x, v, ctx.dilation) if need_grad else None
+        d_x = grad_input(grad, v, ctx.dilation) if need_x else None
+        return d_grad, d_x, None, None, None
+
+    fakes = (_fake_forward, _fake_backward, _fake_grad_input, _fake_grad_weight)
+    derivatives = (
+        (save_forward, differentiate_forward),
+        (save_backward, differentiate_backward),
+        (save_grad_input, differentiate_grad_input),
+        (save_grad_weight, differentiate_grad_weight),
+    )
+    for name, fake, (save, differentiate) in zip(_SCHEMAS, fakes, derivatives, strict=True):
+        qualified = f"hoconv::{name}.{impl}"
+        torch.library.register_fake(qualified, fake)
+        torch.library.register_autograd(qualified, differentiate, setup_context=save)
+    for device_type in ("cpu", "cuda"):
+        _register_autocast(forward, device_type)
+
+
+def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
+    """`torch.library.register_autocast` knows one fixed dtype; this takes autocast's own."""
+    key = f"Autocast{device_type.upper()}"
+
+    def cast(keyset: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(*autocast(device_type, x, weight), dilation)
+
+    _library.impl(f"high_order_conv2d.{op._overloadname}", cast, key, with_keyset=True)
+
+
+def _layout(weight: Tensor) -> tuple[list[int], list[int]]:
+    """Size and stride of weight's gradient: those of weight, so that the generator's convolution
+    gets it as it gave it; dense where weight is not (an expanded weight, say)."""
+    like = torch.empty_like(weight, device="meta")
+    return list(like.shape), list(like.stride())
+
+
+def _fake_forward(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, dilation: int):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fake_grad_input(grad: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _fake_grad_weight(grad: Tensor, x: Tensor, size: list, stride: list, dilation: int) -> Tensor:
+    return grad.new_empty_strided(size, stride)
+
+
+def _flops(weight_shape: tuple[int, ...], channels: int) -> int:
+    """A multiply and an add for every tap, channel and pixel."""
+    taps, B, _, H, W = weight_shape
+    return 2 * taps * B * channels * H * W
+
+
+for _impl in ("cpp", "cuda"):
+    _register(_impl)
+
+
+@register_flop_formula(_ops.high_order_conv2d)
+def _forward_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(weight_shape, x_shape[1])
+
+
+@register_flop_formula(_ops.high_order_conv2d_backward)
+def _backward_flops(
+    grad_shape: Any, x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * _flops(weight_shape, grad_shape[1])
+
+
+@register_flop_formula(_ops.high_order_conv2d_grad_input)
+def _grad_input_flops(grad_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(weight_shape, grad_shape[1])
+
+
+@register_flop_formula(_ops.high_order_conv2d_grad_weight)
+def _grad_weight_flops(
+    grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any
+) -> int:
+    return _flops(size, grad_shape[1])
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.high_order_conv2d),
+    "cpp": Implementation(
+        _ops.high_order_conv2d.cpp,
+        devices=("cpu", "cuda"),
+        load=functools.partial(build.load, "cpu"),
+    ),
+    "cuda": Implementation(
+        _ops.high_order_conv2d.cuda,
+        devices=("cuda",),
+        load=functools.partial(build.load, "cuda"),
+    ),
+}

@@ -1,0 +1,36 @@
+"""The definition of the high-order convolution, in plain PyTorch: pad, slice, multiply, add.
+
+B batch, C channels, G groups of channels, H height, W width, k kernel size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """out[b, c, h, w] = sum over i of weight[i, b, g(c), h, w] * x[b, c, h + dy(i), w + dx(i)].
+
+    Tap i looks at dy = dilation * (i // k) - before and dx = dilation * (i % k) - before, where
+    before = dilation * (k - 1) // 2; outside the image x is zero; g(c) = c // (C / G).
+    Half precision is accumulated in float32.
+    """
+    taps, _, G, H, W = weight.shape
+    k = math.isqrt(taps)
+    total = dilation * (k - 1)  # padding along one axis, both sides together
+    before = total // 2
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+
+    x_padded = F.pad(x.to(accumulate), (before, total - before, before, total - before))
+    x_padded = x_padded.unflatten(1, (G, x.shape[1] // G))
+    out = None
+    for i in range(taps):
+        top, left = dilation * (i // k), dilation * (i % k)
+        window = x_padded[..., top : top + H, left : left + W]  # (B, G, C / G, H, W)
+        product = window * weight[i].to(accumulate).unsqueeze(2)
+        out = product if out is None else out + product
+    return out.flatten(1, 2).to(x.dtype)

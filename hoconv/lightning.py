@@ -1,0 +1,271 @@
+"""Lightning callbacks: how fast a training run is, measured without slowing it down."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+MB = 2**20
+
+
+class Throughput(pl.Callback):
+    """Measures the training steps of a fit: samples a second, waiting for data, peak memory.
+
+    The device is synchronised once every ``trainer.log_every_n_steps`` steps, when the metrics of
+    that interval go to the trainer's loggers, and once at the end of the fit. Between, GPU time is
+    taken with CUDA events. Validation, checkpoints and other work between epochs are not counted;
+    waiting for the first batch of an epoch is.
+
+    Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
+
+    ====================================  =======================================================
+    ``throughput/samples_per_sec``        all devices together
+    ``throughput/batches_per_sec``        all devices together
+    ``throughput/device/samples_per_sec`` one device
+    ``throughput/device/batches_per_sec`` one device
+    ``throughput/step_ms``                milliseconds from one batch to the next
+    ``throughput/data_wait_fraction``     share of it between the end of a step and the start of the
+                                          next, on the host: 0 ... 1. A GPU may still be busy then.
+    ``throughput/peak_memory_mb``         of 2**20 bytes: the most that PyTorch had allocated on the
+                                          GPU; on a CPU the most that the process had resident
+    ``time/train``, ``time/val``,         seconds since the fit began
+    ``time/total``
+    ====================================  =======================================================
+
+    Args:
+        warmup_steps: the first steps of the fit, not counted: they compile, tune and allocate.
+        batch_size_fn: batch -> number of samples in it. The default takes the first dimension of
+            the first tensor in the batch, looking into tuples, lists, dicts and dataclasses; a
+            batch that is a list of samples needs a function of its own.
+
+    Raises:
+        ValueError: `warmup_steps` is negative; or, while training, a batch holds no tensor and
+            there is no `batch_size_fn`.
+    """
+
+    def __init__(
+        self, warmup_steps: int = 10, batch_size_fn: Callable[[Any], int] | None = None
+    ) -> None:
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps: expected at least 0, got {warmup_steps}")
+        self.warmup_steps = warmup_steps
+        self.batch_size_fn = batch_size_fn or batch_size
+        self._fit = _Interval()
+
+    def summary(self) -> dict[str, float | None]:
+        """The whole fit after warm-up: ``samples_per_sec`` of all devices, ``step_ms``,
+        ``data_wait_fraction``, ``peak_memory_mb``; None for what the fit was too short to measure.
+        """
+        keys = ("samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb")
+        if self._fit.steps == 0:
+            return dict.fromkeys(keys)
+        metrics = self._metrics(self._fit)
+        return {key: metrics[f"throughput/{key}"] for key in keys}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._device = trainer.strategy.root_device
+        self._world_size = trainer.world_size
+        self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
+        _reset_peak_memory(self._device)
+        self._fit = _Interval()  # what has been measured
+        self._interval = _Interval()  # what has been counted since the last synchronisation
+        self._stretches: list[tuple[Any, Any]] = []  # marks around it
+        self._stretch_start = None  # a mark while counting, None while not
+        self._waiting_since = 0.0
+        self._steps = 0
+        self._logged_step = 0
+        self._fit_start = time.perf_counter()
+        self._val_start = 0.0
+        self._val_seconds = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._resume()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._resume()  # after a validation within the epoch
+        if self._stretch_start is not None:
+            self._interval.wait_seconds += time.perf_counter() - self._waiting_since
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._steps += 1
+        self._waiting_since = time.perf_counter()
+        if self._stretch_start is None:
+            self._resume()  # the last step of the warm-up
+            return
+        self._interval.steps += 1
+        self._interval.samples += self.batch_size_fn(batch)
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        # Several batches share a global step where gradients are accumulated.
+        if every and step % every == 0 and step != self._logged_step:
+            self._logged_step = step
+            interval = self._synchronise()
+            for logger in trainer.loggers:
+                logger.log_metrics(self._metrics(interval) | self._times(), step=step)
+            self._resume()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._pause()
+            self._val_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._val_seconds += time.perf_counter() - self._val_start
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._synchronise()
+
+    def _resume(self) -> None:
+        if self._stretch_start is None and self._steps >= self.warmup_steps:
+            self._stretch_start = self._clock.mark()
+            self._waiting_since = time.perf_counter()
+
+    def _pause(self) -> None:
+        if self._stretch_start is not None:
+            self._stretches.append((self._stretch_start, self._clock.mark()))
+            self._stretch_start = None
+
+    def _synchronise(self) -> _Interval:
+        """Ends the interval, adds it to the fit and returns it."""
+        self._pause()
+        interval, self._interval = self._interval, _Interval()
+        stretches, self._stretches = self._stretches, []
+        if interval.steps:
+            interval.seconds = self._clock.seconds(stretches)
+            interval.peak_memory_mb = _peak_memory_mb(self._device)
+            self._fit.add(interval)
+        return interval
+
+    def _metrics(self, interval: _Interval) -> dict[str, float]:
+        batches_per_sec = interval.steps / interval.seconds
+        samples_per_sec = interval.samples / interval.seconds
+        return {
+            "throughput/samples_per_sec": samples_per_sec * self._world_size,
+            "throughput/batches_per_sec": batches_per_sec * self._world_size,
+            "throughput/device/samples_per_sec": samples_per_sec,
+            "throughput/device/batches_per_sec": batches_per_sec,
+            "throughput/step_ms": 1000 / batches_per_sec,
+            "throughput/data_wait_fraction": interval.wait_seconds / interval.seconds,
+            "throughput/peak_memory_mb": interval.peak_memory_mb,
+        }
+
+    def _times(self) -> dict[str, float]:
+        total = time.perf_counter() - self._fit_start
+        return {
+            "time/train": total - self._val_seconds,
+            "time/val": self._val_seconds,
+            "time/total": total,
+        }
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor found in it.
+
+    Looks into mappings, sequences and dataclasses, in order; a PackedSequence counts sequences.
+
+    Raises:
+        ValueError: there is no tensor with a dimension.
+    """
+    size = _first_dimension(batch)
+    if size is None:
+        raise ValueError(
+            f"batch: expected a tensor somewhere in it, got {type(batch).__name__}; give "
+            "Throughput a batch_size_fn that counts its samples"
+        )
+    return size
+
+
+def _first_dimension(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        parts = list(batch)
+    elif dataclasses.is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        return None
+    return next((size for part in parts if (size := _first_dimension(part)) is not None), None)
+
+
+@dataclasses.dataclass
+class _Interval:
+    """Steps that were counted, and the seconds they took on the device."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    peak_memory_mb: float | None = None
+
+    def add(self, other: _Interval) -> None:
+        self.steps += other.steps
+        self.samples += other.samples
+        self.seconds += other.seconds
+        self.wait_seconds += other.wait_seconds
+        self.peak_memory_mb = other.peak_memory_mb  # a peak since the fit began
+
+
+class _HostClock:
+    """For devices that have finished when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, stretches: list[tuple[float, float]]) -> float:
+        return sum(end - start for start, end in stretches)
+
+
+class _CudaClock:
+    """Marks are events in the GPU's own queue: recording one waits for nothing."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+        stretches[-1][1].synchronize()
+        return sum(start.elapsed_time(end) for start, end in stretches) / 1000
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):  # not Linux, or not allowed: the peak is the process's
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_memory_mb(device: torch.device) -> float | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MB
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / MB
+    return None

@@ -1,0 +1,139 @@
+"""The declaration of an operator, and the list of those declared.
+
+An operator is declared once, in its own folder, with :func:`declare`. The correctness check, the
+benchmark, the parametrised tests, ``python -m hoconv.doctor`` and the start-up table of a training
+run all read the declaration: a new operator adds no line to them. Another package declares its
+operators on import and names that module in the entry-point group ``hoconv.operators``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator.
+
+    Attributes:
+        function: computes it, called with the operator's arguments once they are checked.
+        devices: the device types it runs on; empty for all of them.
+        load: makes `function` callable, by compiling what it needs where that is not done yet;
+            returns why it cannot, with the fix, or None.
+    """
+
+    function: Callable[..., Tensor]
+    devices: tuple[str, ...] = ()
+    load: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator.
+
+    Attributes:
+        args: positional arguments; the floating-point tensors among them are differentiated.
+        kwargs: keyword arguments, without ``impl``.
+        name: what is special about it, in a few words that fit a table: ``k=5, channels-last``.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least that a call must do: the floor that a measured time is compared with.
+
+    Attributes:
+        forward_bytes: every input read once and the output written once.
+        backward_bytes: the output's gradient and the inputs read once, their gradients written
+            once.
+        forward_flops, backward_flops: floating-point operations, a fused multiply-add counted as 2.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    forward_flops: int
+    backward_flops: int
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The sizes at which an operator is timed.
+
+    Attributes:
+        axis: what varies, the label of the chart's horizontal axis: ``batch size``.
+        sizes: its values, ascending.
+        sample: ``sample(size, device, dtype)`` makes the call to be timed.
+        baselines: name -> what users would write otherwise, timed beside the implementations.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+    sample: Callable[[int, torch.device, torch.dtype], Sample]
+    baselines: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """What everything else needs to know about one operator.
+
+    Attributes:
+        name: the public name.
+        function: the public function, ``function(*args, impl=..., **kwargs)``.
+        implementations: name -> implementation, from the slowest to the fastest. The first is
+            ``reference``, the definition in plain PyTorch and the ground truth.
+        samples: ``samples(device, dtype)`` yields the correctness cases, the awkward ones included,
+            small enough that all of them run in seconds.
+        tolerances: dtype -> largest allowed ``|out - ref| / |ref|`` (Euclidean norms) against the
+            reference in float64, for the output and for every gradient.
+        cost: the floor of a sample.
+        benchmark: the sizes at which it is timed.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    implementations: Mapping[str, Implementation]
+    samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
+    tolerances: Mapping[torch.dtype, float]
+    cost: Callable[[Sample], Cost]
+    benchmark: Benchmark
+
+
+_declared: dict[str, Operator] = {}
+
+
+def declare(operator: Operator) -> Operator:
+    """Adds an operator to the list; returns it, so that a module can write ``OP = declare(...)``.
+
+    Raises:
+        ValueError: another operator has this name.
+    """
+    if _declared.setdefault(operator.name, operator) is not operator:
+        raise ValueError(f"operator {operator.name!r} is already declared; choose another name")
+    return operator
+
+
+def operators() -> list[Operator]:
+    """All declared operators: hoconv's own, then those of installed packages."""
+    for entry in entry_points(group="hoconv.operators"):
+        entry.load()
+    return list(_declared.values())
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields ``(qualified name, layer)`` for the sub-modules of `module` built on an operator.
+
+    Such a layer has the attributes ``operator``, its declaration, and ``impl``.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(getattr(layer, "operator", None), Operator):
+            yield name, layer
