@@ -36,7 +36,6 @@ def implementations() -> dict[str, str]:
     }
 
 
-@torch.compiler.assume_constant_result
 def choose(operator: Operator, impl: str, device_type: str) -> Choice:
     """Decides which implementation a call of `operator` on a device uses.
 
@@ -59,6 +58,11 @@ def choose(operator: Operator, impl: str, device_type: str) -> Choice:
     if reason := _obstacle(operator, impl, device_type):
         raise ImplementationError(f"impl={impl} cannot run {operator.name}: {reason}")
     return Choice(impl, "asked for by name")
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes
+# longer than everything else at start-up: torch.compile calls this function and does not trace it.
+choose._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache

@@ -70,7 +70,8 @@ def obstacle(library: str) -> str | None:
         return no_gpu()
     gpus = visible_gpus() if library == "cuda" else ()
     try:
-        _cached(library, gpus) or _compiler(library)
+        if not _cached(library, gpus):
+            compiler(library)
     except BuildError as error:
         return str(error)
     return None
@@ -98,13 +99,13 @@ def compile(library: str, architectures: Sequence[str] = ()) -> Path:
     """
     if found := _cached(library, architectures):
         return found
-    compiler = _compiler(library)
-    target = _path(library, architectures, _identity(compiler))
+    command = compiler(library)
+    target = _path(library, architectures, _identity(command))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
             if not target.exists():  # another process may have compiled it while this one waited
-                _compile(library, compiler, _flags(library, architectures), target)
+                _compile(library, command, _flags(library, architectures), target)
     except OSError as error:
         raise BuildError(
             f"cannot write the build cache {target.parent} ({error.strerror}); "
@@ -113,22 +114,62 @@ def compile(library: str, architectures: Sequence[str] = ()) -> Path:
     return target
 
 
-def _compile(library: str, compiler: str, flags: list[str], target: Path) -> None:
+@functools.cache
+def compiler(library: str) -> str:
+    """The path of the compiler of a library: of nvcc for ``"cuda"``.
+
+    Raises:
+        BuildError: there is none; says where it was looked for.
+    """
+    if library == "cpu":
+        wanted = os.environ.get("CXX")
+        for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+            if path := shutil.which(name):
+                return path
+        missing = f"the C++ compiler CXX={wanted}" if wanted else "a C++ compiler"
+        raise BuildError(f"{missing} was not found; install g++ or clang++, or set CXX to one")
+    compiler("cpu")  # nvcc needs it
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if spec := importlib.util.find_spec("nvidia"):  # the toolkit as installed by pip
+        homes += [
+            str(p) for f in spec.submodule_search_locations or () for p in Path(f).glob("cu*")
+        ]
+    for home in filter(None, homes):
+        if path := shutil.which("nvcc", path=f"{home}/bin"):
+            return path
+    if path := shutil.which("nvcc"):
+        return path
+    raise BuildError(
+        "no CUDA compiler was found; install the CUDA toolkit "
+        "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
+    )
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: in ``TORCH_EXTENSIONS_DIR`` where that is set."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache") / "hoconv"
+
+
+def _compile(library: str, command: str, flags: list[str], target: Path) -> None:
     shown = f"hoconv: compiling the {library} library, once ({_EXPECTED[library]})"
     print(shown, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
-    includes = [f"-I{CSRC}", f"-isystem{Path(torch.__file__).parent}/include"]
+    includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         sources = _sources(library)
         objects = [f"{folder}/{i}.o" for i in range(len(sources))]
         commands = [
-            [compiler, *flags, *includes, "-c", str(source), "-o", obj]
+            [command, *flags, *includes, "-c", str(source), "-o", obj]
             for source, obj in zip(sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
         shared = f"{folder}/{target.name}"
-        _run([compiler, *objects, *_link_flags(library), "-o", shared])
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, commands))
+            _run([command, *objects, *_link_flags(library), "-o", shared])
+        except BuildError:
+            print("failed", file=sys.stderr)
+            raise
         os.replace(shared, target)  # whole or not at all, also when killed
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
 
@@ -136,9 +177,10 @@ def _compile(library: str, compiler: str, flags: list[str], target: Path) -> Non
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print("failed", file=sys.stderr)
         lines = (done.stderr or done.stdout).strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "no output")
+        first = next(
+            (line for line in lines if "error" in line), lines[0] if lines else "no output"
+        )
         raise BuildError(f"the compiler failed: {first.strip()}\n  command: {' '.join(command)}")
 
 
@@ -169,46 +211,23 @@ def _sources(library: str) -> list[Path]:
 def _cached(library: str, architectures: Sequence[str]) -> Path | None:
     """The library as the present compiler makes it; without a compiler, as any one made it."""
     try:
-        path = _path(library, architectures, _identity(_compiler(library)))
+        path = _path(library, architectures, _identity(compiler(library)))
         return path if path.exists() else None
     except BuildError:
         pattern = _path(library, architectures, "*")
         return next(iter(sorted(pattern.parent.glob(pattern.name))), None)
 
 
-def _path(library: str, architectures: Sequence[str], compiler: str) -> Path:
+def _path(library: str, architectures: Sequence[str], identity: str) -> Path:
     digest = hashlib.sha256(repr(_flags(library, architectures)).encode())
     for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
         digest.update(path.name.encode() + path.read_bytes())
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"
-    return Path(root) / "hoconv" / f"{library}-{digest.hexdigest()[:16]}-{compiler}.so"
+    return cache_folder() / f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
 
 
-def _identity(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    return hashlib.sha256(compiler.encode() + version).hexdigest()[:8]
-
-
-@functools.cache
-def _compiler(library: str) -> str:
-    if library == "cpu":
-        for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-            if path := shutil.which(name):
-                return path
-        raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
-    _compiler("cpu")  # nvcc needs it
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if spec := importlib.util.find_spec("nvidia"):  # the toolkit as installed by pip
-        homes += [str(p) for f in spec.submodule_search_locations or () for p in Path(f).glob("cu*")]
-    for home in filter(None, homes):
-        if path := shutil.which("nvcc", path=f"{home}/bin"):
-            return path
-    if path := shutil.which("nvcc"):
-        return path
-    raise BuildError(
-        "no CUDA compiler was found; install the CUDA toolkit "
-        "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
-    )
+def _identity(command: str) -> str:
+    version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
+    return hashlib.sha256(command.encode() + version).hexdigest()[:8]
 
 
 def visible_gpus() -> tuple[str, ...]:

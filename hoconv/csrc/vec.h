@@ -72,6 +72,10 @@ void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
     for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i * stride]);
     return;
   }
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    std::memcpy(dst, src, n * sizeof(T));
+    return;
+  }
   int64_t i = 0;
   if constexpr (std::is_same_v<T, BFloat16>) {
     for (; i < n; ++i) {
@@ -118,6 +122,20 @@ void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   }
 #endif
   for (; i < n; ++i) dst[i] = static_cast<T>(src[i]);
+}
+
+// As store_row, past the caches where the row allows it.
+template <typename T>
+void stream_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+  if constexpr (std::is_same_v<T, A>) {
+    if (stride == 1 && n % V::size == 0 && reinterpret_cast<uintptr_t>(dst) % kVecBytes == 0) {
+      for (int64_t i = 0; i < n; i += V::size) V::stream(dst + i, V::load(src + i));
+      return;
+    }
+  }
+  store_row<T>(dst, stride, src, n);
 }
 
 }  // namespace hoconv

@@ -25,7 +25,9 @@ _TOLERANCES = {
 }
 
 
-def high_order_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1, impl: str = "auto") -> Tensor:
+def high_order_conv2d(
+    x: Tensor, weight: Tensor, *, dilation: int = 1, impl: str = "auto"
+) -> Tensor:
     """Applies to every pixel the k x k kernel that `weight` holds for it.
 
     ``out[b, c, h, w] = sum over i of weight[i, b, g(c), h, w] * x[b, c, h + dy(i), w + dx(i)]``
@@ -72,7 +74,7 @@ def _check(x: Tensor, weight: Tensor, dilation: int) -> None:
             f"weight: its first dimension must be k * k for a kernel size k from 1 to "
             f"{MAX_KERNEL_SIZE}, got {taps}"
         )
-    if (B, H, W) != (x.shape[0], *x.shape[2:]):
+    if (x.shape[0], *x.shape[2:]) != (B, H, W):
         raise ValueError(
             f"weight: expected (k * k, B, G, H, W) with B, H, W = {x.shape[0]}, {x.shape[2]}, "
             f"{x.shape[3]} as in x of shape {tuple(x.shape)}, got shape {tuple(weight.shape)}"
@@ -134,8 +136,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((draw(2, 3, 12, 65)[..., 1:], draw(9, 2, 1, 12, 65)[..., 1:]), name="sliced rows")
     yield Sample((draw(2, 3, 16, 12).mT, draw(9, 2, 1, 16, 12).mT), name="transposed")
     yield Sample((draw(2, 3, 12, 32)[..., ::2], draw(9, 2, 1, 12, 16)), name="every other column")
-    yield Sample((draw(1, 3, 12, 16).expand(2, -1, -1, -1), draw(9, 1, 1, 1, 1).expand(-1, 2, 1, 12, 16)),
-                 name="expanded")  # fmt: skip
+    one_image, one_kernel = draw(1, 3, 12, 16), draw(9, 1, 1, 1, 1)
+    expanded = one_image.expand(2, -1, -1, -1), one_kernel.expand(-1, 2, 1, 12, 16)
+    yield Sample(expanded, name="expanded")
 
 
 def _cost(sample: Sample) -> Cost:

@@ -74,7 +74,7 @@ def _register(impl: str) -> None:
     def differentiate_backward(ctx: Any, u: Tensor | None, v: Tensor | None):
         """u and v are the cotangents of X(g, w) and W(g, x), shaped as x and w."""
         grad, x, weight = ctx.saved_tensors
-        need_grad, need_x, need_weight = ctx.needs_input_grad[:2]
+        need_grad, need_x, need_weight = ctx.needs_input_grad[:3]
         d, d_grad, d_x, d_weight = ctx.dilation, None, None, None
         if need_grad and u is not None:
             d_grad = forward(u, weight, d)
@@ -95,9 +95,7 @@ def _register(impl: str) -> None:
         grad, weight = ctx.saved_tensors
         need_grad, need_weight = ctx.needs_input_grad[:2]
         d_grad = forward(u, weight, ctx.dilation) if need_grad else None
-        d_weight = (
-            grad_weight(grad, u, *_layout(weight), ctx.dilation) if need_weight else None
-        )
+        d_weight = grad_weight(grad, u, *_layout(weight), ctx.dilation) if need_weight else None
         return d_grad, d_weight, None
 
     def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -189,9 +187,7 @@ def _grad_input_flops(grad_shape: Any, weight_shape: Any, *args: Any, **kwargs: 
 
 
 @register_flop_formula(_ops.high_order_conv2d_grad_weight)
-def _grad_weight_flops(
-    grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any
-) -> int:
+def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any) -> int:
     return _flops(size, grad_shape[1])
 
 

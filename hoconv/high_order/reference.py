@@ -27,10 +27,9 @@ def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
 
     x_padded = F.pad(x.to(accumulate), (before, total - before, before, total - before))
     x_padded = x_padded.unflatten(1, (G, x.shape[1] // G))
-    out = None
+    out = torch.zeros((), dtype=accumulate, device=x.device)
     for i in range(taps):
         top, left = dilation * (i // k), dilation * (i % k)
         window = x_padded[..., top : top + H, left : left + W]  # (B, G, C / G, H, W)
-        product = window * weight[i].to(accumulate).unsqueeze(2)
-        out = product if out is None else out + product
+        out = out + window * weight[i].to(accumulate).unsqueeze(2)
     return out.flatten(1, 2).to(x.dtype)

@@ -2,10 +2,10 @@
 //
 // The work is cut into strips of rows of one image and group. A strip first copies its images
 // into zero-padded rows of the type that is computed in, so that the inner loops know neither
-// borders, strides nor dtypes; what they read stays in the L2 cache. The weights, four fifths of
-// the traffic at C = 3 and k = 5, are read once, where they can be without a copy. Every output
-// element is summed by one thread in a fixed order: the result does not depend on the number of
-// threads.
+// borders, strides nor dtypes, and its weights, tap by tap: read a register at a time, k * k planes
+// a power of two apart would evict each other from the caches. What is copied stays in the L2
+// cache. Every output element is summed by one thread in a fixed order: the result does not depend
+// on the number of threads.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "high_order/problem.h"
+#include "huge_pages.h"
 #include "vec.h"
 
 namespace hoconv {
@@ -25,6 +26,7 @@ namespace {
 
 constexpr int64_t kChannelBlock = 4;  // channels that share a weight register
 constexpr int64_t kTapBlock = 6;      // weight gradients kept in registers at once
+constexpr int64_t kStripBytes = int64_t{1} << 19;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -39,8 +41,8 @@ struct Scratch {  // aligned, zeroed
   }
 };
 
-// The rows of one group's channels that a strip needs, zero-padded: row r of channel c is at
-// data + (c * rows + r) * width, and column w of the image at offset w + left in it.
+// The rows of one group's channels that a strip needs, zero-padded: column w of row r of channel c
+// is at data[(c * rows + r) * width + left + w].
 template <typename T>
 struct PaddedImage {
   using A = acc_t<T>;
@@ -71,37 +73,8 @@ struct PaddedImage {
   const A* row(int64_t c, int64_t r) const { return scratch.data + (c * rows + r) * width; }
 };
 
-// One row of output, computed in registers of A: written in place where the tensor's row is
-// contiguous and of type A, else through a buffer.
-template <typename T>
-struct RowWriter {
-  using A = acc_t<T>;
-  using V = Vec<A>;
-  A* target;
-  T* row;
-  int64_t stride, W;
-  bool direct, aligned;
-
-  RowWriter() = default;
-  RowWriter(T* row, int64_t stride, int64_t W, A* buffer) : row(row), stride(stride), W(W) {
-    direct = std::is_same_v<T, A> && stride == 1 && W >= V::size;
-    target = direct ? reinterpret_cast<A*>(row) : buffer;
-    aligned =
-        direct && W % V::size == 0 && reinterpret_cast<uintptr_t>(target) % kVecBytes == 0;
-  }
-  void put(int64_t w, typename V::type v) {
-    if (aligned)
-      V::stream(target + w, v);
-    else
-      V::store(target + w, v);
-  }
-  void finish() {
-    if (!direct) store_row<T>(row, stride, target, W);
-  }
-};
-
-// Calls f(w) for registers that cover a row of W: the last one overlaps where W is no multiple
-// (and W >= size), so that nothing past the row is touched.
+// Calls f(w) for registers that cover a row of W. The last one overlaps where W is no multiple, so
+// that nothing past the row is touched; a row shorter than a register is covered by one.
 template <typename V, typename F>
 inline void for_each_register(int64_t W, F&& f) {
   int64_t w = 0;
@@ -109,220 +82,183 @@ inline void for_each_register(int64_t W, F&& f) {
   if (w < W) f(std::max<int64_t>(0, W - V::size));
 }
 
-// Calls f.template operator()<N>(begin) for blocks of N <= Max, equal but for one, that cover n.
+// Calls f(begin, N) for blocks of N <= Max, as equal as they can be, that cover n.
 template <int64_t Max, typename F>
 inline void for_each_block(int64_t n, F&& f) {
   const int64_t blocks = (n + Max - 1) / Max;
   for (int64_t i = 0, begin = 0; i < blocks; ++i) {
     const int64_t size = (n - begin) / (blocks - i);
     switch (size) {
-      case 1: f(begin, std::integral_constant<int64_t, 1>{}); break;
-      case 2: f(begin, std::integral_constant<int64_t, 2>{}); break;
-      case 3: f(begin, std::integral_constant<int64_t, 3>{}); break;
-      case 4: f(begin, std::integral_constant<int64_t, 4>{}); break;
-      case 5: if constexpr (Max >= 5) f(begin, std::integral_constant<int64_t, 5>{}); break;
-      case 6: if constexpr (Max >= 6) f(begin, std::integral_constant<int64_t, 6>{}); break;
+      case 1:
+        f(begin, std::integral_constant<int64_t, 1>{});
+        break;
+      case 2:
+        f(begin, std::integral_constant<int64_t, 2>{});
+        break;
+      case 3:
+        f(begin, std::integral_constant<int64_t, 3>{});
+        break;
+      case 4:
+        f(begin, std::integral_constant<int64_t, 4>{});
+        break;
+      case 5:
+        if constexpr (Max >= 5) f(begin, std::integral_constant<int64_t, 5>{});
+        break;
+      case 6:
+        if constexpr (Max >= 6) f(begin, std::integral_constant<int64_t, 6>{});
+        break;
     }
     begin += size;
   }
 }
 
-template <typename T>
-class Strips {
-  using A = acc_t<T>;
-  using V = Vec<A>;
-  static constexpr int64_t L = V::size;
+// How the rows of all images and groups are cut into strips, one a task.
+struct Strips {
+  int64_t rows, per_image;
 
- public:
-  Strips(const Problem& p) : p(p), n(p.group_channels()), halo(p.before + p.after) {
-    // As many rows as keep a strip's images in half a megabyte, and leave work for every thread.
-    const int64_t row_bytes = (p.W + halo) * std::max<int64_t>(n, 1) * sizeof(A);
+  Strips(const Problem& p, int64_t element_size) {
+    // A strip's weights and images fit the L2 cache; there are strips for every thread.
+    const int64_t halo = p.before + p.after;
+    const int64_t image = (p.W + halo) * std::max<int64_t>(p.group_channels(), 1);
+    const int64_t row_bytes = (p.k * p.k * (p.W + halo) + 2 * image) * element_size;
     const int64_t threads = torch::stable::get_num_threads();
     const int64_t fair = p.B * p.G * p.H / (4 * threads) + 1;
-    rows = (int64_t{1} << 19) / row_bytes - halo;
-    rows = std::clamp<int64_t>(std::min(rows, fair), 1, 64);
+    rows = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(row_bytes, 1), 1, fair);
     per_image = (p.H + rows - 1) / rows;
   }
+};
 
-  // Calls run(worker, b, g, first row, row count) for all strips; a worker is a thread's scratch.
-  template <typename Worker, typename Run>
-  void for_each(Run&& run) const {
-    if (p.B * p.C * p.H * p.W == 0 && n != 0) return;
-    torch::stable::parallel_for(0, p.B * p.G * per_image, 1, [&](int64_t begin, int64_t end) {
-      Worker worker(*this);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t image = i / per_image, first = i % per_image * rows;
-        run(worker, image / p.G, image % p.G, first, std::min(rows, p.H - first));
-      }
-      stream_fence();
-    });
+// What a thread works in: the images and weights of one strip.
+template <typename T>
+struct Worker {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+
+  const Problem& p;
+  const int64_t rows, reach;  // rows of a strip; distance from the first tap to the last
+  PaddedImage<T> x, grad;     // grad has its padding swapped: there the taps are mirrored
+  const int64_t width;
+  Scratch<A> kernels, buffer;  // (k * k, rows, width); rows of output
+
+  Worker(const Problem& p, int64_t rows, bool needs_x, bool needs_grad)
+      : p(p),
+        rows(rows),
+        reach((p.k - 1) * p.dilation),
+        x(needs_x ? p.group_channels() : 0, rows + reach, p.W, p.before, p.after),
+        grad(needs_grad ? p.group_channels() : 0, rows + reach, p.W, p.after, p.before),
+        width(x.width) {
+    kernels.resize(p.k * p.k * rows * width);
+    buffer.resize(kChannelBlock * round_up(p.W, V::size));
+  }
+
+  A* kernel_row(int64_t tap, int64_t r) { return kernels.data + (tap * rows + r) * width; }
+
+  void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
+    x.fill(image, s, first - p.before, count + reach, p.H, p.W);
+  }
+  void load_grad(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
+    grad.fill(image, s, first - p.after, count + reach, p.H, p.W);
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, h + dy, w + dx]
-  struct Forward {
-    const Problem& p;
-    PaddedImage<T> x;
-    Scratch<A> copies, buffer;
-    std::vector<const A*> taps;
-    int64_t width;
-
-    Forward(const Strips& s)
-        : p(s.p), x(s.n, s.rows + s.halo, p.W, p.before, p.after), taps(p.k * p.k) {
-      width = round_up(p.W, L);
-      copies.resize(p.k * p.k * width);
-      buffer.resize(kChannelBlock * width);
+  void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
+               int64_t first, int64_t count) {
+    for (int64_t tap = 0; tap < p.k * p.k; ++tap)
+      for (int64_t r = 0; r < count; ++r)
+        load_row<T>(kernel_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
+    for (int64_t r = 0; r < count; ++r) {
+      for_each_block<kChannelBlock>(
+          x.channels, [&](int64_t c, auto N) { apply<N, false>(x, c, r, out, os, first); });
     }
-
-    void run(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
-             T* out, const ImageStrides& os, int64_t first, int64_t count) {
-      x.fill(image, xs, first - p.before, count + p.before + p.after, p.H, p.W);
-      const bool direct = std::is_same_v<T, A> && ws.w == 1 && p.W >= L;
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t h = first + r;
-        for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
-          const T* row = weight + tap * ws.tap + h * ws.h;
-          if (direct) {
-            taps[tap] = reinterpret_cast<const A*>(row);
-          } else {
-            load_row<T>(copies.data + tap * width, row, ws.w, p.W);
-            taps[tap] = copies.data + tap * width;
-          }
-        }
-        for_each_block<kChannelBlock>(x.channels, [&](int64_t c, auto N) {
-          channels<N>(out + c * os.c + h * os.h, os, c, r);
-        });
-      }
-    }
-
-    template <int64_t N>
-    void channels(T* out, const ImageStrides& os, int64_t c, int64_t r) {
-      RowWriter<T> writers[N];
-      for (int64_t i = 0; i < N; ++i)
-        writers[i] = RowWriter<T>(out + i * os.c, os.w, p.W, buffer.data + i * width);
-      for_each_register<V>(p.W, [&](int64_t w) {
-        typename V::type acc[N] = {};
-        for (int64_t i = 0; i < p.k; ++i) {
-          const A* rows[N];
-          for (int64_t j = 0; j < N; ++j) rows[j] = x.row(c + j, r + i * p.dilation) + w;
-          for (int64_t j = 0; j < p.k; ++j) {
-            const auto weight = V::load(taps[i * p.k + j] + w);
-            for (int64_t m = 0; m < N; ++m)
-              acc[m] += weight * V::load(rows[m] + j * p.dilation);
-          }
-        }
-        for (int64_t j = 0; j < N; ++j) writers[j].put(w, acc[j]);
-      });
-      for (auto& writer : writers) writer.finish();
-    }
-  };
+  }
 
   // grad_x[c, h, w] = sum over taps of weight[tap, h - dy, w - dx] * grad[c, h - dy, w - dx]
-  struct GradInput {
-    const Problem& p;
-    PaddedImage<T> grad;  // padded by what lies after on the low side: the taps are mirrored
-    Scratch<A> taps, buffer;
-    int64_t width;
-
-    GradInput(const Strips& s)
-        : p(s.p), grad(s.n, s.rows + s.halo, p.W, p.after, p.before), width(grad.width) {
-      taps.resize(p.k * p.k * width);
-      buffer.resize(kChannelBlock * width);
-    }
-
-    void run(const T* g, const ImageStrides& gs, const T* weight, const WeightStrides& ws, T* out,
-             const ImageStrides& os, int64_t first, int64_t count) {
-      grad.fill(g, gs, first - p.after, count + p.before + p.after, p.H, p.W);
+  void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
+                  int64_t first, int64_t count) {
+    for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
+      // The row as it is, and zeros around it, so that a shifted register reads zeros past its
+      // ends.
+      const int64_t dy = p.dilation * (tap / p.k) - p.before;
       for (int64_t r = 0; r < count; ++r) {
-        const int64_t h = first + r;
-        for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
-          const int64_t source = h + p.before - tap / p.k * p.dilation;
-          A* row = taps.data + tap * width + p.after;
-          if (source >= 0 && source < p.H)
-            load_row<T>(row, weight + tap * ws.tap + source * ws.h, ws.w, p.W);
-          else
-            std::fill_n(row, p.W, A(0));
+        A* row = kernel_row(tap, r);
+        const int64_t h = first + r - dy;
+        if (h >= 0 && h < p.H) {
+          std::fill_n(row, p.after, A(0));
+          load_row<T>(row + p.after, weight + tap * ws.tap + h * ws.h, ws.w, p.W);
+          std::fill_n(row + p.after + p.W, p.before, A(0));
+        } else {
+          std::fill_n(row, p.W + reach, A(0));
         }
-        for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
-          channels<N>(out + c * os.c + h * os.h, os, c, r);
-        });
       }
     }
-
-    template <int64_t N>
-    void channels(T* out, const ImageStrides& os, int64_t c, int64_t r) {
-      RowWriter<T> writers[N];
-      for (int64_t i = 0; i < N; ++i)
-        writers[i] = RowWriter<T>(out + i * os.c, os.w, p.W, buffer.data + i * width);
-      const int64_t reach = (p.k - 1) * p.dilation;
-      for_each_register<V>(p.W, [&](int64_t w) {
-        typename V::type acc[N] = {};
-        for (int64_t i = 0; i < p.k; ++i) {
-          const A* rows[N];
-          for (int64_t j = 0; j < N; ++j) rows[j] = grad.row(c + j, r + reach - i * p.dilation) + w;
-          for (int64_t j = 0; j < p.k; ++j) {
-            const int64_t shift = reach - j * p.dilation;
-            const auto weight = V::load(taps.data + (i * p.k + j) * width + w + shift);
-            for (int64_t m = 0; m < N; ++m) acc[m] += weight * V::load(rows[m] + shift);
-          }
-        }
-        for (int64_t j = 0; j < N; ++j) writers[j].put(w, acc[j]);
-      });
-      for (auto& writer : writers) writer.finish();
+    for (int64_t r = 0; r < count; ++r) {
+      for_each_block<kChannelBlock>(
+          grad.channels, [&](int64_t c, auto N) { apply<N, true>(grad, c, r, out, os, first); });
     }
-  };
+  }
+
+  // A row of N channels from c on: the sum over taps of kernel times image. Mirrored: the taps go
+  // backwards through the image, and the kernel is read where the image is.
+  template <int64_t N, bool Mirrored>
+  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, T* out, const ImageStrides& os,
+             int64_t first) {
+    T* row = out + c * os.c + (first + r) * os.h;
+    const bool direct = std::is_same_v<T, A> && os.w == 1 && p.W >= V::size;
+    A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
+    const int64_t pitch = direct ? os.c : round_up(p.W, V::size);
+
+    const int64_t k = p.k, step = Mirrored ? -p.dilation : p.dilation;
+    const int64_t start = Mirrored ? reach : 0;  // of the taps in the padded image
+    const int64_t next_tap = rows * width, next_channel = image.rows * image.width;
+    const int64_t next_line = step * image.width;
+    const A* kernels_row = kernel_row(0, r) + start;
+    const A* image_row = image.row(c, r + start) + start;
+    for_each_register<V>(p.W, [=](int64_t w) {
+      typename V::type acc[N] = {};
+      const A* kernel = kernels_row + w;
+      const A* line = image_row + w;
+      for (int64_t i = 0; i < k; ++i, line += next_line) {
+        for (int64_t j = 0; j < k; ++j, kernel += next_tap) {
+          const auto weight = V::load(kernel + (Mirrored ? j * step : 0));
+          for (int64_t m = 0; m < N; ++m)
+            acc[m] += weight * V::load(line + m * next_channel + j * step);
+        }
+      }
+      for (int64_t m = 0; m < N; ++m) V::store(target + m * pitch + w, acc[m]);
+    });
+    if (!direct)
+      for (int64_t m = 0; m < N; ++m) store_row<T>(row + m * os.c, os.w, target + m * pitch, p.W);
+  }
 
   // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, h + dy, w + dx]
-  struct GradWeight {
-    const Problem& p;
-    PaddedImage<T> x, grad;
-    Scratch<A> buffer;
-    int64_t width;
+  void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count) {
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t i = 0; i < p.k; ++i)
+        for_each_block<kTapBlock>(p.k, [&](int64_t j, auto N) { correlate<N>(i, j, r); });
+    for (int64_t tap = 0; tap < p.k * p.k; ++tap)
+      for (int64_t r = 0; r < count; ++r)
+        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, kernel_row(tap, r), p.W);
+  }
 
-    GradWeight(const Strips& s)
-        : p(s.p), x(s.n, s.rows + s.halo, p.W, p.before, p.after), grad(s.n, s.rows, p.W, 0, 0) {
-      width = round_up(p.W, L);
-      buffer.resize(kTapBlock * width);
-    }
-
-    void run(const T* g, const ImageStrides& gs, const T* image, const ImageStrides& xs, T* out,
-             const WeightStrides& os, int64_t first, int64_t count) {
-      x.fill(image, xs, first - p.before, count + p.before + p.after, p.H, p.W);
-      grad.fill(g, gs, first, count, p.H, p.W);
-      for (int64_t r = 0; r < count; ++r) {
-        for (int64_t i = 0; i < p.k; ++i) {
-          for_each_block<kTapBlock>(p.k, [&](int64_t j, auto N) {
-            taps<N>(out + (i * p.k + j) * os.tap + (first + r) * os.h, os, i, j, r);
-          });
-        }
+  // A row of the weight gradient, for N taps of row i from column j on.
+  template <int64_t N>
+  void correlate(int64_t i, int64_t j, int64_t r) {
+    const int64_t channels = x.channels, step = p.dilation, next_tap = rows * width;
+    const int64_t next_x = x.rows * x.width, next_grad = grad.rows * grad.width;
+    const A* grad_row = grad.row(0, r + p.after) + p.after;
+    const A* x_row = x.row(0, r + i * step) + j * step;
+    A* out = kernel_row(i * p.k + j, r);
+    for_each_register<V>(p.W, [=](int64_t w) {
+      typename V::type acc[N] = {};
+      const A* g = grad_row + w;
+      const A* line = x_row + w;
+      for (int64_t c = 0; c < channels; ++c, g += next_grad, line += next_x) {
+        const auto factor = V::load(g);
+        for (int64_t m = 0; m < N; ++m) acc[m] += factor * V::load(line + m * step);
       }
-    }
-
-    template <int64_t N>
-    void taps(T* out, const WeightStrides& os, int64_t i, int64_t j, int64_t r) {
-      RowWriter<T> writers[N];
-      for (int64_t m = 0; m < N; ++m)
-        writers[m] = RowWriter<T>(out + m * os.tap, os.w, p.W, buffer.data + m * width);
-      for_each_register<V>(p.W, [&](int64_t w) {
-        typename V::type acc[N] = {};
-        for (int64_t c = 0; c < x.channels; ++c) {
-          const auto g = V::load(grad.row(c, r) + w);
-          const A* row = x.row(c, r + i * p.dilation) + w + j * p.dilation;
-          for (int64_t m = 0; m < N; ++m) acc[m] += g * V::load(row + m * p.dilation);
-        }
-        for (int64_t m = 0; m < N; ++m) writers[m].put(w, acc[m]);
-      });
-      for (auto& writer : writers) writer.finish();
-    }
-  };
-
-  struct Backward {
-    GradInput input;
-    GradWeight weight;
-    Backward(const Strips& s) : input(s), weight(s) {}
-  };
-
-  const Problem& p;
-  int64_t n, halo, rows, per_image;
+      for (int64_t m = 0; m < N; ++m) V::store(out + m * next_tap + w, acc[m]);
+    });
+  }
 };
 
 // Where the first channel of group g of image b, or its weights, start.
@@ -345,20 +281,34 @@ T* kernels(Tensor& weight, int64_t b, int64_t g) {
   return const_cast<T*>(kernels<T>(std::as_const(weight), b, g));
 }
 
+// Calls run(worker, b, g, first row, row count) for every strip.
+template <typename T, typename Run>
+void for_each_strip(const Problem& p, bool needs_x, bool needs_grad, Run&& run) {
+  if (p.B * p.H * p.W == 0) return;
+  const Strips strips(p, sizeof(acc_t<T>));
+  torch::stable::parallel_for(0, p.B * p.G * strips.per_image, 1, [&](int64_t begin, int64_t end) {
+    Worker<T> worker(p, strips.rows, needs_x, needs_grad);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t image = i / strips.per_image, first = i % strips.per_image * strips.rows;
+      run(worker, image / p.G, image % p.G, first, std::min(strips.rows, p.H - first));
+    }
+    stream_fence();
+  });
+}
+
 Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
   check_alike(weight, x, "weight");
   Tensor out = torch::stable::empty_like(x);
+  prefer_huge_pages(out);
   const auto xs = image_strides(x), os = image_strides(out);
   const auto ws = weight_strides(weight);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    const Strips<T> strips(p);
-    strips.template for_each<typename Strips<T>::Forward>(
-        [&](auto& worker, int64_t b, int64_t g, int64_t first, int64_t count) {
-          worker.run(group<T>(x, p, b, g), xs, kernels<T>(weight, b, g), ws,
-                     group<T>(out, p, b, g), os, first, count);
-        });
+    for_each_strip<T>(p, true, false, [&](auto& worker, auto b, auto g, auto first, auto count) {
+      worker.load_x(group<T>(x, p, b, g), xs, first, count);
+      worker.forward(kernels<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+    });
   });
   return out;
 }
@@ -367,16 +317,15 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
   const Problem p(grad, weight.sizes(), dilation);
   check_alike(weight, grad, "weight");
   Tensor out = torch::stable::empty_like(grad);
+  prefer_huge_pages(out);
   const auto gs = image_strides(grad), os = image_strides(out);
   const auto ws = weight_strides(weight);
   dispatch_floating(grad, [&](auto zero) {
     using T = decltype(zero);
-    const Strips<T> strips(p);
-    strips.template for_each<typename Strips<T>::GradInput>(
-        [&](auto& worker, int64_t b, int64_t g, int64_t first, int64_t count) {
-          worker.run(group<T>(grad, p, b, g), gs, kernels<T>(weight, b, g), ws,
-                     group<T>(out, p, b, g), os, first, count);
-        });
+    for_each_strip<T>(p, false, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
+      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
+      worker.grad_input(kernels<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+    });
   });
   return out;
 }
@@ -387,16 +336,16 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
   Tensor out = empty_strided_like(x, size, stride);
+  prefer_huge_pages(out);
   const auto gs = image_strides(grad), xs = image_strides(x);
   const auto os = weight_strides(out);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    const Strips<T> strips(p);
-    strips.template for_each<typename Strips<T>::GradWeight>(
-        [&](auto& worker, int64_t b, int64_t g, int64_t first, int64_t count) {
-          worker.run(group<T>(grad, p, b, g), gs, group<T>(x, p, b, g), xs,
-                     kernels<T>(out, b, g), os, first, count);
-        });
+    for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
+      worker.load_x(group<T>(x, p, b, g), xs, first, count);
+      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
+      worker.grad_weight(kernels<T>(out, b, g), os, first, count);
+    });
   });
   return out;
 }
@@ -410,18 +359,18 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
   check_same_sizes(grad, x, "grad");
   Tensor grad_x = torch::stable::empty_like(x);
   Tensor grad_w = torch::stable::empty_like(weight);
-  const auto gs = image_strides(grad), xs = image_strides(x), os = image_strides(grad_x);
+  prefer_huge_pages(grad_x);
+  prefer_huge_pages(grad_w);
+  const auto gs = image_strides(grad), xs = image_strides(x), gxs = image_strides(grad_x);
   const auto ws = weight_strides(weight), gws = weight_strides(grad_w);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    const Strips<T> strips(p);
-    strips.template for_each<typename Strips<T>::Backward>(
-        [&](auto& worker, int64_t b, int64_t g, int64_t first, int64_t count) {
-          worker.weight.run(group<T>(grad, p, b, g), gs, group<T>(x, p, b, g), xs,
-                            kernels<T>(grad_w, b, g), gws, first, count);
-          worker.input.run(group<T>(grad, p, b, g), gs, kernels<T>(weight, b, g), ws,
-                           group<T>(grad_x, p, b, g), os, first, count);
-        });
+    for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
+      worker.load_x(group<T>(x, p, b, g), xs, first, count);
+      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
+      worker.grad_weight(kernels<T>(grad_w, b, g), gws, first, count);
+      worker.grad_input(kernels<T>(weight, b, g), ws, group<T>(grad_x, p, b, g), gxs, first, count);
+    });
   });
   return {grad_x, grad_w};
 }
