@@ -1,0 +1,170 @@
+"""Says what hoconv finds on this machine: ``python -m hoconv.doctor``, for a bug report.
+
+Versions, compilers, devices, implementations and why not, and what ``impl="auto"`` means for every
+declared operator. Compiles nothing unless asked to with ``--build``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hoconv
+from hoconv import build
+from hoconv.implementations import ImplementationError, choose, implementations
+from hoconv.operators import Operator, operators
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hoconv.doctor", description=__doc__)
+    parser.add_argument("--build", action="store_true",
+                        help="compile and load, and see what `auto` really chooses")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    for title, facts in (
+        ("Environment", _environment_facts()),
+        ("Compilers", _compiler_facts()),
+        ("Implementations", _implementation_facts(arguments.build)),
+        ("What impl=auto means", _auto_facts(arguments.build)),
+    ):
+        print(title)
+        width = max(len(name) for name in facts)
+        for name, fact in facts.items():
+            print(f"  {name:<{width}}  {fact}")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware: what a measurement needs beside it to be compared with another.
+
+    Returns:
+        A dict for JSON; None for what is not there. ``gpu`` is the first GPU's name, ``driver``
+        the NVIDIA driver's version, ``cuda`` the CUDA version torch was built with,
+        ``cpu_capability`` the instruction set torch uses, ``threads`` how many, and ``commit`` that
+        of the checkout hoconv is imported from, with ``-dirty`` where tracked files differ from it.
+    """
+    return {
+        "hoconv": hoconv.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pytorch_lightning": _version("pytorch-lightning"),
+        "cuda": torch.version.cuda,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+
+
+def devices() -> tuple[str, ...]:
+    """The device types that are here: ``"cpu"``, and ``"cuda"`` where PyTorch sees a GPU."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def _environment_facts() -> dict[str, str]:
+    facts = {name: str(value or "none") for name, value in environment().items() if name != "gpu"}
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        facts[f"gpu {index}"] = f"{gpu.name}, {capability}, {gpu.total_memory / 2**30:.0f} GiB"
+    if torch.cuda.device_count() == 0:
+        facts["gpu"] = build.no_gpu()
+    return facts
+
+
+def _compiler_facts() -> dict[str, str]:
+    facts = {}
+    for label, library in (("C++", "cpu"), ("CUDA", "cuda")):
+        try:
+            path = build.compiler(library)
+            version = _first_line(path, "--version", containing=".")
+            facts[label] = f"{path}: {version}"
+        except build.BuildError as error:
+            facts[label] = str(error)
+    facts["build cache"] = str(build.cache_folder())
+    return facts
+
+
+def _implementation_facts(compiling: bool) -> dict[str, str]:
+    facts = implementations()
+    if compiling:
+        for name, library in (("cpp", "cpu"), ("cuda", "cuda")):
+            facts[name] = build.load(library) or "available, compiled and loaded"
+    return facts
+
+
+def _auto_facts(compiling: bool) -> dict[str, str]:
+    describe = _chosen if compiling else _expected
+    return {
+        operator.name: "; ".join(f"{device}: {describe(operator, device)}" for device in devices())
+        for operator in operators()
+    }
+
+
+def _chosen(operator: Operator, device_type: str) -> str:
+    try:
+        choice = choose(operator, "auto", device_type)
+        return f"{choice.name} ({choice.why})"
+    except ImplementationError as error:
+        return f"none: {error}"
+
+
+def _expected(operator: Operator, device_type: str) -> str:
+    """What `choose` will say unless a compilation fails: an implementation's `load` would compile,
+    so only the compilers and devices are looked at."""
+    known = implementations()
+    for name in reversed(list(operator.implementations)):
+        implementation = operator.implementations[name]
+        runs_here = not implementation.devices or device_type in implementation.devices
+        if runs_here and known.get(name, "available") == "available":
+            return name
+    return "none"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    root = Path(hoconv.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    return _first_line(
+        "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
+
+
+def _first_line(*command: str, containing: str = "") -> str | None:
+    """The first such line that a program prints; None where there is none or it fails."""
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next((line.strip() for line in output.splitlines() if containing in line), None)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What the scripts share: options, tables, the head of a JSON record, files written whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from hoconv import build, doctor
+from hoconv.operators import Sample, operators
+
+
+def add_operator_option(parser: argparse.ArgumentParser) -> None:
+    declared = [operator.name for operator in operators()]
+    parser.add_argument("--operator", nargs="+", choices=declared, default=declared,
+                        help="default: all that are declared")  # fmt: skip
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", nargs="+", type=_device, default=doctor.devices(),
+                        metavar="cpu|cuda", help="default: those of this machine")  # fmt: skip
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {name!r}")
+    if name not in doctor.devices():
+        raise argparse.ArgumentTypeError(f"{name}: {build.no_gpu()}")
+    return name
+
+
+def console() -> Console:
+    """A terminal says how wide it is; a file or a pipe does not."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def differentiable(sample: Sample) -> tuple[list[Any], list[Tensor]]:
+    """The arguments of a sample, and those of them to differentiate with respect to."""
+    args = [a.detach().requires_grad_() if is_floating(a) else a for a in sample.args]
+    return args, [a for a in args if is_floating(a)]
+
+
+def record(script: str, argv: Sequence[str]) -> dict[str, Any]:
+    """How every JSON file begins: what was run, when and where."""
+    return {
+        "command": shlex.join(["python", f"scripts/{script}", *argv]),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "environment": doctor.environment(),
+    }
+
+
+def write_json(path: Path, contents: Any) -> None:
+    write(path, lambda partial: partial.write_text(json.dumps(contents, indent=2) + "\n"))
+
+
+def write(path: Path, write_to: Callable[[Path], Any]) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    write_to(partial)
+    os.replace(partial, path)
+    print(path)

@@ -1,0 +1,171 @@
+"""scripts/check.py on a toy operator: right implementations pass, each fault is found and named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hoconv.operators import Implementation, Operator
+
+Script = Callable[[str], ModuleType]
+
+
+def run(script: Script, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "check.json"
+    code = script("check").main(["--device", "cpu", "--seed", "7", "--json", str(path), *options])
+    return code, json.loads(path.read_text())
+
+
+def add(toy: Operator, name: str, implementation: Implementation) -> None:
+    assert isinstance(toy.implementations, dict)
+    toy.implementations[name] = implementation
+
+
+def row_of(record: dict[str, Any], impl: str, dtype: str | None) -> dict[str, Any]:
+    (row,) = (r for r in record["rows"] if r["impl"] == impl and r["dtype"] == dtype)
+    return row
+
+
+def test_right_implementations_pass(
+    script: Script, toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, record = run(script, tmp_path)
+
+    assert code == 0
+    assert record["seed"] == 7
+    assert record["environment"]["torch"] == torch.__version__
+    for impl, dtype in itertools.product(("reference", "swapped"), ("float32", "float16")):
+        row = row_of(record, impl, dtype)
+        assert (row["operator"], row["device"], row["cases"]) == ("toy", "cpu", 3)
+        assert row["same_bits"]
+        assert row["failures"] == []
+    assert len(record["rows"]) == 4
+    half = row_of(record, "swapped", "float16")
+    assert 1e-5 < half["output_error"] <= half["tolerance"]
+    assert 1e-5 < half["gradient_error"] <= half["tolerance"]
+    assert "12 cases, 0 failures" in capsys.readouterr().out
+
+
+def test_small_keeps_float32(script: Script, toy: Operator, tmp_path: Path) -> None:
+    code, record = run(script, tmp_path, "--small", "--impl", "swapped")
+
+    assert code == 0
+    assert [(row["impl"], row["dtype"]) for row in record["rows"]] == [("swapped", "float32")]
+
+
+def forgetful(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Never writes the first element."""
+    out = torch.empty_like(x)
+    out.flatten()[1:] = (x * y * scale).flatten()[1:]
+    return out
+
+
+def wrong_gradient(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x * y * scale + 0.01 * scale * (y - y.detach()) * x.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "failure"),
+    [
+        (lambda x, y, scale: x * y, "scale -2: output: error"),
+        (lambda x, y, scale: x * y * scale + float("nan"), "scale 1: output: error nan"),
+        (lambda x, y, scale: (x * y * scale)[:1], "scale 1: RuntimeError"),
+        (lambda x, y, scale: (x * y * scale).double(), "scale 1: output: expected shape and dtype"),
+        (lambda x, y, scale: (x * y * scale).detach(), "scale 1: RuntimeError"),
+        (wrong_gradient, "scale -2: gradient 1: error 1.0e-02"),
+        (forgetful, "scale 1: output: error nan"),
+    ],
+    ids=["argument ignored", "nan", "shape", "dtype", "no gradient", "gradient", "not written"],
+)
+def test_fault_is_found_and_named(
+    script: Script,
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    function: Callable[..., Tensor],
+    failure: str,
+) -> None:
+    add(toy, "faulty", Implementation(function))
+
+    code, record = run(script, tmp_path)
+
+    assert code == 1
+    assert any(failure in line for line in row_of(record, "faulty", "float32")["failures"])
+    assert f"toy faulty cpu float32: {failure}" in capsys.readouterr().out
+    assert row_of(record, "swapped", "float32")["failures"] == []
+
+
+def test_wrong_gradient_is_told_from_the_right_ones(
+    script: Script, toy: Operator, tmp_path: Path
+) -> None:
+    add(toy, "faulty", Implementation(wrong_gradient))
+
+    _, record = run(script, tmp_path)
+
+    row = row_of(record, "faulty", "float32")
+    assert row["output_error"] < 1e-6
+    assert row["gradient_error"] == pytest.approx(0.01, rel=1e-3)
+    assert not any("output" in line or "gradient 0" in line for line in row["failures"])
+
+
+def test_different_bits_are_reported(script: Script, toy: Operator, tmp_path: Path) -> None:
+    factors = itertools.cycle([1.0, 1.0 + 2e-7])
+    wavering = Implementation(lambda x, y, scale: x * y * scale * next(factors))
+    add(toy, "wavering", wavering)
+
+    code, record = run(script, tmp_path, "--small")
+
+    assert code == 0  # both are right
+    assert not row_of(record, "wavering", "float32")["same_bits"]
+    assert row_of(record, "swapped", "float32")["same_bits"]
+
+
+def test_what_cannot_run_says_why(
+    script: Script, toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(toy, "absent", Implementation(torch.mul, load=lambda: "it was never written; write it"))
+
+    code, record = run(script, tmp_path)
+
+    assert code == 0
+    assert "never written" in row_of(record, "absent", None)["unavailable"]
+    assert "absent" in capsys.readouterr().out
+
+
+def test_nothing_checked_is_a_failure(script: Script, toy: Operator, tmp_path: Path) -> None:
+    add(toy, "absent", Implementation(torch.mul, load=lambda: "it was never written; write it"))
+
+    code, _ = run(script, tmp_path, "--impl", "absent")
+
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "expected cpu or cuda, got 'tpu'"),
+        (["--operator", "unknown"], "choose from"),
+        (["--impl", "unknown"], "choose from"),
+    ],
+)
+def test_unknown_option_values_are_named(
+    script: Script,
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(script, tmp_path, *options)
+
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
