@@ -112,7 +112,7 @@ class Throughput(pl.Callback):
             return
         self._interval.steps += 1
         self._interval.samples += self.batch_size_fn(batch)
-        step, every = trainer.global_step, trainer.log_every_n_steps
+        step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore
         # Several batches share a global step where gradients are accumulated.
         if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step
@@ -157,7 +157,7 @@ class Throughput(pl.Callback):
             self._fit.add(interval)
         return interval
 
-    def _metrics(self, interval: _Interval) -> dict[str, float]:
+    def _metrics(self, interval: _Interval) -> dict[str, Any]:
         batches_per_sec = interval.steps / interval.seconds
         samples_per_sec = interval.samples / interval.seconds
         return {

@@ -1,0 +1,59 @@
+# `make` shows what there is. Everything is installed into .venv in this folder.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+APP := $(VENV)/.installed-app
+DEV := $(VENV)/.installed-dev
+# Options for the command behind a target: make train ARGS="data=mnist impl=cpp"
+ARGS ?=
+
+help: ## show this list
+	@echo 'make train [ARGS="data=mnist impl=cpp"], make test [ARGS="-k throughput"]'
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 10
+
+train: $(APP) ## run python train.py; ARGS are its overrides
+	@$(BIN)/python train.py $(ARGS)
+
+test: $(DEV) ## run every test that can run here; ARGS go to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	find hoconv/csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
+
+clean: ## remove .venv and caches; runs and data stay
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(APP): pyproject.toml
+	@$(call install,app)
+
+$(DEV): pyproject.toml
+	@$(call install,app$(comma)dev)
+
+comma := ,
+
+# The stamps are the last thing made and the first thing removed: where there is none, an
+# installation was interrupted or never begun, and it starts from an empty environment.
+define install
+set -euo pipefail; \
+clear=; [ -e $(APP) ] || [ -e $(DEV) ] || clear=--clear; \
+for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11) none; do \
+    $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+done; \
+if [ $$python = none ]; then \
+    echo "Python 3.11 or later with its venv module is needed: install it, or name one: make PYTHON=/path/to/python3" >&2; \
+    exit 1; \
+fi; \
+echo "Installing into $(VENV): PyTorch is a large download, a few minutes the first time"; \
+rm -f $(APP) $(DEV); \
+$$python -m venv $$clear $(VENV); \
+$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(1)]'; \
+touch $(APP); \
+case "$(1)" in *dev*) touch $(DEV);; esac
+endef

@@ -1,0 +1,107 @@
+"""MNIST: 70,000 handwritten digits of 28 x 28 pixels (LeCun, Cortes, Burges)."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor
+from torchvision.datasets.mnist import read_image_file, read_label_file
+from torchvision.datasets.utils import check_md5
+
+from datamodules.images import DataNotFoundError, ImageDataModule, LabelledImages
+
+MD5 = dict(torchvision.datasets.MNIST.resources)  # name of a .gz file -> its md5
+VAL_SIZE = 5_000
+SPLIT_SEED = 0  # not the seed of the run: every run is validated on the same images
+
+
+class MNIST(ImageDataModule):
+    """55,000 images to train, 5,000 to validate, and the 10,000 of the official test set.
+
+    Args:
+        data_dir: the four files are read from its folder ``mnist`` or ``MNIST/raw``, compressed or
+            not, and are never written to; where there are none, torchvision downloads them to
+            ``MNIST/raw``.
+        batch_size, num_workers, seed: as of :class:`ImageDataModule`.
+
+    Raises:
+        DataNotFoundError: in `prepare_data`: no files and no download, or a damaged file.
+    """
+
+    image_shape = (1, 28, 28)
+    num_classes = 10
+    pixel_mean = 33.32
+    pixel_std = 78.57
+
+    def __init__(
+        self, data_dir: str | Path, batch_size: int, num_workers: int = 0, seed: int = 0
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        self.data_dir = Path(data_dir).resolve()
+
+    def prepare_data(self) -> None:
+        folder = self._folder() or self._download()
+        for name, md5 in MD5.items():
+            path = folder / name
+            if path.exists() and not check_md5(path, md5):
+                raise DataNotFoundError(f"{path} is damaged (wrong md5); delete it and try again")
+
+    def load(self) -> dict[str, LabelledImages]:
+        folder = self._folder()
+        assert folder is not None, "prepare_data comes first"
+        with tempfile.TemporaryDirectory() as scratch:
+            train_images, train_labels, test_images, test_labels = (
+                _read(folder / name, Path(scratch)) for name in MD5
+            )
+        generator = torch.Generator().manual_seed(SPLIT_SEED)
+        train, val = torch.randperm(len(train_labels), generator=generator).split(
+            [len(train_labels) - VAL_SIZE, VAL_SIZE]
+        )
+        return {
+            "train": LabelledImages(train_images[train], train_labels[train]),
+            "val": LabelledImages(train_images[val], train_labels[val]),
+            "test": LabelledImages(test_images, test_labels),
+        }
+
+    def _folder(self) -> Path | None:
+        """The folder that holds the four files, compressed or not."""
+        for folder in (self.data_dir / "mnist", self.data_dir / "MNIST" / "raw"):
+            if all((folder / n).exists() or (folder / n).with_suffix("").exists() for n in MD5):
+                return folder
+        return None
+
+    def _download(self) -> Path:
+        print(f"Downloading MNIST to {self.data_dir}")
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints an error for each mirror
+                torchvision.datasets.MNIST(self.data_dir, download=True)
+        except (OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise DataNotFoundError(
+                f"MNIST is not in {self.data_dir} and could not be downloaded ({reason}). Put "
+                f"{', '.join(MD5)} into {self.data_dir / 'mnist'}, or set HOCONV_DATA_DIR to a "
+                "folder whose sub-folder mnist holds them."
+            ) from error
+        return self.data_dir / "MNIST" / "raw"
+
+
+def _read(compressed: Path, scratch: Path) -> Tensor:
+    """Images (N, 1, 28, 28) uint8 or labels (N,) int64, from the .gz file or the file in it."""
+    path = compressed.with_suffix("")
+    if compressed.exists():
+        path = scratch / path.name
+        with gzip.open(compressed) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    try:
+        if "labels" in path.name:
+            return read_label_file(str(path))
+        return read_image_file(str(path)).unsqueeze(1)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise DataNotFoundError(f"{path} is damaged ({error}); delete it and try again") from error

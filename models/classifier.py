@@ -1,0 +1,78 @@
+"""Training a network to classify."""
+
+from __future__ import annotations
+
+import math
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+WARMUP_FRACTION = 0.1
+
+
+class Classifier(pl.LightningModule):
+    """Cross-entropy, AdamW, and a learning rate that rises linearly, then falls as a cosine.
+
+    Logs ``train/loss`` per step, and ``loss`` and ``accuracy`` of ``val/`` and ``test/``.
+
+    Args:
+        network: (B, ...) to logits (B, num_classes); a batch is ``(inputs, labels)``.
+        num_classes: K.
+        learning_rate: its peak, reached after a tenth of the steps.
+        weight_decay: of AdamW.
+    """
+
+    def __init__(
+        self, network: nn.Module, num_classes: int, learning_rate: float, weight_decay: float
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs.to(self.dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        loss = F.cross_entropy(self(inputs), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch, self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch, self.test_accuracy)
+
+    def _evaluate(
+        self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy
+    ) -> None:
+        inputs, labels = batch
+        logits = self(inputs)
+        accuracy(logits, labels)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=len(labels))
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
+        )
+        total = int(self.trainer.estimated_stepping_batches)
+        warmup = max(1, round(WARMUP_FRACTION * total))
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

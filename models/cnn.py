@@ -1,0 +1,74 @@
+"""A small convolutional network whose spatial mixing is done by high-order convolutions.
+
+B batch, C channels, H height, W width, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hoconv import HighOrderConv2d
+
+
+class CNN(nn.Module):
+    """Three convolution stages at full, half and quarter resolution, then global average pooling.
+
+    The second and third stage begin with a residual high-order convolution: every pixel has a
+    kernel of its own, applied to all channels. It starts as the identity, so that training is as
+    stable as that of the network without it, and learns from there.
+
+    Args:
+        image_shape: (C, H, W) of an image; H and W at least 4.
+        num_classes: K.
+        width: channels of the first stage; doubled at each following one.
+        kernel_size: of the high-order convolutions.
+        impl: of the high-order convolutions: ``auto``, ``reference``, ``cpp`` or ``cuda``.
+
+    Shape: (B, C, H, W) to logits (B, K), floating point.
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int],
+        num_classes: int,
+        width: int = 16,
+        kernel_size: int = 5,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+
+        def high_order(channels: int) -> HighOrderConv2d:
+            layer = HighOrderConv2d(
+                channels, kernel_size, generator_kernel_size=3, residual=True, impl=impl
+            )
+            nn.init.zeros_(layer.generator.weight)
+            if layer.generator.bias is not None:
+                nn.init.zeros_(layer.generator.bias)
+            return layer
+
+        self.features = nn.Sequential(
+            conv_bn_relu(image_shape[0], width),
+            nn.MaxPool2d(2),
+            high_order(width),
+            conv_bn_relu(width, 2 * width),
+            nn.MaxPool2d(2),
+            high_order(2 * width),
+            conv_bn_relu(2 * width, 4 * width),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+        self.classifier = nn.Linear(4 * width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x))
+
+
+def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
+    """A 3 x 3 convolution, batch normalisation and a ReLU; H and W stay."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(inplace=True),
+    )

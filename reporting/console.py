@@ -1,0 +1,99 @@
+"""What a run shows in the terminal: configuration, layers, progress, results.
+
+Plain text where the output is a file or a pipe: no colours, no moving bar, no cut lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import RichProgressBar
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from hoconv.implementations import Choice
+
+
+def stdout() -> Console:
+    """A console that is silent in all processes of a distributed run but the first."""
+    quiet = os.environ.get("LOCAL_RANK", "0") != "0"
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(quiet=quiet, width=120)
+
+
+def show_config(config: DictConfig) -> None:
+    text = OmegaConf.to_yaml(config, resolve=True)
+    stdout().print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+
+
+def show_implementations(chosen: Mapping[str, Choice]) -> None:
+    """A row for each layer built on an operator: its qualified name, and what it will use."""
+    table = Table("layer", "implementation", "why", title="Implementations")
+    for name, choice in chosen.items():
+        table.add_row(name, choice.name, choice.why)
+    stdout().print(table)
+
+
+def show_results(
+    metrics: Mapping[str, float],
+    throughput: Mapping[str, float | None],
+    paths: Mapping[str, Path | None],
+) -> None:
+    table = Table("measured", title="Results")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    table.add_section()
+    for label, value, form in (
+        ("samples/s", throughput["samples_per_sec"], "{:,.0f}"),
+        ("ms a step", throughput["step_ms"], "{:.2f}"),
+        ("waiting for data", throughput["data_wait_fraction"], "{:.1%}"),
+        ("peak memory, MB", throughput["peak_memory_mb"], "{:,.0f}"),
+    ):
+        table.add_row(label, "too short to measure" if value is None else form.format(value))
+    console = stdout()
+    console.print(table)
+    for label, path in paths.items():
+        if path is not None:
+            console.print(f"{label:<12}{_short(path)}", soft_wrap=True, highlight=False)
+
+
+def show_problem(kind: str, message: str) -> None:
+    """One line on stderr, red in a terminal."""
+    text = f"{kind}: {message}"
+    Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+
+
+def progress() -> pl.Callback:
+    """A progress bar in a terminal, a line for each epoch elsewhere."""
+    return _ProgressBar() if stdout().is_terminal else _EpochLines()
+
+
+class _ProgressBar(RichProgressBar):
+    """Reads metrics from the device once per logging interval: each reading waits for it."""
+
+    _shown: dict[str, Any] = {}
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        every = max(1, trainer.log_every_n_steps)  # pyright: ignore
+        if not trainer.training or trainer.global_step % every == 0:
+            self._shown = super().get_metrics(trainer, pl_module)
+            self._shown.pop("v_num", None)
+        return self._shown
+
+
+class _EpochLines(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        metrics = (f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items())
+        print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}", *metrics, flush=True)
+
+
+def _short(path: Path) -> Path:
+    """Relative to the working directory where it is below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

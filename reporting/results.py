@@ -1,0 +1,88 @@
+"""results.json: what a run was, how it ended and what it measured, for people and scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pytorch_lightning.utilities import rank_zero_only
+
+from hoconv import doctor
+
+THROUGHPUT = ("samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb")
+
+
+class Results:
+    """The contents of a results.json, kept current on disk while the run lasts.
+
+    As a context manager it writes the file with ``"status": "running"``, and at the end again with
+    ``"finished"``, ``"interrupted"`` or ``"failed"``; a run that failed says why under ``error``.
+    Each write replaces the whole file at once: a reader never sees half of one.
+
+    Args:
+        path: of the file.
+        impl, model, data, seed: what was asked for.
+
+    Attributes:
+        metrics: name -> value, to be filled in.
+        throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
+            ``peak_memory_mb``; None where not measured.
+        environment: versions, hardware, and under ``implementations`` what each layer used.
+    """
+
+    def __init__(self, path: Path, *, impl: str, model: str, data: str, seed: int) -> None:
+        self.path = path
+        self.status = "running"
+        self.error: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
+        self.environment = doctor.environment()
+        self._identity = {"impl": impl, "model": model, "data": data, "seed": seed}
+        self._commit = self.environment.pop("commit")
+
+    def __enter__(self) -> Results:
+        self.write()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.status = "finished"
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self.status = "interrupted"
+        else:
+            self.status = "failed"
+            self.error = f"{type(error).__name__}: {error}"
+        self.write()
+
+    @rank_zero_only
+    def write(self) -> None:
+        contents: dict[str, Any] = {
+            **self._identity,
+            "status": self.status,
+            **({"error": self.error} if self.error else {}),
+            "metrics": self.metrics,
+            "throughput": self.throughput,
+            "environment": self.environment,
+            "commit": self._commit,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(_without_nan(contents), indent=2) + "\n")
+        os.replace(partial, self.path)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value

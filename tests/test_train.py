@@ -1,0 +1,298 @@
+"""python train.py, as its user sees it: exit code, what it prints, what it leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from omegaconf import OmegaConf
+
+import hoconv
+import train
+from datamodules.digits import Digits
+from hoconv.implementations import ImplementationError
+from models.classifier import Classifier
+
+SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
+CONF = Path(train.__file__).parent / "conf"
+
+
+@dataclass
+class Run:
+    exit_code: int
+    folder: Path
+    out: str
+    err: str
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.folder / "results.json").read_text())
+
+    @property
+    def losses(self) -> list[str]:
+        """As text: equal means equal to the last bit."""
+        with (self.folder / "losses.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+        return [row["loss"] for row in rows]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capfd):
+    """Runs train.py in this process, its folder and those of a sweep's jobs in tmp_path."""
+    count = 0
+
+    def run(*overrides: str) -> Run:
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"run{count}"
+        where = (
+            f"hydra.run.dir={folder}",
+            f"hydra.sweep.dir={folder}",
+            "hydra.sweep.subdir=${hydra:job.num}",
+        )
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides, *where])
+        monkeypatch.setattr(train, "failed_jobs", [])
+        code = 0
+        try:
+            train.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        out, err = capfd.readouterr()
+        return Run(code or int(bool(train.failed_jobs)), folder, out, err)
+
+    interrupt = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after an interrupt
+
+
+def test_a_run_leaves_results_losses_configuration_and_checkpoint(run):
+    done = run(*SHORT, "seed=7", "trainer.limit_train_batches=12")
+    assert done.exit_code == 0
+    results = done.results
+    assert list(results) == [
+        "impl", "model", "data", "seed", "status", "metrics", "throughput", "environment", "commit",
+    ]  # fmt: skip
+    assert (results["impl"], results["model"], results["data"]) == ("reference", "cnn", "digits")
+    assert (results["seed"], results["status"]) == (7, "finished")
+    assert set(results["metrics"]) == {
+        "train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy",
+    }  # fmt: skip
+    assert all(value > 0 for value in results["throughput"].values())
+    assert results["environment"]["torch"] == torch.__version__
+    assert set(results["environment"]["implementations"].values()) == {"reference"}
+    assert len(done.losses) == 12
+    assert float(done.losses[-1]) == results["metrics"]["train/loss"]
+    assert len(list(done.folder.glob("checkpoints/*.ckpt"))) == 1
+    saved = OmegaConf.load(done.folder / "config.yaml")
+    assert saved.model.network.image_shape == [1, 8, 8]
+    assert not OmegaConf.to_yaml(saved).count("${")
+    for expected in ("learning_rate:", "network.features.2", "test/accuracy", "results.json"):
+        assert expected in done.out
+
+
+def test_throughput_of_a_run_too_short_to_measure_is_null(run):
+    assert set(run(*SHORT).results["throughput"].values()) == {None}
+
+
+def test_same_seed_same_losses_bit_for_bit(run):
+    ten_steps = (*SHORT, "trainer.limit_train_batches=10", "trainer.max_epochs=2")
+    losses = run(*ten_steps, "seed=3").losses
+    torch.rand(5)  # another state of the global generator
+    assert len(losses) == 20
+    assert run(*ten_steps, "seed=3").losses == losses
+    assert run(*ten_steps, "seed=4").losses != losses
+
+
+@pytest.mark.parametrize("impl", ["cpp", "cuda"])
+def test_implementations_agree_on_the_first_losses(run, impl):
+    if (state := hoconv.implementations()[impl]) != "available":
+        pytest.skip(state)
+    device = "gpu" if impl == "cuda" else "cpu"
+    steps = ("debug=fast", f"trainer={device}", "trainer.limit_train_batches=20")
+    reference = [float(loss) for loss in run(*steps, "impl=reference").losses]
+    losses = [float(loss) for loss in run(*steps, f"impl={impl}").losses]
+    assert len(losses) == 20
+    assert losses == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(run, precision):
+    assert run(*SHORT, f"trainer.precision={precision}").exit_code == 0
+
+
+@pytest.mark.parametrize("override", ["impl=nonsense", "nonsense=1"])
+def test_unknown_overrides_get_hydras_own_error(run, override):
+    failed = run(*SHORT, override)
+    assert failed.exit_code == 1
+    assert "nonsense" in failed.err
+    assert "Traceback" not in failed.err
+    assert ("reference" in failed.err) == (override == "impl=nonsense")  # the options
+    assert not failed.folder.exists()
+
+
+def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monkeypatch):
+    def refuse(*args):
+        raise ImplementationError("the reason; the fix")
+
+    monkeypatch.setattr(train, "choose", refuse)
+    monkeypatch.setattr(Digits, "load", lambda self: pytest.fail("data was loaded"))
+    failed = run(*SHORT)
+    assert failed.exit_code == 1
+    assert failed.err.splitlines() == ["Error: the reason; the fix"]
+    assert failed.results["status"] == "failed"
+    assert failed.results["error"] == "ImplementationError: the reason; the fix"
+
+
+def test_missing_data_is_one_line_that_says_what_to_do(run, monkeypatch, tmp_path):
+    nowhere = (tmp_path / "nowhere").as_uri() + "/"
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [nowhere])
+    failed = run(*SHORT, "data=mnist", f"data_dir={tmp_path / 'data'}")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: MNIST is not in")
+    assert "t10k-labels-idx1-ubyte.gz" in line
+    assert failed.results["status"] == "failed"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_trainer_for_hardware_that_is_not_there_is_one_line(run):
+    failed = run(*SHORT, "trainer=gpu")
+    assert failed.exit_code == 1
+    assert len(failed.err.splitlines()) == 1
+
+
+def test_a_failure_while_training_is_recorded_and_shown(run, monkeypatch):
+    training_step = Classifier.training_step
+
+    def fail_at_third(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError("third batch")
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", fail_at_third)
+    failed = run(*SHORT, "trainer.log_every_n_steps=10")
+    assert failed.exit_code == 1
+    assert "RuntimeError: third batch" in failed.err
+    assert failed.results["status"] == "failed"
+    assert failed.results["error"] == "RuntimeError: third batch"
+    assert len(failed.losses) == 2
+
+
+def test_an_interrupted_run_says_so_and_keeps_what_there_is(run, monkeypatch):
+    statuses = []
+    training_step = Classifier.training_step
+
+    def interrupt_at_third(self, batch, batch_idx):
+        if batch_idx == 2:
+            (path,) = Path(self.trainer.default_root_dir).glob("results.json")
+            statuses.append(json.loads(path.read_text())["status"])
+            raise KeyboardInterrupt
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", interrupt_at_third)
+    interrupted = run(*SHORT)
+    assert statuses == ["running"]
+    assert interrupted.exit_code == 130
+    assert interrupted.results["status"] == "interrupted"
+    assert len(interrupted.losses) == 2
+    assert "Traceback" not in interrupted.err
+
+
+def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
+    def refuse_cpp(operator, impl, device_type):
+        if impl == "cpp":
+            raise ImplementationError("no compiler")
+        return choose(operator, impl, device_type)
+
+    choose = train.choose
+    monkeypatch.setattr(train, "choose", refuse_cpp)
+    sweep = run("-m", "debug=fast", "trainer=cpu", "impl=cpp,reference", "seed=1,2")
+    assert sweep.exit_code == 1
+    jobs = [json.loads((sweep.folder / str(i) / "results.json").read_text()) for i in range(4)]
+    assert [(job["impl"], job["seed"], job["status"]) for job in jobs] == [
+        ("cpp", 1, "failed"),
+        ("cpp", 2, "failed"),
+        ("reference", 1, "finished"),
+        ("reference", 2, "finished"),
+    ]
+
+
+@pytest.mark.parametrize("logger", ["csv", "none"])
+def test_other_loggers_need_no_wandb(run, monkeypatch, logger):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    done = run(*SHORT, f"logger={logger}", "trainer.limit_train_batches=12")
+    assert done.exit_code == 0
+    assert (done.folder / "csv" / "metrics.csv").exists() == (logger == "csv")
+    if logger == "csv":
+        header = (done.folder / "csv" / "metrics.csv").read_text().splitlines()[0]
+        assert "throughput/samples_per_sec" in header.split(",")
+
+
+def test_wandb_that_is_not_installed_is_one_line_with_the_fix(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    failed = run(*SHORT, "logger=wandb")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert "pip install wandb" in line
+
+
+@pytest.mark.slow
+def test_wandb_makes_an_offline_run_of_each_job_where_there_is_no_key(run, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    training_step = Classifier.training_step
+
+    def fail_second_job(self, batch, batch_idx):
+        if torch.initial_seed() == 2:
+            raise RuntimeError("second job")
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", fail_second_job)
+    sweep = run("-m", *SHORT, "logger=wandb", f"logger.save_dir={tmp_path}", "seed=1,2,3")
+    runs = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 3
+    for folder in runs:
+        (record,) = folder.glob("run-*.wandb")
+        content = record.read_bytes()
+        for expected in (b"digits_cnn", b"reference", b"learning_rate"):
+            assert expected in content
+    assert "second job" in sweep.err
+    assert sweep.exit_code == 1
+
+
+@pytest.mark.parametrize("experiment", sorted(p.stem for p in CONF.glob("experiment/*.yaml")))
+def test_every_experiment_composes(monkeypatch, capfd, experiment):
+    arguments = ["train.py", f"experiment={experiment}", "--cfg", "job"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    train.main()
+    assert "_target_: datamodules." in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_default_experiment_learns_to_read_digits(run):
+    done = run("logger=none", "trainer=cpu")
+    assert done.results["metrics"]["test/accuracy"] >= 0.96
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.skipif("HOCONV_DATA_DIR" not in os.environ, reason="HOCONV_DATA_DIR is not set")
+def test_mnist_learns_within_a_hundred_steps(run):
+    done = run(
+        "experiment=mnist_cnn", "logger=none", "trainer=cpu", "trainer.max_epochs=1",
+        "trainer.limit_train_batches=100", "trainer.limit_test_batches=20",
+    )  # fmt: skip
+    assert done.results["data"] == "mnist"
+    assert done.results["metrics"]["test/accuracy"] >= 0.9

@@ -1,0 +1,124 @@
+"""Trains a model on a data set: ``python train.py``; ``--help`` shows what can be chosen.
+
+Compose the configuration, check the implementations, then data, model, fit, test, results.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import get_class, instantiate
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from datamodules.images import DataNotFoundError
+from hoconv.implementations import ImplementationError, choose
+from hoconv.lightning import Throughput
+from hoconv.operators import layers
+from reporting import console, loggers
+from reporting.losses import LossRecord
+from reporting.results import Results
+
+ROOT = Path(__file__).resolve().parent
+USER_ERRORS = (DataNotFoundError, ImplementationError, MisconfigurationException)
+
+# ${project:x} is a path in the project; ${attribute:module.Class,x} is what a class declares.
+OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path))
+OmegaConf.register_new_resolver(
+    "attribute", lambda path, name: OmegaConf.create([getattr(get_class(path), name)])[0]
+)
+# Lightning counts cores; our images are in memory, where more workers are slower.
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+# Lightning calls a function that torch 2.15 is replacing.
+warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+
+failed_jobs: list[Path] = []
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+def main(config: DictConfig) -> None:
+    """One job: everything it makes is in its own folder, results.json whatever happens."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    console.show_config(config)
+    OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+    choices = HydraConfig.get().runtime.choices
+    results = Results(
+        run_dir / "results.json",
+        impl=config.impl,
+        model=choices["model"],
+        data=choices["data"],
+        seed=config.seed,
+    )
+    try:
+        with results:
+            checkpoint = train(config, run_dir, results)
+    except Exception as error:
+        failed_jobs.append(run_dir)
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if not isinstance(cause, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        console.show_problem("Error", str(cause))
+        return
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
+        sys.exit(130)
+    finally:
+        wandb_dir = loggers.finish(exit_code=0 if results.status == "finished" else 1)
+    paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
+    console.show_results(results.metrics, results.throughput, paths)
+
+
+def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
+    """Fits, tests and fills in `results`; returns the path of the checkpoint."""
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+
+    data = instantiate(config.data)  # reads nothing yet
+    model = instantiate(config.model)
+    logger = instantiate(config.logger) if config.logger else False
+    throughput = Throughput()
+    checkpoint = ModelCheckpoint(run_dir / "checkpoints", **config.checkpoint)
+    callbacks = [throughput, LossRecord(run_dir / "losses.csv"), console.progress(), checkpoint]
+    trainer = pl.Trainer(
+        **config.trainer,
+        logger=logger,
+        callbacks=callbacks,
+        default_root_dir=run_dir,
+        enable_progress_bar=console.stdout().is_terminal,
+    )
+    if trainer.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise MisconfigurationException(
+            "a sweep (-m) cannot use several devices a job: Lightning would start the sweep again "
+            "in every process; use trainer.devices=1, or one command for each job"
+        )
+
+    device = trainer.strategy.root_device.type
+    chosen = {name: choose(layer.operator, layer.impl, device) for name, layer in layers(model)}
+    console.show_implementations(chosen)
+    results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
+
+    try:
+        if logger:
+            logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        trainer.fit(model, datamodule=data)
+        results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        trainer.test(model, datamodule=data, ckpt_path="best", verbose=False)
+    finally:
+        results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.throughput = throughput.summary()
+    return Path(checkpoint.best_model_path)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(1 if failed_jobs else 0)
