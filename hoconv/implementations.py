@@ -60,9 +60,14 @@ def choose(operator: Operator, impl: str, device_type: str) -> Choice:
     return Choice(impl, "asked for by name")
 
 
+def resolve(operator: Operator, impl: str, device_type: str) -> str:
+    """The name that :func:`choose` chooses: a constant to torch.compile, which does not trace it."""
+    return choose(operator, impl, device_type).name
+
+
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes
-# longer than everything else at start-up: torch.compile calls this function and does not trace it.
-choose._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+# longer than everything else at start-up.
+resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache

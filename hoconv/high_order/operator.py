@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.high_order.ops import IMPLEMENTATIONS, autocast
-from hoconv.implementations import choose
+from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
 
 MAX_KERNEL_SIZE = 11
@@ -57,8 +57,8 @@ def high_order_conv2d(
     """
     x, weight = autocast(x.device.type, x, weight)
     _check(x, weight, dilation)
-    choice = choose(OPERATOR, impl, x.device.type)
-    return IMPLEMENTATIONS[choice.name].function(x, weight, dilation)
+    name = resolve(OPERATOR, impl, x.device.type)
+    return IMPLEMENTATIONS[name].function(x, weight, dilation)
 
 
 def _check(x: Tensor, weight: Tensor, dilation: int) -> None:
