@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hoconv import build
-from hoconv.operators import Operator
+from hoconv.operators import Operator, find
 
 
 class ImplementationError(RuntimeError):
@@ -60,9 +60,12 @@ def choose(operator: Operator, impl: str, device_type: str) -> Choice:
     return Choice(impl, "asked for by name")
 
 
-def resolve(operator: Operator, impl: str, device_type: str) -> str:
-    """The name that :func:`choose` chooses: a constant to torch.compile, which does not trace it."""
-    return choose(operator, impl, device_type).name
+def resolve(operator: str, impl: str, device_type: str) -> str:
+    """The name that :func:`choose` chooses, for calls of the operator of that name.
+
+    A constant to torch.compile, which does not trace it: strings in, a string out.
+    """
+    return choose(find(operator), impl, device_type).name
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes

@@ -122,6 +122,11 @@ def declare(operator: Operator) -> Operator:
     return operator
 
 
+def find(name: str) -> Operator:
+    """The operator declared under this name."""
+    return _declared[name]
+
+
 def operators() -> list[Operator]:
     """All declared operators: hoconv's own, then those of installed packages."""
     for entry in entry_points(group="hoconv.operators"):

@@ -57,7 +57,7 @@ def high_order_conv2d(
     """
     x, weight = autocast(x.device.type, x, weight)
     _check(x, weight, dilation)
-    name = resolve(OPERATOR, impl, x.device.type)
+    name = resolve("high_order_conv2d", impl, x.device.type)
     return IMPLEMENTATIONS[name].function(x, weight, dilation)
 
 
