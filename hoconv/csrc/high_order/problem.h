@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -38,7 +39,7 @@ struct Problem {
 
   // `image` is x or the output's gradient, with the weights' sizes (k * k, B, G, H, W).
   template <typename Sizes>
-  Problem(const Tensor& image, const Sizes& weight, int64_t dilation_) : dilation(dilation_) {
+  Problem(const Tensor& image, const Sizes& weight, int64_t dilation_) {
     STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());
     STD_TORCH_CHECK(weight.size() == 5, "weight: expected 5 dimensions (k * k, B, G, H, W), got ",
                     weight.size());
@@ -53,7 +54,9 @@ struct Problem {
     STD_TORCH_CHECK(k * k == weight[0] && k <= 11,
                     "weight: its first dimension must be k * k for k from 1 to 11, got ",
                     weight[0]);
-    STD_TORCH_CHECK(dilation >= 1, "dilation: expected at least 1, got ", dilation);
+    STD_TORCH_CHECK(dilation_ >= 1, "dilation: expected at least 1, got ", dilation_);
+    // From there on all taps but the centre see zeros.
+    dilation = std::min(dilation_, 2 * std::max(H, W));
     before = dilation * (k - 1) / 2;
     after = dilation * (k - 1) - before;
   }
