@@ -76,7 +76,7 @@ resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 @functools.cache
 def _fastest(operator: Operator, device_type: str) -> Choice:
     failed = []
-    for name, implementation in reversed(operator.implementations.items()):
+    for name, implementation in reversed(list(operator.implementations.items())):
         if implementation.devices and device_type not in implementation.devices:
             continue
         reason = _obstacle(operator, name, device_type)

@@ -20,7 +20,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +154,7 @@ def _compile(library: str, command: str, flags: list[str], target: Path) -> None
     print(shown, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
     includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with _emptied(target.with_suffix(".build")) as folder:
         sources = _sources(library)
         objects = [f"{folder}/{i}.o" for i in range(len(sources))]
         commands = [
@@ -166,7 +165,9 @@ def _compile(library: str, command: str, flags: list[str], target: Path) -> None
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_run, commands))
-            _run([command, *objects, *_link_flags(library), "-o", shared])
+            torch_libraries = f"-L{Path(torch.__file__).parent}/lib"
+            libraries = [torch_libraries, *_libraries(library)]
+            _run([command, "-shared", *objects, *libraries, "-o", shared])
         except BuildError:
             print("failed", file=sys.stderr)
             raise
@@ -197,11 +198,13 @@ def _flags(library: str, architectures: Sequence[str]) -> list[str]:
             "-Wno-deprecated-gpu-targets", *code]  # fmt: skip
 
 
-def _link_flags(library: str) -> list[str]:
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    # nvcc links its own runtime statically: no version of libcudart is asked for at load time.
-    names = ["torch", "torch_cpu", *(["torch_cuda"] if library == "cuda" else [])]
-    return ["-shared", f"-L{torch_libraries}", *(f"-l{name}" for name in names)]
+def _libraries(library: str) -> list[str]:
+    # libstdc++ by its file name and first: a static one, which some systems prefer, or the pieces
+    # of an older one that torch's libraries export, would mix with torch's own, and an exception
+    # thrown from a mixture crashes. nvcc links CUDA's runtime statically by itself: no version of
+    # it is asked for at load time.
+    cuda = ["-ltorch_cuda"] if library == "cuda" else []
+    return ["-l:libstdc++.so.6", "-ltorch", "-ltorch_cpu", *cuda]
 
 
 def _sources(library: str) -> list[Path]:
@@ -219,9 +222,11 @@ def _cached(library: str, architectures: Sequence[str]) -> Path | None:
 
 
 def _path(library: str, architectures: Sequence[str], identity: str) -> Path:
-    digest = hashlib.sha256(repr(_flags(library, architectures)).encode())
-    for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
-        digest.update(path.name.encode() + path.read_bytes())
+    flags = [*_flags(library, architectures), *_libraries(library)]
+    digest = hashlib.sha256(repr(flags).encode())
+    headers = [*CSRC.rglob("*.h"), *(CSRC.rglob("*.cuh") if library == "cuda" else [])]
+    for path in sorted([*_sources(library), *headers]):
+        digest.update(f"{path.relative_to(CSRC)}".encode() + path.read_bytes())
     return cache_folder() / f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
 
 
@@ -236,6 +241,17 @@ def visible_gpus() -> tuple[str, ...]:
         torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
     }
     return tuple(f"{major}.{minor}" for major, minor in sorted(capabilities))
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[Path]:
+    """A folder to work in, without what a build that was killed left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ def main() -> None:
                 continue
             if not arguments.arch and not torch.cuda.is_available():
                 raise BuildError(no_gpu())
-            for arch in arguments.arch or visible_gpus():
-                print(compile(library, (arch,)))
+            for architectures in [(arch,) for arch in arguments.arch or ()] or [visible_gpus()]:
+                print(compile(library, architectures))
         except BuildError as error:
             if arguments.library:
                 sys.exit(f"{library}: {error}")

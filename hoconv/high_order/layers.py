@@ -54,6 +54,8 @@ class HighOrderConv2d(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels: expected at least 1, got {channels}")
         if not 1 <= kernel_size <= MAX_KERNEL_SIZE:
             raise ValueError(f"kernel_size: expected 1 to {MAX_KERNEL_SIZE}, got {kernel_size}")
         if generator_kernel_size < 1:

@@ -129,9 +129,10 @@ def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
     key = f"Autocast{device_type.upper()}"
 
     def cast(keyset: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        x, weight = autocast(device_type, x, weight)
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(*autocast(device_type, x, weight), dilation)
+            return op(x, weight, dilation)
 
     _library.impl(f"high_order_conv2d.{op._overloadname}", cast, key, with_keyset=True)
 

@@ -5,8 +5,6 @@ B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +18,7 @@ def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     Half precision is accumulated in float32.
     """
     taps, _, G, H, W = weight.shape
-    k = math.isqrt(taps)
+    k = round(taps**0.5)
     dilation = min(dilation, 2 * max(H, W))  # from there on all taps but the centre see zeros
     total = dilation * (k - 1)  # padding along one axis, both sides together
     before = total // 2

@@ -54,7 +54,7 @@ def report(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
 def test_report_names_versions_compilers_and_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_compiler", {"cpu": "/bin/echo", "cuda": "/bin/echo"}.__getitem__)
+    monkeypatch.setattr(build, "compiler", {"cpu": "/bin/echo", "cuda": "/bin/echo"}.__getitem__)
 
     facts = report(capsys)
 
@@ -72,7 +72,7 @@ def test_missing_compiler_is_reported_with_the_fix(
     def none(library: str) -> str:
         raise build.BuildError(f"no {library} compiler was found; install one")
 
-    monkeypatch.setattr(build, "_compiler", none)
+    monkeypatch.setattr(build, "compiler", none)
 
     facts = report(capsys)
 

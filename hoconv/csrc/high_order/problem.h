@@ -73,6 +73,12 @@ inline void check_same_sizes(const Tensor& a, const Tensor& b, const char* name)
     STD_TORCH_CHECK(a.size(i) == b.size(i), name, ": expected the shape of x");
 }
 
+inline void check_backward(const Tensor& grad, const Tensor& x, const Tensor& weight) {
+  check_alike(grad, x, "grad");
+  check_alike(weight, x, "weight");
+  check_same_sizes(grad, x, "grad");
+}
+
 // Uninitialised, with the dtype and device of `like`.
 inline Tensor empty_strided_like(const Tensor& like, const std::vector<int64_t>& size,
                                  const std::vector<int64_t>& stride) {

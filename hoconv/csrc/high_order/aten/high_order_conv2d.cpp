@@ -106,6 +106,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
+  check_backward(grad, x, weight);
   return {grad_input(grad, weight, dilation),
           grad_weight_into(empty_like(weight), grad, x, dilation)};
 }

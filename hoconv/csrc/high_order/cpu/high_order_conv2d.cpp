@@ -354,9 +354,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
-  check_alike(grad, x, "grad");
-  check_alike(weight, x, "weight");
-  check_same_sizes(grad, x, "grad");
+  check_backward(grad, x, weight);
   Tensor grad_x = torch::stable::empty_like(x);
   Tensor grad_w = torch::stable::empty_like(weight);
   prefer_huge_pages(grad_x);

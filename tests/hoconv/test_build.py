@@ -1,0 +1,485 @@
+"""Compiling on first use: where the library goes, when another is made, and what can go wrong.
+
+Most tests compile a toy source in place of the kernels: how they are built is what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from hoconv import build
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 100  # seconds until another process or thread is given up
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")),
+    reason="no C++ compiler",
+)
+
+
+@pytest.fixture
+def _new_process() -> Iterator[None]:
+    """What is remembered once a process is forgotten, before the test and after it."""
+    remembered = (build.load, build.compiler)
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
+
+
+class Toy:
+    """A source, an empty cache, and a compiler that notes how it was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.csrc, self.cache = folder / "csrc", folder / "a cache"
+        self.source = self.csrc / "toy" / "cpu" / "toy.cpp"
+        self.source.parent.mkdir(parents=True)
+        self.source.write_text('extern "C" int answer() { return 42; }\n')
+        self.compiler, self.calls = folder / "compiler", folder / "calls"
+        self.gate, self.started, self.first = (folder / n for n in ("gate", "started", "first"))
+        self.calls.touch()
+        self.processes: list[subprocess.Popen[str]] = []
+        self.compiles_with('exec c++ "$@"')
+
+    def compiles_with(self, script: str) -> None:
+        note = f'echo "$@" >> {shlex.quote(str(self.calls))}'
+        self.compiler.write_text(f"#!/bin/sh\n{note}\n{script}\n")
+        self.compiler.chmod(0o755)
+
+    def stops_half_way(self) -> None:
+        """The first compilation says that it has started and goes on once the gate is opened."""
+        os.mkfifo(self.gate)
+        os.mkfifo(self.started)
+        started, gate, first = map(shlex.quote, map(str, (self.started, self.gate, self.first)))
+        wait = f"mkdir {first} 2>&- && {{ echo started > {started}; read _ < {gate}; }}"
+        self.compiles_with(f'case " $* " in *" -c "*) {wait} ;; esac\nexec c++ "$@"')
+
+    @property
+    def compilations(self) -> int:
+        return sum(" -c " in line for line in self.calls.read_text().splitlines())
+
+    @property
+    def cached(self) -> list[str]:
+        return sorted(path.name for path in (self.cache / "hoconv").glob("*"))
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _new_process: None) -> Iterator[Toy]:
+    toy = Toy(tmp_path)
+    monkeypatch.setattr(build, "CSRC", toy.csrc)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(toy.cache))
+    monkeypatch.setenv("CXX", str(toy.compiler))
+    yield toy
+    for process in toy.processes:
+        with process:  # closes its pipe and waits for it
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The CPU library, in the user's cache."""
+    return build.compile("cpu")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a new process; environment variables that are empty are removed."""
+    merged = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={name: value for name, value in merged.items() if value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def without_compiler(folder: Path, cache: Path) -> Mapping[str, str]:
+    empty = folder / "no programs"
+    empty.mkdir()
+    return {"PATH": str(empty), "CXX": "", "TORCH_EXTENSIONS_DIR": str(cache)}
+
+
+# Where the library goes
+
+
+@needs_compiler
+def test_library_is_compiled_once_and_this_is_said_once(
+    toy: Toy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = build.compile("cpu"), build.compile("cpu")
+    assert first == second
+    assert first.exists()
+    assert toy.compilations == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert said.err.startswith("hoconv: compiling the cpu library, once (about 10 s) ... ")
+
+
+@needs_compiler
+def test_cache_is_where_torch_extensions_dir_says(toy: Toy) -> None:
+    assert build.compile("cpu").parent == toy.cache / "hoconv"
+
+
+@needs_compiler
+def test_cache_is_in_the_home_folder_by_default(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.compile("cpu").parent == tmp_path / ".cache" / "hoconv"
+
+
+@needs_compiler
+def test_only_the_library_and_its_lock_are_left(toy: Toy) -> None:
+    library = build.compile("cpu")
+    assert toy.cached == [library.with_suffix(".lock").name, library.name]
+
+
+@needs_compiler
+def test_found_library_is_used_where_nothing_can_be_written(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build.compile("cpu")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(build, "open", refuse, raising=False)
+    assert build.compile("cpu") == library
+
+
+# When another library is made
+
+
+@needs_compiler
+def test_changed_source_is_compiled_again(toy: Toy) -> None:
+    first = build.compile("cpu")
+    toy.source.write_text('extern "C" int answer() { return 43; }\n')
+    second = build.compile("cpu")
+    assert first != second
+    assert first.exists()
+    assert toy.compilations == 2
+
+
+@needs_compiler
+def test_changed_header_is_compiled_again(toy: Toy) -> None:
+    header = toy.csrc / "toy" / "answer.h"
+    header.write_text("#define ANSWER 42\n")
+    toy.source.write_text('#include "toy/answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+    first = build.compile("cpu")
+    header.write_text("#define ANSWER 43\n")
+    assert build.compile("cpu") != first
+
+
+@needs_compiler
+def test_other_version_of_the_compiler_makes_another_library(toy: Toy) -> None:
+    first = build.compile("cpu")
+    toy.compiles_with('[ "$1" = --version ] && echo 99.0 && exit; exec c++ "$@"')
+    assert build.compile("cpu") != first
+
+
+@needs_compiler
+def test_other_instruction_set_makes_another_library(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = set()
+    for capability in ("DEFAULT", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        made.add(build.compile("cpu"))
+    assert len(made) == 3
+    calls = [line for line in toy.calls.read_text().splitlines() if " -c " in line]
+    assert [("-mavx2" in call, "-mavx512f" in call) for call in calls] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+
+
+CHECK_ALL_OPERATORS = """
+import torch
+from hoconv.operators import operators
+from tests.hoconv.test_operators import test_agrees_with_the_reference_in_float64 as check
+from tests.support import Place
+for operator in operators():
+    for dtype in operator.tolerances:
+        check(Place(operator, "cpp", "cpu"), dtype)
+print(*(path for path in torch.ops.loaded_libraries if "hoconv" in path))
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_lesser_machine_that_shares_the_cache_gets_a_library_of_its_own_which_is_right(
+    capability: str, library: Path
+) -> None:
+    here = torch.backends.cpu.get_cpu_capability()
+    if here.lower() in (capability, "default"):
+        pytest.skip(f"this machine has no more than {here}")
+    done = python(CHECK_ALL_OPERATORS, ATEN_CPU_CAPABILITY=capability)
+    assert done.returncode == 0, done.stderr
+    loaded = Path(done.stdout.strip())
+    assert loaded.parent == library.parent
+    assert loaded != library
+
+
+# What can go wrong
+
+CALL_AUTO_TWICE_THEN_CPP = """
+import torch, hoconv
+from hoconv.implementations import ImplementationError
+x, weight = torch.randn(1, 2, 4, 5), torch.randn(9, 1, 1, 4, 5)
+expected = hoconv.high_order_conv2d(x, weight, impl="reference")
+for _ in range(2):
+    assert torch.equal(hoconv.high_order_conv2d(x, weight), expected)
+print(hoconv.implementations()["cpp"])
+try:
+    hoconv.high_order_conv2d(x, weight, impl="cpp")
+except ImplementationError as error:
+    print(error)
+"""
+
+
+def test_without_a_compiler_auto_is_the_reference_and_cpp_an_error_with_the_fix(
+    tmp_path: Path,
+) -> None:
+    done = python(CALL_AUTO_TWICE_THEN_CPP, **without_compiler(tmp_path, tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    reason = "a C++ compiler was not found; install g++ or clang++, or set CXX to one"
+    listed, raised = done.stdout.splitlines()
+    assert listed == reason
+    assert raised == f"impl=cpp cannot run high_order_conv2d: {reason}"
+    assert done.stderr == (
+        f"hoconv: high_order_conv2d uses reference on cpu; cpp cannot: {reason}\n"
+    )
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_compiler
+def test_with_a_broken_compiler_auto_is_the_reference_and_cpp_an_error_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of order' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    cache = str(tmp_path / "cache")
+    done = python(CALL_AUTO_TWICE_THEN_CPP, CXX=str(compiler), TORCH_EXTENSIONS_DIR=cache)
+    assert done.returncode == 0, done.stderr
+    listed, raised, command = done.stdout.splitlines()
+    assert listed == "available"  # nothing was compiled to find out
+    assert raised == (
+        "impl=cpp cannot run high_order_conv2d: the compiler failed: x.cpp:1: error: out of order"
+    )
+    assert command.startswith(f"  command: {compiler} ")
+    fallback = "high_order_conv2d uses reference on cpu; cpp cannot: the compiler failed"
+    assert done.stderr.count(fallback) == 1
+    assert done.stderr.count("compiling the cpu library") == 1  # not tried at every call
+
+
+@needs_compiler
+def test_library_compiled_before_is_loaded_without_a_compiler(
+    tmp_path: Path, library: Path
+) -> None:
+    cache = tmp_path / "cache"
+    (cache / "hoconv").mkdir(parents=True)
+    shutil.copy(library, cache / "hoconv")
+    code = """
+import torch, hoconv
+from hoconv.high_order.operator import OPERATOR
+from hoconv.implementations import choose
+x, weight = torch.randn(1, 2, 4, 5), torch.randn(9, 1, 1, 4, 5)
+out = hoconv.high_order_conv2d(x, weight, impl="cpp")
+torch.testing.assert_close(out, hoconv.high_order_conv2d(x, weight, impl="reference"))
+print(hoconv.implementations()["cpp"], choose(OPERATOR, "auto", "cpu").name)
+"""
+    done = python(code, **without_compiler(tmp_path, cache))
+    assert (done.stdout, done.stderr) == ("available cpp\n", "")
+
+
+def test_named_compiler_that_is_missing_is_not_replaced_by_another(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    reason = build.load("cpu")
+    assert reason is not None
+    assert "CXX=/nowhere/c++ was not found" in reason
+    assert build.obstacle("cpu") == reason
+
+
+def test_failing_compiler_is_shown_with_its_first_error_and_leaves_nothing(
+    toy: Toy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "echo note >&2; echo 't.cpp:7: error: no such name' >&2; exit 1"
+    toy.compiles_with(f'case " $* " in *" -c "*) {script} ;; esac')
+    with pytest.raises(
+        build.BuildError, match=r"the compiler failed: t\.cpp:7: error: no such name"
+    ):
+        build.compile("cpu")
+    assert capfd.readouterr().err.endswith(" ... failed\n")
+    assert [name for name in toy.cached if not name.endswith(".lock")] == []
+
+
+def test_compiler_that_fails_silently_is_reported(toy: Toy) -> None:
+    toy.compiles_with("exit 1")
+    reason = build.load("cpu")
+    assert reason is not None
+    assert "the compiler failed: no output" in reason
+    assert str(toy.compiler) in reason
+
+
+def test_cache_that_cannot_be_written_is_named_with_the_fix(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(file))
+    reason = build.load("cpu")
+    assert reason is not None
+    assert f"cannot write the build cache {file}/hoconv" in reason
+    assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in reason
+
+
+@needs_compiler
+def test_library_that_cannot_be_loaded_is_named(toy: Toy) -> None:
+    library = build.compile("cpu")
+    library.write_bytes(b"not a library")
+    assert str(library) in (build.load("cpu") or "")
+
+
+@needs_compiler
+def test_missing_cuda_compiler_is_said_with_the_fix(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which = shutil.which
+
+    def without_nvcc(name: str, path: str | None = None) -> str | None:
+        return None if name == "nvcc" else which(name, path=path)
+
+    monkeypatch.setattr(shutil, "which", without_nvcc)
+    with pytest.raises(build.BuildError, match=r"no CUDA compiler was found; .* CUDA_HOME"):
+        build.compile("cuda", ("9.0",))
+
+
+# Several processes
+
+
+def compile_in_another_process(toy: Toy) -> subprocess.Popen[str]:
+    """Returns once its compiler is half-way."""
+    code = f"""
+from pathlib import Path
+from hoconv import build
+build.CSRC = Path({str(toy.csrc)!r})
+print(build.compile("cpu"))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    toy.processes.append(process)
+    started = os.open(toy.started, os.O_RDONLY | os.O_NONBLOCK)
+    ready, _, _ = select.select([started], [], [], PATIENCE)
+    os.close(started)
+    assert ready, "the other process compiled nothing"
+    return process
+
+
+@needs_compiler
+def test_second_process_waits_for_the_first_rather_than_compile_twice(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy.stops_half_way()
+    first = compile_in_another_process(toy)
+    locks, made = threading.Event(), []
+    flock = build.fcntl.flock
+
+    def noted(*arguments: int) -> None:
+        locks.set()
+        flock(*arguments)
+
+    monkeypatch.setattr(build.fcntl, "flock", noted)
+    second = threading.Thread(target=lambda: made.append(build.compile("cpu")), daemon=True)
+    second.start()
+    assert locks.wait(PATIENCE)
+    toy.gate.write_text("go on\n")
+    second.join(PATIENCE)
+    assert first.communicate()[0] == f"{made[0]}\n"
+    assert toy.compilations == 1
+
+
+@needs_compiler
+def test_killed_build_is_no_obstacle_to_the_next(toy: Toy) -> None:
+    toy.stops_half_way()
+    killed = compile_in_another_process(toy)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert len(toy.cached) == 2  # its lock file and its half-made library
+    assert build.compile("cpu").exists()
+    assert build.load("cpu") is None
+
+
+# python -m hoconv.build
+
+
+def run_module(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["hoconv.build", *arguments])
+    monkeypatch.delitem(sys.modules, "hoconv.build.__main__", raising=False)
+    runpy.run_module("hoconv.build", run_name="__main__")
+
+
+@needs_compiler
+def test_command_prints_the_path_of_the_library(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_module(monkeypatch, "cpu")
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed == str(build.compile("cpu"))
+    assert toy.compilations == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_command_compiles_by_default_what_it_can_and_says_why_not_the_rest(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_module(monkeypatch)
+    said = capsys.readouterr()
+    assert said.out == f"{build.compile('cpu')}\n"
+    assert f"cuda: not compiled: {build.no_gpu()}" in said.err
+
+
+def test_command_fails_with_the_reason_where_the_named_library_cannot_be_compiled(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy.compiles_with("exit 1")
+    with pytest.raises(SystemExit) as exit:
+        run_module(monkeypatch, "cpu")
+    assert str(exit.value).startswith("cpu: the compiler failed")
+
+
+@pytest.mark.parametrize("arguments", [["--arch", "9.0"], ["cpu", "--arch", "9.0"], ["rocm"]])
+def test_command_refuses_wrong_arguments(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        run_module(monkeypatch, *arguments)
+    assert exit.value.code == 2

@@ -1,0 +1,293 @@
+"""Every declared operator, in every implementation, on every device, in every dtype.
+
+The tests know an operator only through its declaration.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hoconv.implementations import choose, implementations
+from hoconv.operators import Operator, Sample, operators
+from tests.support import (
+    Place,
+    differentiable,
+    on_cpu_in_float64,
+    output_and_gradients,
+    places,
+    relative_error,
+)
+
+THREADS = (1, 2, 3, 5)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    wanted = metafunc.fixturenames
+    if "operator" in wanted:
+        metafunc.parametrize("operator", operators(), ids=lambda operator: operator.name)
+    if "dtype" in wanted:
+        pairs = [
+            pytest.param(*place.values, dtype, marks=place.marks, id=f"{place.id}-{short(dtype)}")
+            for place in places(operators())
+            for dtype in place.values[0].operator.tolerances
+        ]
+        metafunc.parametrize(("place", "dtype"), pairs, indirect=["place"])
+    elif "place" in wanted:
+        metafunc.parametrize("place", places(operators()), indirect=True)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def elements(sample: Sample) -> int:
+    return sum(a.numel() for a in sample.args if isinstance(a, Tensor))
+
+
+def small_samples(place: Place, dtype: torch.dtype, largest: int) -> list[Sample]:
+    """Samples of at most so many elements, and the smallest that has any."""
+    samples = sorted(place.samples(dtype), key=elements)
+    smallest = next(s for s in samples if elements(s))
+    return [s for s in samples if elements(s) <= largest] or [smallest]
+
+
+def a_few_samples(place: Place, dtype: torch.dtype) -> list[Sample]:
+    """For what takes long a sample: some of all kinds, with an empty and the last one."""
+    samples = list(place.samples(dtype))
+    empty = [s for s in samples if not elements(s)][:1]
+    return [*samples[1::10], *empty, samples[-1]]
+
+
+class Call(nn.Module):
+    """A call of an operator as a module, which is what torch.export takes."""
+
+    def __init__(self, place: Place, kwargs: Any) -> None:
+        super().__init__()
+        self.place, self.kwargs = place, kwargs
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.place.call(*args, **self.kwargs)
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_declaration_is_complete(operator: Operator) -> None:
+    assert next(iter(operator.implementations)) == "reference"
+    assert not operator.implementations["reference"].devices
+    assert "auto" not in operator.implementations
+    assert list(operator.benchmark.sizes) == sorted(set(operator.benchmark.sizes))
+    for dtype in operator.tolerances:
+        samples = list(operator.samples(torch.device("cpu"), dtype))
+        names = [sample.name for sample in samples]
+        assert all(names)
+        assert len(set(names)) == len(names)
+        assert any(elements(sample) for sample in samples)
+        for sample in samples:
+            assert "impl" not in sample.kwargs
+            floats = [a for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
+            assert {a.dtype for a in floats} == {dtype}
+            assert {a.device.type for a in floats} == {"cpu"}
+
+
+def test_cost_counts_each_input_and_the_output(operator: Operator) -> None:
+    for sample in operator.samples(torch.device("cpu"), torch.float32):
+        cost = operator.cost(sample)
+        out = operator.function(*sample.args, impl="reference", **sample.kwargs)
+        inputs = sum(a.nbytes for a in sample.args if isinstance(a, Tensor))
+        assert cost.forward_bytes <= inputs + out.nbytes, sample.name
+        assert cost.forward_bytes >= out.nbytes, sample.name
+        assert cost.backward_bytes <= 2 * inputs + out.nbytes, sample.name
+        assert cost.backward_bytes >= out.nbytes, sample.name
+        assert min(cost.forward_flops, cost.backward_flops) >= 0, sample.name
+
+
+def test_baselines_compute_what_the_operator_does(operator: Operator) -> None:
+    benchmark, dtype = operator.benchmark, torch.float32
+    sample = benchmark.sample(benchmark.sizes[0], torch.device("cpu"), dtype)
+    exact = operator.function(*sample.args, impl="reference", **sample.kwargs)
+    for name, baseline in benchmark.baselines.items():
+        out = baseline(*sample.args, **sample.kwargs)
+        assert relative_error(out, exact) <= 2 * operator.tolerances[dtype], name
+
+
+def test_agrees_with_the_reference_in_float64(place: Place, dtype: torch.dtype) -> None:
+    reference = Place(place.operator, "reference", "cpu")
+    failed = []
+    for sample in place.samples(dtype):
+        results = output_and_gradients(place.call, sample.args, sample.kwargs)
+        args, kwargs = on_cpu_in_float64((sample.args, dict(sample.kwargs)))
+        exact = output_and_gradients(reference.call, args, kwargs)
+        for name, result in results.items():
+            error = relative_error(result, exact[name])
+            if not error <= place.operator.tolerances[dtype]:  # also where it is NaN
+                failed.append(f"{sample.name}: {name}: relative error {error:.1e}")
+    assert not failed, "\n".join(failed)
+
+
+def test_results_have_the_dtype_device_and_shapes_of_the_reference(
+    place: Place, dtype: torch.dtype
+) -> None:
+    for sample in place.samples(dtype):
+        args = differentiable(sample.args)
+        out = place.call(*args, **sample.kwargs)
+        exact = place.operator.function(*sample.args, impl="reference", **sample.kwargs)
+        properties = (out.dtype, out.device, out.shape, out.is_floating_point())
+        assert properties == (exact.dtype, exact.device, exact.shape, True), sample.name
+        assert out.requires_grad, sample.name
+        out.sum().backward()
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad:
+                assert a.grad is not None, sample.name
+                assert (a.grad.dtype, a.grad.device) == (dtype, a.device), sample.name
+
+
+def test_inputs_are_left_alone(place: Place, dtype: torch.dtype) -> None:
+    for sample in place.samples(dtype):
+        before = copy.deepcopy(sample.args)
+        output_and_gradients(place.call, sample.args, sample.kwargs)
+        for a, b in zip(sample.args, before, strict=True):
+            assert not isinstance(a, Tensor) or torch.equal(a, b), sample.name
+
+
+def test_two_runs_give_the_same_bits(place: Place, dtype: torch.dtype) -> None:
+    for sample in place.samples(dtype):
+        first, second = (
+            output_and_gradients(place.call, sample.args, sample.kwargs) for _ in range(2)
+        )
+        assert same_bits(first, second), sample.name
+
+
+def test_any_number_of_threads_gives_the_same_bits(place: Place, dtype: torch.dtype) -> None:
+    if place.device != "cpu":
+        pytest.skip("threads are the CPU's")
+    before = torch.get_num_threads()
+    try:
+        for sample in place.samples(dtype):
+            results = []
+            for threads in THREADS:
+                torch.set_num_threads(threads)
+                results.append(output_and_gradients(place.call, sample.args, sample.kwargs))
+            assert all(same_bits(results[0], other) for other in results[1:]), sample.name
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradients_and_their_gradients_agree_with_finite_differences(place: Place) -> None:
+    # All elements one by one where there are few, else in random directions.
+    for largest, fast in ((300, False), (3000, True)):
+        for sample in small_samples(place, torch.float64, largest):
+            leaves = [
+                a.detach().clone().requires_grad_() if isinstance(a, Tensor) else a
+                for a in sample.args
+            ]
+
+            def function(*args: Any, sample: Sample = sample) -> Tensor:
+                return place.call(*args, **sample.kwargs)
+
+            assert torch.autograd.gradcheck(function, leaves, fast_mode=fast), sample.name
+            assert torch.autograd.gradgradcheck(function, leaves, fast_mode=fast), sample.name
+
+
+# opcheck looks at the gradients of views among its inputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_library_finds_no_fault(place: Place, dtype: torch.dtype) -> None:
+    op = place.operator.implementations[place.impl].function
+    if not isinstance(op, torch._ops.OpOverload):
+        pytest.skip(f"{place.impl} is a Python function")
+    choose(place.operator, place.impl, place.device)  # loads it
+    signature = inspect.signature(place.operator.function)
+
+    def arguments(sample: Sample) -> tuple[Any, ...]:
+        bound = signature.bind(*differentiable(sample.args), **sample.kwargs)
+        bound.apply_defaults()
+        return tuple(bound.arguments[a.name] for a in op._schema.arguments)
+
+    for sample in place.samples(dtype):
+        torch.library.opcheck(op, arguments(sample), test_utils=("test_schema", "test_faketensor"))
+    if dtype == torch.float32:
+        for sample in a_few_samples(place, dtype):
+            torch.library.opcheck(op, arguments(sample))
+
+
+def test_compiled_equals_eager(place: Place) -> None:
+    for sample in a_few_samples(place, torch.float32):
+        torch.compiler.reset()
+        eager = output_and_gradients(place.call, sample.args, sample.kwargs)
+        compiled = torch.compile(place.call, fullgraph=True, backend="aot_eager")
+        for name, result in output_and_gradients(compiled, sample.args, sample.kwargs).items():
+            tolerance = place.operator.tolerances[torch.float32]
+            assert relative_error(result, eager[name]) <= tolerance, sample.name
+
+
+# Inductor imports modules that use deprecated parts of torch.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_by_inductor_equals_eager(place: Place) -> None:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if place.device == "cpu" and not (header.exists() and implementations()["cpp"] == "available"):
+        pytest.skip(f"inductor needs a C++ compiler and {header}")
+    torch.compiler.reset()
+    sample = small_samples(place, torch.float32, 3000)[-1]
+    eager = output_and_gradients(place.call, sample.args, sample.kwargs)
+    compiled = torch.compile(place.call, fullgraph=True)
+    for name, result in output_and_gradients(compiled, sample.args, sample.kwargs).items():
+        tolerance = place.operator.tolerances[torch.float32]
+        assert relative_error(result, eager[name]) <= tolerance, sample.name
+
+
+def test_exported_equals_eager(place: Place) -> None:
+    for sample in a_few_samples(place, torch.float32):
+        exported = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
+        result = exported.module()(*sample.args)
+        assert torch.equal(result, place.call(*sample.args, **sample.kwargs)), sample.name
+
+
+def test_fake_tensors_get_the_real_shape_dtype_and_strides(place: Place) -> None:
+    for sample in itertools.islice(place.samples(torch.float32), 0, None, 3):
+        real = place.call(*sample.args, **sample.kwargs)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in sample.args]
+            fake = place.call(*fakes, **sample.kwargs)
+        assert (fake.dtype, fake.device, fake.shape) == (real.dtype, real.device, real.shape)
+        assert fake.stride() == real.stride(), sample.name
+
+
+def test_meta_tensors_get_the_shape_and_dtype(place: Place, dtype: torch.dtype) -> None:
+    function = place.operator.implementations[place.impl].function
+    signature = inspect.signature(place.operator.function)
+    for sample in itertools.islice(place.samples(dtype), 0, None, 5):
+        real = place.call(*sample.args, **sample.kwargs)
+        metas = [a.to("meta") if isinstance(a, Tensor) else a for a in sample.args]
+        bound = signature.bind(*metas, **sample.kwargs)
+        bound.apply_defaults()
+        bound.arguments.pop("impl")
+        meta = function(*bound.arguments.values())
+        assert (meta.device.type, meta.dtype, meta.shape) == ("meta", real.dtype, real.shape)
+
+
+def test_auto_is_the_implementation_that_it_says(operator: Operator) -> None:
+    choice = choose(operator, "auto", "cpu")
+    sample = next(s for s in operator.samples(torch.device("cpu"), torch.float32) if elements(s))
+    out = operator.function(*sample.args, impl="auto", **sample.kwargs)
+    named = operator.function(*sample.args, impl=choice.name, **sample.kwargs)
+    assert torch.equal(out, named)
+    torch.compiler.reset()
+    compiled = torch.compile(operator.function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*sample.args, impl="auto", **sample.kwargs), out)
+
+
+def test_unknown_implementation_is_refused_with_the_known_ones(operator: Operator) -> None:
+    sample = next(iter(operator.samples(torch.device("cpu"), torch.float32)))
+    with pytest.raises(ValueError, match=r"impl: expected one of auto, reference.*'fastest'"):
+        operator.function(*sample.args, impl="fastest", **sample.kwargs)

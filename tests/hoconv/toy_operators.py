@@ -1,0 +1,164 @@
+"""Two operators that a package of its own declares: one sound, one with a fault in each
+implementation.
+
+test_toy_operator.py installs this module as such a package and runs test_operators.py over it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.implementations import resolve
+from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    yield Sample((draw(3, 4), draw(3, 4)), {"scale": 2.0}, "small")
+    yield Sample((draw(4, 3).mT, draw(3, 4)), name="transposed")
+    yield Sample((draw(0, 4), draw(0, 4)), name="empty")
+
+
+def toy(name: str, implementations: Mapping[str, Callable[..., Tensor]]) -> Operator:
+    """Declares ``a * b * scale`` under this name."""
+
+    def function(a: Tensor, b: Tensor, *, scale: float = 1.0, impl: str = "auto") -> Tensor:
+        chosen = resolve(name, impl, a.device.type)
+        return operator.implementations[chosen].function(a, b, scale)
+
+    def cost(sample: Sample) -> Cost:
+        a, n = sample.args[0], sample.args[0].nbytes
+        return Cost(3 * n, 5 * n, 2 * a.numel(), 4 * a.numel())
+
+    def benchmark_sample(size: int, device: torch.device, dtype: torch.dtype) -> Sample:
+        a = torch.ones(size, 16, device=device, dtype=dtype)
+        return Sample((a, a), name=f"{size} rows")
+
+    operator = Operator(
+        name=name,
+        function=function,
+        implementations={
+            name: Implementation(function, () if name == "reference" else ("cpu",))
+            for name, function in {"reference": multiply, **implementations}.items()
+        },
+        samples=samples,
+        tolerances={torch.float64: 1e-15, torch.float32: 1e-6},
+        cost=cost,
+        benchmark=Benchmark("rows", (4, 8), benchmark_sample, {"torch": torch.mul}),
+    )
+    return declare(operator)
+
+
+def multiply(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return a * b * scale
+
+
+@torch.library.custom_op("hoconv_toy::multiply", mutates_args=())
+def registered(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(a).copy_(a * b * scale)
+
+
+@registered.register_fake
+def _fake(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(a)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, ctx.scale = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b = ctx.saved_tensors
+    return grad * b * ctx.scale, grad * a * ctx.scale, None
+
+
+registered.register_autograd(_differentiate, setup_context=_save)
+
+_library = torch.library.Library("hoconv_toy", "FRAGMENT")
+
+
+def op_with_fake(name: str, fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+    """Registers the right function with a fake that is wrong."""
+    _library.define(f"{name}(Tensor a, Tensor b, float scale) -> Tensor")
+    _library.impl(name, multiply, "CompositeExplicitAutograd")
+    _library.impl(name, fake, "Meta")
+    qualified = f"hoconv_toy::{name}"
+    torch.library.register_autograd(qualified, _differentiate, setup_context=_save)
+    return getattr(torch.ops.hoconv_toy, name).default
+
+
+def wrong_output(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale * (1 + 1e-2))
+
+
+def wrong_gradient(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = multiply(a, b, scale)
+    return 2 * out - out.detach()
+
+
+def wrong_second_gradient(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b.detach(), scale) + multiply(a.detach(), b, scale) - out_of(a, b, scale)
+
+
+def out_of(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale).detach()
+
+
+def not_a_number(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale) * torch.where(b == b.max(), torch.nan, 1) if b.numel() else a * b
+
+
+def wrong_dtype(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a.double(), b.double(), scale)
+
+
+def changes_its_input(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = multiply(a, b, scale)
+    a.detach().zero_()
+    return out
+
+
+_calls = itertools.count()
+
+
+def never_twice_the_same(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale) * (1 + torch.finfo(a.dtype).eps * (next(_calls) % 2))
+
+
+def depends_on_threads(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale) * (1 + torch.finfo(a.dtype).eps * (torch.get_num_threads() % 2))
+
+
+def untraceable(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return multiply(a, b, scale) if a.sum().item() < 1e9 else a
+
+
+SOUND = toy("toy_sound", {"registered": registered._opoverload})
+FAULTY = toy(
+    "toy_faulty",
+    {
+        "wrong_output": wrong_output,
+        "wrong_gradient": wrong_gradient,
+        "wrong_second_gradient": wrong_second_gradient,
+        "not_a_number": not_a_number,
+        "wrong_dtype": wrong_dtype,
+        "changes_its_input": changes_its_input,
+        "never_twice_the_same": never_twice_the_same,
+        "depends_on_threads": depends_on_threads,
+        "untraceable": untraceable,
+        "fake_with_wrong_strides": op_with_fake(
+            "strides", lambda a, b, scale: a.new_empty(a.mT.shape).mT
+        ),
+        "fake_with_wrong_shape": op_with_fake(
+            "shape", lambda a, b, scale: a.new_empty(a.shape[:1])
+        ),
+    },
+)
