@@ -4,8 +4,9 @@
 // into zero-padded rows of the type that is computed in, so that the inner loops know neither
 // borders, strides nor dtypes, and its weights, tap by tap: read a register at a time, k * k planes
 // a power of two apart would evict each other from the caches. What is copied stays in the L2
-// cache. Every output element is summed by one thread in a fixed order: the result does not depend
-// on the number of threads.
+// cache, and while a strip is computed the weights of the next are on their way. Every output
+// element is summed by one thread in a fixed order: the result does not depend on the number of
+// threads.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
@@ -167,8 +168,11 @@ struct Worker {
       for (int64_t r = 0; r < count; ++r)
         load_row<T>(kernel_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
     for (int64_t r = 0; r < count; ++r) {
-      for_each_block<kChannelBlock>(
-          x.channels, [&](int64_t c, auto N) { apply<N, false>(x, c, r, out, os, first); });
+      for_each_block<kChannelBlock>(x.channels, [&](int64_t c, auto N) {
+        const int64_t ahead = first + count + r;  // a row of the next strip
+        const T* next = weight + (ahead < p.H ? ahead : first + r) * ws.h;
+        apply<N, false>(x, c, r, next, ws, out, os, first);
+      });
     }
   }
 
@@ -192,16 +196,19 @@ struct Worker {
       }
     }
     for (int64_t r = 0; r < count; ++r) {
-      for_each_block<kChannelBlock>(
-          grad.channels, [&](int64_t c, auto N) { apply<N, true>(grad, c, r, out, os, first); });
+      for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
+        const int64_t ahead = first + count + r + p.before;
+        const T* next = weight + (ahead < p.H ? ahead : first + r) * ws.h;
+        apply<N, true>(grad, c, r, next, ws, out, os, first);
+      });
     }
   }
 
   // A row of N channels from c on: the sum over taps of kernel times image. Mirrored: the taps go
   // backwards through the image, and the kernel is read where the image is.
   template <int64_t N, bool Mirrored>
-  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, T* out, const ImageStrides& os,
-             int64_t first) {
+  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const T* next,
+             const WeightStrides& ws, T* out, const ImageStrides& os, int64_t first) {
     T* row = out + c * os.c + (first + r) * os.h;
     const bool direct = std::is_same_v<T, A> && os.w == 1 && p.W >= V::size;
     A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
@@ -213,12 +220,15 @@ struct Worker {
     const int64_t next_line = step * image.width;
     const A* kernels_row = kernel_row(0, r) + start;
     const A* image_row = image.row(c, r + start) + start;
+    const int64_t next_plane = ws.tap, next_column = ws.w;
     for_each_register<V>(p.W, [=](int64_t w) {
       typename V::type acc[N] = {};
       const A* kernel = kernels_row + w;
+      const T* fetched = next + w * next_column;
       const A* line = image_row + w;
       for (int64_t i = 0; i < k; ++i, line += next_line) {
-        for (int64_t j = 0; j < k; ++j, kernel += next_tap) {
+        for (int64_t j = 0; j < k; ++j, kernel += next_tap, fetched += next_plane) {
+          __builtin_prefetch(fetched, 0, 2);
           const auto weight = V::load(kernel + (Mirrored ? j * step : 0));
           for (int64_t m = 0; m < N; ++m)
             acc[m] += weight * V::load(line + m * next_channel + j * step);
