@@ -15,9 +15,9 @@
 
 namespace hoconv {
 
-#if defined(__AVX512F__)
-constexpr int kVecBytes = 64;
-#elif defined(__AVX__)
+// Also with AVX-512, which here means twice the registers: a 64-byte load that is not aligned
+// always crosses a cache line, and that costs more than the wider register saves.
+#if defined(__AVX__)
 constexpr int kVecBytes = 32;
 #else
 constexpr int kVecBytes = 16;
@@ -43,12 +43,7 @@ struct Vec {
 
   // Past the caches: for output too large to be read again from them. `p` is aligned to kVecBytes.
   static void stream(A* p, type v) {
-#if defined(__AVX512F__)
-    if constexpr (std::is_same_v<A, float>)
-      _mm512_stream_ps(p, (__m512)v);
-    else
-      _mm512_stream_pd(p, (__m512d)v);
-#elif defined(__AVX__)
+#if defined(__AVX__)
     if constexpr (std::is_same_v<A, float>)
       _mm256_stream_ps(p, (__m256)v);
     else

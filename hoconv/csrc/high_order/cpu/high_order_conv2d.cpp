@@ -4,9 +4,8 @@
 // into zero-padded rows of the type that is computed in, so that the inner loops know neither
 // borders, strides nor dtypes, and its weights, tap by tap: read a register at a time, k * k planes
 // a power of two apart would evict each other from the caches. What is copied stays in the L2
-// cache, and while a strip is computed the weights of the next are on their way. Every output
-// element is summed by one thread in a fixed order: the result does not depend on the number of
-// threads.
+// cache; while a strip is computed, the weights of the next are fetched. Every output element is
+// summed by one thread in a fixed order: the result does not depend on the number of threads.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
@@ -74,13 +73,17 @@ struct PaddedImage {
   const A* row(int64_t c, int64_t r) const { return scratch.data + (c * rows + r) * width; }
 };
 
-// Calls f(w) for registers that cover a row of W. The last one overlaps where W is no multiple, so
-// that nothing past the row is touched; a row shorter than a register is covered by one.
-template <typename V, typename F>
+// Calls f(w, U) for blocks of U registers from column w on that cover a row of W: Most at once,
+// then single ones. The last one overlaps where W is no multiple, so that nothing past the row is
+// touched; a row shorter than a register is covered by one.
+template <typename V, int64_t Most, typename F>
 inline void for_each_register(int64_t W, F&& f) {
+  constexpr std::integral_constant<int64_t, Most> most;
+  constexpr std::integral_constant<int64_t, 1> one;
   int64_t w = 0;
-  for (; w + V::size <= W; w += V::size) f(w);
-  if (w < W) f(std::max<int64_t>(0, W - V::size));
+  for (; w + Most * V::size <= W; w += Most * V::size) f(w, most);
+  for (; w + V::size <= W; w += V::size) f(w, one);
+  if (w < W) f(std::max<int64_t>(0, W - V::size), one);
 }
 
 // Calls f(begin, N) for blocks of N <= Max, as equal as they can be, that cover n.
@@ -221,20 +224,24 @@ struct Worker {
     const A* kernels_row = kernel_row(0, r) + start;
     const A* image_row = image.row(c, r + start) + start;
     const int64_t next_plane = ws.tap, next_column = ws.w;
-    for_each_register<V>(p.W, [=](int64_t w) {
-      typename V::type acc[N] = {};
+    // Two registers at once: sums that do not wait for each other.
+    for_each_register<V, 2>(p.W, [=](int64_t w, auto U) {
+      typename V::type acc[N][U] = {};
       const A* kernel = kernels_row + w;
       const T* fetched = next + w * next_column;
       const A* line = image_row + w;
       for (int64_t i = 0; i < k; ++i, line += next_line) {
         for (int64_t j = 0; j < k; ++j, kernel += next_tap, fetched += next_plane) {
           __builtin_prefetch(fetched, 0, 2);
-          const auto weight = V::load(kernel + (Mirrored ? j * step : 0));
-          for (int64_t m = 0; m < N; ++m)
-            acc[m] += weight * V::load(line + m * next_channel + j * step);
+          for (int64_t u = 0; u < U; ++u) {
+            const auto weight = V::load(kernel + (Mirrored ? j * step : 0) + u * V::size);
+            for (int64_t m = 0; m < N; ++m)
+              acc[m][u] += weight * V::load(line + m * next_channel + j * step + u * V::size);
+          }
         }
       }
-      for (int64_t m = 0; m < N; ++m) V::store(target + m * pitch + w, acc[m]);
+      for (int64_t m = 0; m < N; ++m)
+        for (int64_t u = 0; u < U; ++u) V::store(target + m * pitch + w + u * V::size, acc[m][u]);
     });
     if (!direct)
       for (int64_t m = 0; m < N; ++m) store_row<T>(row + m * os.c, os.w, target + m * pitch, p.W);
@@ -258,7 +265,7 @@ struct Worker {
     const A* grad_row = grad.row(0, r + p.after) + p.after;
     const A* x_row = x.row(0, r + i * step) + j * step;
     A* out = kernel_row(i * p.k + j, r);
-    for_each_register<V>(p.W, [=](int64_t w) {
+    for_each_register<V, 1>(p.W, [=](int64_t w, auto) {
       typename V::type acc[N] = {};
       const A* g = grad_row + w;
       const A* line = x_row + w;
