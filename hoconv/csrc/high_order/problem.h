@@ -43,6 +43,10 @@ struct Problem {
     STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());
     STD_TORCH_CHECK(weight.size() == 5, "weight: expected 5 dimensions (k * k, B, G, H, W), got ",
                     weight.size());
+    const auto dtype = image.scalar_type();
+    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double ||
+                        dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                    "x: expected float32, float64, float16 or bfloat16");
     B = image.size(0), C = image.size(1), H = image.size(2), W = image.size(3);
     G = weight[2];
     STD_TORCH_CHECK(weight[1] == B && weight[3] == H && weight[4] == W,
@@ -103,10 +107,8 @@ void dispatch_floating(const Tensor& t, F&& f) {
       return f(double{});
     case ScalarType::Half:
       return f(torch::headeronly::Half{});
-    case ScalarType::BFloat16:
+    default:  // a Problem has no other
       return f(torch::headeronly::BFloat16{});
-    default:
-      STD_TORCH_CHECK(false, "x: expected float32, float64, float16 or bfloat16");
   }
 }
 
