@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hoconv import operators
-from hoconv.implementations import choose
+from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -30,8 +30,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Operator:
     """``x * y * scale``, the only declared operator; a test may add implementations to it."""
 
     def function(x: Tensor, y: Tensor, *, scale: float = 1.0, impl: str = "auto") -> Tensor:
-        choice = choose(operator, impl, x.device.type)
-        return operator.implementations[choice.name].function(x, y, scale)
+        name = resolve("toy", impl, x.device.type)
+        return operator.implementations[name].function(x, y, scale)
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         for scale in (1.0, -2.0):
