@@ -13,7 +13,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <memory>
 #include <tuple>
 #include <vector>
 

@@ -159,8 +159,10 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
   if constexpr (sizeof(T) == 8) {
     return false;
   } else {
-    if (p.dilation != 1 || p.B * p.G * (p.H * p.W / 32 + 1) >= (int64_t{1} << 31))
-      return false;  // the tuned kernels count pixels of an image, and blocks, in 32 bits
+    // The tuned kernels count the pixels of an image, and the blocks of a launch, in 32 bits.
+    constexpr int64_t most = int64_t{1} << 30;
+    const int64_t pixels = p.H * p.W;
+    if (p.dilation != 1 || pixels >= most || p.B * p.G * (pixels / 32 + 1) >= most) return false;
     const auto fits = [&](int64_t V) {
       return std::all_of(tensors.begin(), tensors.end(),
                          [&](const Tensor* t) { return vectorizable(*t, V); });
