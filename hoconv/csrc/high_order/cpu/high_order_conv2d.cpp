@@ -2,10 +2,10 @@
 //
 // The work is cut into strips of rows of one image and group. A strip first copies its images
 // into zero-padded rows of the type that is computed in, so that the inner loops know neither
-// borders, strides nor dtypes, and its weights, tap by tap: read a register at a time, k * k planes
-// a power of two apart would evict each other from the caches. What is copied stays in the L2
-// cache; while a strip is computed, the weights of the next are fetched. Every output element is
-// summed by one thread in a fixed order: the result does not depend on the number of threads.
+// borders, strides nor dtypes, and so its weights, tap by tap, unless they can be read as they are.
+// What is copied stays in the L2 cache; while a row is computed, weights that come later are
+// fetched. Every output element is summed by one thread in a fixed order: the result does not
+// depend on the number of threads.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
@@ -25,7 +25,8 @@ namespace {
 
 constexpr int64_t kChannelBlock = 4;  // channels that share a weight register
 constexpr int64_t kTapBlock = 6;      // weight gradients kept in registers at once
-constexpr int64_t kStripBytes = int64_t{1} << 19;
+constexpr int64_t kStripBytes = int64_t{1} << 17;
+constexpr int64_t kRowsAhead = 4;  // that weights read in place are fetched before their use
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -166,14 +167,18 @@ struct Worker {
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, h + dy, w + dx]
   void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                int64_t first, int64_t count) {
-    for (int64_t tap = 0; tap < p.k * p.k; ++tap)
-      for (int64_t r = 0; r < count; ++r)
-        load_row<T>(kernel_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
+    const bool in_place = std::is_same_v<T, A> && ws.w == 1 && p.W >= V::size;
+    if (!in_place)
+      for (int64_t tap = 0; tap < p.k * p.k; ++tap)
+        for (int64_t r = 0; r < count; ++r)
+          load_row<T>(kernel_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
     for (int64_t r = 0; r < count; ++r) {
+      const T* row = weight + (first + r) * ws.h;
+      const A* kernel = in_place ? reinterpret_cast<const A*>(row) : kernel_row(0, r);
+      const int64_t next_tap = in_place ? ws.tap : rows * width;
+      const T* next = row + (in_place ? kRowsAhead : count) * ws.h;
       for_each_block<kChannelBlock>(x.channels, [&](int64_t c, auto N) {
-        const int64_t ahead = first + count + r;  // a row of the next strip
-        const T* next = weight + (ahead < p.H ? ahead : first + r) * ws.h;
-        apply<N, false>(x, c, r, next, ws, out, os, first);
+        apply<N, false>(x, c, r, kernel, next_tap, next, ws, out, os, first);
       });
     }
   }
@@ -198,19 +203,20 @@ struct Worker {
       }
     }
     for (int64_t r = 0; r < count; ++r) {
+      const T* next = weight + (first + count + r + p.before) * ws.h;
       for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
-        const int64_t ahead = first + count + r + p.before;
-        const T* next = weight + (ahead < p.H ? ahead : first + r) * ws.h;
-        apply<N, true>(grad, c, r, next, ws, out, os, first);
+        apply<N, true>(grad, c, r, kernel_row(0, r), rows * width, next, ws, out, os, first);
       });
     }
   }
 
   // A row of N channels from c on: the sum over taps of kernel times image. Mirrored: the taps go
-  // backwards through the image, and the kernel is read where the image is.
+  // backwards through the image, and the kernel is read where the image is. `next` is where weights
+  // that come later start; past the last of them it is only an address, which a prefetch may have.
   template <int64_t N, bool Mirrored>
-  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const T* next,
-             const WeightStrides& ws, T* out, const ImageStrides& os, int64_t first) {
+  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const A* kernel_row,
+             int64_t next_tap, const T* next, const WeightStrides& ws, T* out,
+             const ImageStrides& os, int64_t first) {
     T* row = out + c * os.c + (first + r) * os.h;
     const bool direct = std::is_same_v<T, A> && os.w == 1 && p.W >= V::size;
     A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
@@ -218,9 +224,8 @@ struct Worker {
 
     const int64_t k = p.k, step = Mirrored ? -p.dilation : p.dilation;
     const int64_t start = Mirrored ? reach : 0;  // of the taps in the padded image
-    const int64_t next_tap = rows * width, next_channel = image.rows * image.width;
-    const int64_t next_line = step * image.width;
-    const A* kernels_row = kernel_row(0, r) + start;
+    const int64_t next_channel = image.rows * image.width, next_line = step * image.width;
+    const A* kernels_row = kernel_row + start;
     const A* image_row = image.row(c, r + start) + start;
     const int64_t next_plane = ws.tap, next_column = ws.w;
     // Two registers at once: sums that do not wait for each other.
