@@ -39,7 +39,8 @@ METHOD = (
     "that no dirty lines are left to be written back meanwhile). forward: the public function with "
     "gradients enabled; backward: torch.autograd.grad of its output with respect to all "
     "floating-point arguments, timed apart, after each forward. Contenders take turns within one "
-    "process, after warm-up; medians, 20th and 80th percentiles. torch.compile: dynamic=False, "
+    "process, after warm-up, each turn beginning with a forward and backward that are not timed; "
+    "medians, 20th and 80th percentiles. torch.compile: dynamic=False, "
     "fullgraph=True, reset at every size, so that each size gets code of its own. Copy bandwidth: "
     "tensor.copy_ between two large buffers, same clock, same run. "
 )
@@ -113,6 +114,9 @@ def take_turns(
         contender.extra_memory = _extra_memory(lambda: both(contender), device)
 
     def measure(contender: Contender) -> None:
+        # A virtual machine may give memory that another contender freed back to its host within
+        # seconds: whoever comes next would pay for its return.
+        both(contender)
         _flush(flush)
         output, forward_ms = _timed(lambda: forward(contender), device)
         _flush(flush)
