@@ -1,10 +1,12 @@
 """Research layers, fast: each as `reference`, `cpp` and `cuda` implementations.
 
-See :func:`high_order_conv2d`, :class:`HighOrderConv2d`, :func:`implementations`.
+See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
+:func:`implementations`.
 """
 
 from hoconv.high_order import HighOrderConv2d as HighOrderConv2d
 from hoconv.high_order import high_order_conv2d as high_order_conv2d
+from hoconv.high_order_layer import high_order_layer as high_order_layer
 from hoconv.implementations import implementations as implementations
 
 __version__ = "0.1.0"

@@ -9,16 +9,18 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from hoconv.high_order.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_conv2d
+from hoconv.high_order_layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
 
 
 class HighOrderConv2d(nn.Module):
     """A convolution whose kernels are generated, for every pixel, by another convolution.
 
-    The generator, an ``nn.Conv2d`` over the same input, gives k * k weights a pixel and group;
-    :func:`hoconv.high_order_conv2d` applies them. One state dict (``generator.weight``,
-    ``generator.bias``) serves every implementation. With ``normalize="softmax"`` the weights of a
-    pixel are positive and sum to one, as in dynamic upsampling and lightweight convolutions.
+    The generator, an ``nn.Conv2d`` over the same input, gives k * k weights a pixel and group, and
+    :func:`hoconv.high_order_layer` applies them: the implementations other than `reference` compute
+    both at once and read the generator's parameters only (its forward, and hooks on it, do not
+    run). One state dict (``generator.weight``, ``generator.bias``) serves every implementation.
+    With ``normalize="softmax"`` the weights of a pixel are positive and sum to one, as in dynamic
+    upsampling and lightweight convolutions.
 
     Args:
         channels: C, of the input and of the output.
@@ -83,12 +85,16 @@ class HighOrderConv2d(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        taps = self.generator(x).unflatten(1, (self.kernel_size**2, self.groups))
-        if self.normalize == "softmax":
-            taps = taps.softmax(dim=1)
-        weight = taps.transpose(0, 1)  # (k * k, B, G, H, W): a view
-        out = high_order_conv2d(x, weight, dilation=self.dilation, impl=self.impl)
-        return x + out if self.residual else out
+        return high_order_layer(
+            x,
+            self.generator.weight,
+            self.generator.bias,
+            kernel_size=self.kernel_size,
+            dilation=self.dilation,
+            normalize=self.normalize,
+            residual=self.residual,
+            impl=self.impl,
+        )
 
     def extra_repr(self) -> str:
         return (

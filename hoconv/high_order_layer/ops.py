@@ -1,0 +1,187 @@
+"""The fused high-order layer as torch.library ops: schema, fake, autograd, autocast, FLOPs.
+
+`high_order_layer` never writes the generated weights; `high_order_layer_backward` generates them
+again and returns the gradients of x and of the generator's parameters. Each has an overload per
+implementation (`.cpp`, `.cuda`). Gradients of higher order come from the definition: generator,
+then application, which is differentiable any number of times.
+
+What the fused kernels do not cover, `fuses` says; there the implementation is PyTorch's convolution
+and the same implementation of the high-order convolution.
+
+B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
+s kernel size of the generator.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hoconv import build
+from hoconv.high_order import ops as unfused
+from hoconv.high_order_layer import reference
+from hoconv.high_order_layer.rule import fuses
+from hoconv.operators import Implementation
+
+_library = torch.library.Library("hoconv", "FRAGMENT")
+_ops = torch.ops.hoconv
+
+# allow_tf32: whether float32 products of the generator may be rounded to TF32, on a GPU.
+_OPTIONS = "int kernel_size, int dilation, bool softmax, bool residual, bool allow_tf32"
+_SCHEMAS = {
+    "high_order_layer":
+        f"(Tensor x, Tensor weight, Tensor? bias, {_OPTIONS}) -> Tensor",
+    "high_order_layer_backward":
+        f"(Tensor grad, Tensor x, Tensor weight, Tensor? bias, {_OPTIONS})"
+        " -> (Tensor, Tensor, Tensor)",
+}  # fmt: skip
+
+
+def _register(impl: str) -> None:
+    """Registers the ops of one implementation; its kernels come with a compiled library."""
+    for name, schema in _SCHEMAS.items():
+        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    forward, backward = (getattr(getattr(_ops, name), impl) for name in _SCHEMAS)
+
+    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, *ctx.options = inputs
+        ctx.save_for_backward(x, weight, bias)
+
+    def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        d_x, d_weight, d_bias = backward(grad, x, weight, bias, *ctx.options)
+        return d_x, d_weight, None if bias is None else d_bias, *(None,) * 5
+
+    def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        grad, x, weight, bias, *ctx.options = inputs
+        ctx.save_for_backward(grad, x, weight, bias)
+        ctx.set_materialize_grads(False)
+
+    def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        *options, _ = ctx.options
+        higher = torch.is_grad_enabled()
+        with torch.enable_grad():
+            grad, x, weight, bias = (
+                t if t is None or t.requires_grad else t.detach().requires_grad_()
+                for t in ctx.saved_tensors
+            )
+            inputs = [t for t in (x, weight, bias) if t is not None]
+            apply = _unfused(impl)
+            out = reference.high_order_layer(x, weight, bias, *options, apply=apply)
+            first = torch.autograd.grad(out, inputs, grad, create_graph=True)
+            pairs = [(g, u) for g, u in zip(first, cotangents, strict=False) if u is not None]
+            second = torch.autograd.grad(
+                [g for g, _ in pairs], [grad, *inputs], [u for _, u in pairs],
+                create_graph=higher, materialize_grads=True,
+            )  # fmt: skip
+        d_bias = None if bias is None else second[3]
+        return *second[:3], d_bias, *(None,) * 5
+
+    for name, fake, save, differentiate in (
+        ("high_order_layer", _fake_forward, save_forward, differentiate_forward),
+        ("high_order_layer_backward", _fake_backward, save_backward, differentiate_backward),
+    ):
+        torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
+        torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
+    for device_type in ("cpu", "cuda"):
+        _register_autocast(forward, device_type)
+
+
+def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
+    key = f"Autocast{device_type.upper()}"
+
+    def cast(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        x, weight = unfused.autocast(device_type, x, weight)
+        if bias is not None:
+            (bias,) = unfused.autocast(device_type, bias)
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(x, weight, bias, *options)
+
+    _library.impl(f"high_order_layer.{op._overloadname}", cast, key, with_keyset=True)
+
+
+def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
+
+
+for _impl in ("cpp", "cuda"):
+    _register(_impl)
+
+
+def _flops(x_shape: Any, weight_shape: Any, kernel_size: int) -> tuple[int, int]:
+    """Of the generator's convolution and of the application."""
+    B, C, H, W = x_shape
+    pixels = B * H * W
+    generator = 2 * pixels * weight_shape[0] * weight_shape[1] * weight_shape[2] * weight_shape[3]
+    return generator, 2 * pixels * C * kernel_size**2
+
+
+@register_flop_formula(_ops.high_order_layer)
+def _forward_flops(
+    x_shape: Any, weight_shape: Any, bias_shape: Any, kernel_size: int, *args: Any, **kwargs: Any
+) -> int:
+    return sum(_flops(x_shape, weight_shape, kernel_size))
+
+
+@register_flop_formula(_ops.high_order_layer_backward)
+def _backward_flops(
+    grad_shape: Any, x_shape: Any, weight_shape: Any, bias_shape: Any, kernel_size: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    generator, application = _flops(x_shape, weight_shape, kernel_size)
+    return 3 * generator + 2 * application  # the weights are generated again
+
+
+def _unfused(impl: str) -> Any:
+    return unfused.IMPLEMENTATIONS[impl].function
+
+
+def _run(
+    impl: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kernel_size: int,
+    dilation: int,
+    softmax: bool,
+    residual: bool,
+) -> Tensor:
+    options = kernel_size, dilation, softmax, residual
+    if fuses(impl, x, weight, kernel_size, dilation):
+        op = getattr(_ops.high_order_layer, impl)
+        return op(x, weight, bias, *options, _convolutions_allow_tf32())
+    return reference.high_order_layer(x, weight, bias, *options, apply=_unfused(impl))
+
+
+def _convolutions_allow_tf32() -> bool:
+    return torch._C._get_cudnn_allow_tf32()
+
+
+# To torch.compile the flag is what it is when a graph is compiled, as for PyTorch's convolutions.
+_convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.high_order_layer),
+    "cpp": Implementation(
+        functools.partial(_run, "cpp"),
+        devices=("cpu", "cuda"),
+        load=functools.partial(build.load, "cpu"),
+    ),
+    "cuda": Implementation(
+        functools.partial(_run, "cuda"),
+        devices=("cuda",),
+        load=functools.partial(build.load, "cuda"),
+    ),
+}

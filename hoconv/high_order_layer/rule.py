@@ -1,0 +1,27 @@
+"""Where the fused kernels run, and where generator and application stay two operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fuses(impl: str, x: Tensor, weight: Tensor, kernel_size: int, dilation: int) -> bool:
+    """Whether an implementation computes such a layer in one fused kernel.
+
+    On a CPU all of them. On a GPU those whose tiles fit the shared memory of a multiprocessor:
+    `cuda`, all dtypes but float64, kernel sizes 3, 5 and 7, generators of odd size up to 7, up to
+    16 channels, and taps that reach up to 8 pixels.
+    """
+    C, s = weight.shape[1:3]
+    if x.device.type == "cpu":
+        return False  # TODO
+    reach = dilation * (kernel_size - 1) // 2
+    return (
+        impl == "cuda"
+        and x.dtype != torch.float64
+        and kernel_size in (3, 5, 7)
+        and s in (1, 3, 5, 7)
+        and C <= 16
+        and reach <= 8
+    )
