@@ -6,11 +6,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
 #include <type_traits>
+
+#include "tensor.h"
 
 namespace hoconv {
 
@@ -28,6 +29,20 @@ class Launch {
  private:
   torch::stable::accelerator::DeviceGuard guard_;
 };
+
+// Calls f with the CUDA type of the elements.
+template <typename F>
+void dispatch_cuda(const Tensor& t, F&& f) {
+  dispatch_floating(t, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, torch::headeronly::Half>)
+      f(__half{});
+    else if constexpr (std::is_same_v<T, torch::headeronly::BFloat16>)
+      f(__nv_bfloat16{});
+    else
+      f(zero);
+  });
+}
 
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;

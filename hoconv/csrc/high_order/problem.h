@@ -3,18 +3,12 @@
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <vector>
+
+#include "tensor.h"
 
 namespace hoconv {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Element strides of an image (B, C, H, W) and of the weights (k * k, B, G, H, W).
 struct ImageStrides {
@@ -43,10 +37,7 @@ struct Problem {
     STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());
     STD_TORCH_CHECK(weight.size() == 5, "weight: expected 5 dimensions (k * k, B, G, H, W), got ",
                     weight.size());
-    const auto dtype = image.scalar_type();
-    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double ||
-                        dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                    "x: expected float32, float64, float16 or bfloat16");
+    check_floating(image, "x");
     B = image.size(0), C = image.size(1), H = image.size(2), W = image.size(3);
     G = weight[2];
     STD_TORCH_CHECK(weight[1] == B && weight[3] == H && weight[4] == W,
@@ -66,50 +57,10 @@ struct Problem {
   }
 };
 
-inline void check_alike(const Tensor& a, const Tensor& b, const char* name) {
-  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), name, ": expected the dtype of x");
-  STD_TORCH_CHECK(a.device() == b.device(), name, ": expected the device of x");
-}
-
-inline void check_same_sizes(const Tensor& a, const Tensor& b, const char* name) {
-  STD_TORCH_CHECK(a.dim() == b.dim(), name, ": expected the shape of x");
-  for (int64_t i = 0; i < a.dim(); ++i)
-    STD_TORCH_CHECK(a.size(i) == b.size(i), name, ": expected the shape of x");
-}
-
 inline void check_backward(const Tensor& grad, const Tensor& x, const Tensor& weight) {
   check_alike(grad, x, "grad");
   check_alike(weight, x, "weight");
   check_same_sizes(grad, x, "grad");
-}
-
-// Uninitialised, with the dtype and device of `like`.
-inline Tensor empty_strided_like(const Tensor& like, const std::vector<int64_t>& size,
-                                 const std::vector<int64_t>& stride) {
-  int32_t dtype, device_type;
-  AtenTensorHandle handle;
-  STD_TORCH_CHECK(size.size() == stride.size(), "stride: expected as many as size");
-  STD_TORCH_CHECK(aoti_torch_get_dtype(like.get(), &dtype) == 0);
-  STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == 0);
-  STD_TORCH_CHECK(aoti_torch_empty_strided(size.size(), size.data(), stride.data(), dtype,
-                                           device_type, like.get_device_index(), &handle) == 0,
-                  "weight: could not allocate its gradient");
-  return Tensor(handle);
-}
-
-// Calls f with a value of the tensor's element type.
-template <typename F>
-void dispatch_floating(const Tensor& t, F&& f) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return f(float{});
-    case ScalarType::Double:
-      return f(double{});
-    case ScalarType::Half:
-      return f(torch::headeronly::Half{});
-    default:  // a Problem has no other
-      return f(torch::headeronly::BFloat16{});
-  }
 }
 
 }  // namespace hoconv

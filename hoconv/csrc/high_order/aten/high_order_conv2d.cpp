@@ -9,6 +9,7 @@
 #include <array>
 #include <tuple>
 
+#include "aten_ops.h"
 #include "high_order/problem.h"
 
 namespace hoconv {
@@ -18,22 +19,6 @@ using torch::stable::copy_;
 using torch::stable::empty_like;
 using torch::stable::narrow;
 using torch::stable::select;
-
-Tensor multiply(const Tensor& a, const Tensor& b) {
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
-  STD_TORCH_CHECK(
-      torch_call_dispatcher("aten::mul", "Tensor", stack.data(), TORCH_ABI_VERSION) == 0,
-      "aten::mul failed");
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
-
-// Half precision is accumulated in float.
-Tensor widen(const Tensor& t) {
-  const bool half = t.element_size() < 4;
-  return half ? torch::stable::to(t, ScalarType::Float) : t;
-}
 
 // (B, C, H, W) as (B, G, C / G, H, W): a view
 Tensor grouped(const Tensor& t, const Problem& p) {

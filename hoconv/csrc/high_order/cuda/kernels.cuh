@@ -138,20 +138,6 @@ __device__ __forceinline__ void load_window(const T* p, bool inside, int w, int 
   }
 }
 
-// Calls f with the CUDA type of the elements.
-template <typename F>
-void dispatch_cuda(const Tensor& t, F&& f) {
-  dispatch_floating(t, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (std::is_same_v<T, torch::headeronly::Half>)
-      f(__half{});
-    else if constexpr (std::is_same_v<T, torch::headeronly::BFloat16>)
-      f(__nv_bfloat16{});
-    else
-      f(zero);
-  });
-}
-
 // Calls f(K, V, N) with constants for a tuned kernel and returns true, or returns false: then only
 // the naive one fits.
 template <typename T, typename F>
