@@ -32,7 +32,17 @@ using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename A>
 struct Vec {
   typedef A type __attribute__((vector_size(kVecBytes)));
+  // Of each lane; all ones or zero in the result of a comparison.
+  typedef std::conditional_t<sizeof(A) == 4, int32_t, int64_t> lane_bits;
+  typedef lane_bits bits __attribute__((vector_size(kVecBytes)));
   static constexpr int64_t size = kVecBytes / sizeof(A);
+
+  // Whether a lane is among the first n.
+  static bits first(int64_t n) {
+    bits lanes;
+    for (int64_t i = 0; i < size; ++i) lanes[i] = i < n ? -1 : 0;
+    return lanes;
+  }
 
   static type load(const A* p) {
     type v;

@@ -172,6 +172,8 @@ def test_two_runs_give_the_same_bits(place: Place, dtype: torch.dtype) -> None:
 def test_any_number_of_threads_gives_the_same_bits(place: Place, dtype: torch.dtype) -> None:
     if place.device != "cpu":
         pytest.skip("threads are the CPU's")
+    if place.impl == "reference":
+        pytest.skip("it may use PyTorch's convolution, which sums as the number of threads wants")
     before = torch.get_num_threads()
     try:
         for sample in place.samples(dtype):

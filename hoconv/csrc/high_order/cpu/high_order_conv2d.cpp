@@ -16,6 +16,8 @@
 #include <tuple>
 #include <vector>
 
+#include "blocks.h"
+#include "high_order/padded_image.h"
 #include "high_order/problem.h"
 #include "huge_pages.h"
 #include "vec.h"
@@ -28,51 +30,6 @@ constexpr int64_t kTapBlock = 6;      // weight gradients kept in registers at o
 constexpr int64_t kStripBytes = int64_t{1} << 17;
 constexpr int64_t kRowsAhead = 4;  // that weights read in place are fetched before their use
 
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-template <typename A>
-struct Scratch {  // aligned, zeroed
-  std::vector<A> storage;
-  A* data = nullptr;
-  void resize(int64_t n) {
-    storage.assign(n + kVecBytes / sizeof(A), A(0));
-    const auto address = reinterpret_cast<uintptr_t>(storage.data());
-    data = reinterpret_cast<A*>((address + kVecBytes - 1) / kVecBytes * kVecBytes);
-  }
-};
-
-// The rows of one group's channels that a strip needs, zero-padded: column w of row r of channel c
-// is at data[(c * rows + r) * width + left + w].
-template <typename T>
-struct PaddedImage {
-  using A = acc_t<T>;
-  int64_t channels, rows, width, left;
-  Scratch<A> scratch;
-
-  PaddedImage(int64_t channels, int64_t rows, int64_t columns, int64_t left, int64_t right)
-      : channels(channels), rows(rows), left(left) {
-    width = round_up(left + columns + right + Vec<A>::size, Vec<A>::size);
-    scratch.resize(channels * rows * width);
-  }
-
-  // Copies rows first .. first + count of an image of H x W; rows outside it become zero.
-  void fill(const T* image, const ImageStrides& s, int64_t first, int64_t count, int64_t H,
-            int64_t W) {
-    for (int64_t c = 0; c < channels; ++c) {
-      for (int64_t r = 0; r < count; ++r) {
-        A* row = scratch.data + (c * rows + r) * width + left;
-        const int64_t h = first + r;
-        if (h >= 0 && h < H)
-          load_row<T>(row, image + c * s.c + h * s.h, s.w, W);
-        else
-          std::fill_n(row, W, A(0));
-      }
-    }
-  }
-
-  const A* row(int64_t c, int64_t r) const { return scratch.data + (c * rows + r) * width; }
-};
-
 // Calls f(w, U) for blocks of U registers from column w on that cover a row of W: Most at once,
 // then single ones. The last one overlaps where W is no multiple, so that nothing past the row is
 // touched; a row shorter than a register is covered by one.
@@ -84,36 +41,6 @@ inline void for_each_register(int64_t W, F&& f) {
   for (; w + Most * V::size <= W; w += Most * V::size) f(w, most);
   for (; w + V::size <= W; w += V::size) f(w, one);
   if (w < W) f(std::max<int64_t>(0, W - V::size), one);
-}
-
-// Calls f(begin, N) for blocks of N <= Max, as equal as they can be, that cover n.
-template <int64_t Max, typename F>
-inline void for_each_block(int64_t n, F&& f) {
-  const int64_t blocks = (n + Max - 1) / Max;
-  for (int64_t i = 0, begin = 0; i < blocks; ++i) {
-    const int64_t size = (n - begin) / (blocks - i);
-    switch (size) {
-      case 1:
-        f(begin, std::integral_constant<int64_t, 1>{});
-        break;
-      case 2:
-        f(begin, std::integral_constant<int64_t, 2>{});
-        break;
-      case 3:
-        f(begin, std::integral_constant<int64_t, 3>{});
-        break;
-      case 4:
-        f(begin, std::integral_constant<int64_t, 4>{});
-        break;
-      case 5:
-        if constexpr (Max >= 5) f(begin, std::integral_constant<int64_t, 5>{});
-        break;
-      case 6:
-        if constexpr (Max >= 6) f(begin, std::integral_constant<int64_t, 6>{});
-        break;
-    }
-    begin += size;
-  }
 }
 
 // How the rows of all images and groups are cut into strips, one a task.
