@@ -1,9 +1,12 @@
 """Research layers, fast: each as `reference`, `cpp` and `cuda` implementations.
 
 See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
-:func:`implementations`.
+:class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`, :func:`implementations`.
 """
 
+from hoconv.dynamic_conv1d import DynamicConv1d as DynamicConv1d
+from hoconv.dynamic_conv1d import LightweightConv1d as LightweightConv1d
+from hoconv.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d
 from hoconv.high_order import HighOrderConv2d as HighOrderConv2d
 from hoconv.high_order import high_order_conv2d as high_order_conv2d
 from hoconv.high_order_layer import high_order_layer as high_order_layer

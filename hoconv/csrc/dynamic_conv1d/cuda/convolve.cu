@@ -1,0 +1,169 @@
+// out[b, c, t] = sum over j of weight[b, h, j, t] * x[b, c, t + j - before], and the input
+// gradient,
+//
+//   grad_x[b, c, t] = sum over i of weight[b, h, K - 1 - i, s] * grad[b, c, s],
+//   s = t + i - (K - 1 - before),
+//
+// which is the same sum with the taps `Mirrored` and the weights of the step that is read: a gather
+// too.
+//
+// The tuned kernel reads the weights from memory once for all channels of the head. A warp computes
+// N channels of the tile: per four taps 16 weights and, for each channel, the 4 of its 8 values
+// that are new go from shared memory to registers, for 16 multiply-adds a channel.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "dynamic_conv1d/cuda/kernels.cuh"
+
+namespace hoconv::dynamic_conv1d {
+namespace {
+
+// Neighbouring threads have neighbouring steps, or channels where those are neighbours in memory.
+template <typename T, bool Mirrored>
+__global__ void naive(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Problem p,
+                      int64_t before, bool channels_last) {
+  using A = acc_t<T>;
+  const int64_t total = p.B * p.C * p.T, step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
+    const int64_t b = n / (p.C * p.T);
+    const int64_t t = channels_last ? n / p.C % p.T : n % p.T;
+    const int64_t c = channels_last ? n % p.C : n / p.T % p.C;
+    const int64_t h = c / (p.C / p.H);
+    A sum = 0;
+    for (int64_t j = 0; j < p.K; ++j) {
+      const int64_t s = t + j - before;
+      const bool inside = s >= 0 && s < p.T;
+      if (Mirrored && !inside) continue;
+      const A value = inside ? widen<A>(*x.at(b, c, s)) : A(0);
+      sum += widen<A>(*weight.at(b, h, Mirrored ? p.K - 1 - j : j, Mirrored ? s : t)) * value;
+    }
+    *out.at(b, c, t) = narrow<T>(sum);
+  }
+}
+
+// blockIdx.x counts tiles, all sequences and heads after each other; blockIdx.y parts of a head's
+// channels.
+struct Tiling {
+  int T, K, before, H;
+  int tiles;                    // of a sequence
+  int head_channels, channels;  // of a head; of a part, a multiple of kWarps * N
+  int row;                      // of shared memory: what a tile sees, rounded up to four taps
+};
+
+template <typename T, bool Mirrored, int N>
+__global__ void __launch_bounds__(kThreads)
+    tuned(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Tiling g) {
+  extern __shared__ float4 shared[];
+  float* taps = reinterpret_cast<float*>(shared);  // (K, kTile)
+  float* rows = taps + g.K * kTile;                // (kWarps * N, g.row)
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int start = blockIdx.x % g.tiles * kTile;
+  const int64_t b = blockIdx.x / g.tiles / g.H, h = blockIdx.x / g.tiles % g.H;
+
+  for (int j = 0; j < g.K; ++j)
+    copy_row(taps + j * kTile, weight.at(b, h, Mirrored ? g.K - 1 - j : j, 0), weight.s.t,
+             Mirrored ? start + j - g.before : start, kTile, g.T);
+
+  const int first = blockIdx.y * g.channels, last = min(first + g.channels, g.head_channels);
+  for (int c = first; c < last; c += kWarps * N) {
+    __syncthreads();  // the rows before were read
+    for (int r = 0; r < min(kWarps * N, last - c); ++r)
+      copy_row(rows + r * g.row, x.at(b, h * g.head_channels + c + r, 0), x.s.t, start - g.before,
+               kTile + g.K - 1, g.T);
+    __syncthreads();
+
+    const float* row = rows + warp * N * g.row + lane * kSteps;
+    const float* kernel = taps + lane * kSteps;
+    float sum[N][kSteps] = {}, window[N][4];
+#pragma unroll
+    for (int m = 0; m < N; ++m) load_four(row + m * g.row, window[m]);
+    for (int j = 0; j < g.K; j += 4) {
+      float factor[4][kSteps], next[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (j + i < g.K) load_four(kernel + (j + i) * kTile, factor[i]);
+#pragma unroll
+      for (int m = 0; m < N; ++m) {
+        load_four(row + m * g.row + j + 4, next);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (j + i >= g.K) continue;
+#pragma unroll
+          for (int v = 0; v < kSteps; ++v)
+            sum[m][v] += factor[i][v] * (i + v < 4 ? window[m][i + v] : next[i + v - 4]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) window[m][i] = next[i];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < N; ++m) {
+      const int channel = c + warp * N + m;
+      if (channel >= last) continue;
+#pragma unroll
+      for (int v = 0; v < kSteps; ++v) {
+        const int t = start + lane * kSteps + v;
+        if (t < g.T) *out.at(b, h * g.head_channels + channel, t) = narrow<T>(sum[m][v]);
+      }
+    }
+  }
+}
+
+// Launches the tuned kernel for N channels a warp, or returns false: then only the naive one fits.
+template <typename T, bool Mirrored, int N>
+bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
+                  int64_t before, cudaStream_t stream) {
+  const int64_t row = kTile + (p.K + 3) / 4 * 4;
+  const int64_t bytes = (p.K * kTile + kWarps * N * row) * sizeof(float);
+  const int64_t tiles = (p.T + kTile - 1) / kTile, blocks = p.B * p.H * tiles;
+  if (bytes > kMostSharedBytes || blocks > kMostBlocks) return false;
+  const int64_t groups = (p.head_channels() + kWarps * N - 1) / (kWarps * N);
+  const int64_t parts = std::clamp<int64_t>(kEnoughBlocks / blocks, 1, groups);
+  const int64_t channels = (groups + parts - 1) / parts * kWarps * N;
+  const auto as_int = [](int64_t n) { return static_cast<int>(n); };
+  const Tiling tiling{as_int(p.T),      as_int(p.K),   as_int(before),
+                      as_int(p.H),      as_int(tiles), as_int(p.head_channels()),
+                      as_int(channels), as_int(row)};
+  const dim3 grid(blocks, (p.head_channels() + channels - 1) / channels);
+  tuned<T, Mirrored, N><<<grid, kThreads, bytes, stream>>>(sequences<T>(x), weights<T>(weight),
+                                                           mutable_sequences<T>(out), tiling);
+  return true;
+}
+
+template <bool Mirrored>
+Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
+  const Problem p(x, weight.sizes(), padding);
+  check_alike(weight, x, "weight");
+  Tensor out = torch::stable::empty_like(x);
+  if (out.numel() == 0) return out;
+  const Launch launch(x);
+  const int64_t before = Mirrored ? p.mirrored_before() : p.before;
+  dispatch_cuda(x, [&](auto zero) {
+    using T = decltype(zero);
+    bool done = false;
+    if constexpr (sizeof(T) < 8) {
+      // Fewer channels than warps would leave threads idle, and the weights are most of the bytes.
+      if (contiguous_in_time(x) && contiguous_in_time(out) && counts_fit(p)) {
+        if (p.head_channels() >= 8 * kWarps)
+          done = launch_tuned<T, Mirrored, 8>(x, weight, out, p, before, launch.stream);
+        if (!done && p.head_channels() >= kWarps)
+          done = launch_tuned<T, Mirrored, 2>(x, weight, out, p, before, launch.stream);
+      }
+    }
+    if (!done)
+      naive<T, Mirrored><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
+          sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p, before,
+          x.stride(1) == 1 && !contiguous_in_time(x));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace hoconv::dynamic_conv1d
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("dynamic_conv1d.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::convolve<false>));
+  m.impl("dynamic_conv1d_grad_input.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::convolve<true>));
+}

@@ -1,0 +1,236 @@
+"""Lightweight and dynamic convolutions over time as layers.
+
+B batch, C channels, H heads, K taps, T time steps, n steps at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d
+
+
+class _Conv1d(nn.Module):
+    """What both layers share: everything but where the weights come from."""
+
+    operator = OPERATOR
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        heads: int,
+        padding: str,
+        softmax: bool,
+        weight_dropout: float,
+        bias: bool,
+        impl: str,
+    ) -> None:
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels: expected at least 1, got {channels}")
+        if kernel_size < 1:
+            raise ValueError(f"kernel_size: expected at least 1, got {kernel_size}")
+        if heads < 1 or channels % heads:
+            raise ValueError(f"heads: expected a divisor of channels={channels}, got {heads}")
+        if padding not in ("causal", "same"):
+            raise ValueError(f"padding: expected 'causal' or 'same', got {padding!r}")
+        if not 0 <= weight_dropout < 1:
+            raise ValueError(
+                f"weight_dropout: expected a probability from 0 to less than 1, "
+                f"got {weight_dropout}"
+            )
+        if impl != "auto" and impl not in OPERATOR.implementations:
+            allowed = ", ".join(("auto", *OPERATOR.implementations))
+            raise ValueError(f"impl: expected one of {allowed}; got {impl!r}")
+        self.channels = channels
+        self.kernel_size = kernel_size
+        self.heads = heads
+        self.padding = padding
+        self.softmax = softmax
+        self.weight_dropout = weight_dropout
+        self.impl = impl
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 3 or x.shape[1] != self.channels:
+            raise ValueError(f"x: expected (B, {self.channels}, T), got shape {tuple(x.shape)}")
+        return self._convolve(x, self._weight(x))
+
+    def initial_state(self, batch: int) -> Tensor:
+        """The state before the first step: (batch, C, K - 1) zeros, as the padding is."""
+        like = next(self.parameters())
+        return like.new_zeros(batch, self.channels, self.kernel_size - 1)
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the next outputs of a sequence that comes step by step.
+
+        Nothing is kept in the layer. The state is the last K - 1 inputs; a beam search reorders it
+        by indexing its first dimension.
+
+        Args:
+            x: (B, C), the next step, or (B, C, n), the next n.
+            state: (B, C, K - 1), from :meth:`initial_state` or from the step before.
+
+        Returns:
+            The output in the shape of x, as the whole sequence at once gives it, and the state for
+            the next step.
+
+        Raises:
+            ValueError: the padding is not causal, so that an output needs later steps; or a shape
+                that does not fit.
+        """
+        if self.padding != "causal":
+            raise ValueError(
+                f"step: needs padding='causal', got {self.padding!r}: its outputs depend on later "
+                f"steps"
+            )
+        steps = x.unsqueeze(2) if x.dim() == 2 else x
+        if steps.dim() != 3 or steps.shape[1] != self.channels:
+            raise ValueError(
+                f"x: expected (B, {self.channels}) or (B, {self.channels}, n), "
+                f"got shape {tuple(x.shape)}"
+            )
+        before = self.kernel_size - 1
+        expected = (x.shape[0], self.channels, before)
+        if tuple(state.shape) != expected:
+            raise ValueError(f"state: expected shape {expected}, got {tuple(state.shape)}")
+        inputs = torch.cat((state, steps), 2)
+        weight = self._weight(steps)
+        if weight.shape[3] != 1:  # the outputs of the state's steps are not kept: any weights do
+            weight = F.pad(weight, (before, 0))
+        out = self._convolve(inputs, weight)[..., before:]
+        return out.reshape(x.shape), inputs[..., steps.shape[2] :]
+
+    def _weight(self, x: Tensor) -> Tensor:
+        """The weights for x (B, C, T), as the operator takes them: (B or 1, H, K, T or 1)."""
+        raise NotImplementedError
+
+    def _normalized(self, weight: Tensor) -> Tensor:
+        """Softmax over the taps of (B or 1, H, K, T or 1), then DropConnect."""
+        if self.softmax:
+            weight = weight.softmax(2)
+        return F.dropout(weight, self.weight_dropout, self.training)
+
+    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        before = self.kernel_size - 1
+        padding = before if self.padding == "causal" else before // 2
+        out = dynamic_conv1d(x, weight, padding=padding, impl=self.impl)
+        return out if self.bias is None else out + self.bias.to(out.dtype).unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.channels}, kernel_size={self.kernel_size}, heads={self.heads}, "
+            f"padding={self.padding!r}, softmax={self.softmax}, "
+            f"weight_dropout={self.weight_dropout}, bias={self.bias is not None}, "
+            f"impl={self.impl!r}"
+        )
+
+
+class LightweightConv1d(_Conv1d):
+    """A depthwise convolution over time whose H kernels are normalised and shared by channels.
+
+    The same kernels at every step: ``out[b, c, t] = sum over j of w[h(c), j] * x[b, c, t + j - p]``
+    with ``w = softmax(weight, dim=1)`` and ``h(c) = c // (C / H)``. From Wu et al., Pay Less
+    Attention with Lightweight and Dynamic Convolutions, ICLR 2019, section 3.
+
+    Args:
+        channels: C, of the input and of the output.
+        kernel_size: K, any of at least 1.
+        heads: H, dividing `channels`: consecutive channels of a head share a kernel.
+        padding: ``"causal"``: an output depends on its own step and those before, as in a decoder;
+            ``"same"``: centred, as in an encoder. With an even K ``"same"`` pads (K - 1) // 2 steps
+            before and one more after, as PyTorch does.
+        softmax: whether the taps of a kernel are normalised: positive, with sum one.
+        weight_dropout: DropConnect: the probability with which, in training, a normalised weight is
+            zero; the others are scaled by 1 / (1 - weight_dropout). One draw a call, for all
+            sequences and steps.
+        bias: whether a bias is added to the output.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+
+    Parameters: weight (H, K), bias (C).
+
+    Shape:
+        input (B, C, T) -> output (B, C, T).
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        heads: int = 1,
+        padding: Literal["causal", "same"] = "causal",
+        softmax: bool = True,
+        weight_dropout: float = 0.0,
+        bias: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(channels, kernel_size, heads, padding, softmax, weight_dropout, bias, impl)
+        self.weight = nn.Parameter(torch.empty(heads, kernel_size))
+        nn.init.xavier_uniform_(
+            self.weight.detach().unsqueeze(1)
+        )  # as of a convolution's (H, 1, K)
+
+    def _weight(self, x: Tensor) -> Tensor:
+        return self._normalized(self.weight[None, :, :, None])
+
+
+class DynamicConv1d(_Conv1d):
+    """A convolution over time whose kernels are generated, for every step, from that step's input.
+
+    ``out[b, c, t] = sum over j of w[b, h(c), j, t] * x[b, c, t + j - p]`` with
+    ``w[b, h, :, t] = softmax(generator(x[b, :, t])[h * K : (h + 1) * K])`` and
+    ``h(c) = c // (C / H)``. From Wu et al., Pay Less Attention with Lightweight and Dynamic
+    Convolutions, ICLR 2019, section 4.
+
+    Args:
+        channels: C, of the input and of the output.
+        kernel_size: K, any of at least 1.
+        heads: H, dividing `channels`: consecutive channels of a head share a kernel.
+        padding: ``"causal"``: an output depends on its own step and those before, as in a decoder;
+            ``"same"``: centred, as in an encoder. With an even K ``"same"`` pads (K - 1) // 2 steps
+            before and one more after, as PyTorch does.
+        softmax: whether the taps of a kernel are normalised: positive, with sum one.
+        weight_dropout: DropConnect: the probability with which, in training, a normalised weight is
+            zero; the others are scaled by 1 / (1 - weight_dropout).
+        bias: whether a bias is added to the output.
+        generator_bias: whether the generator has a bias.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+
+    Parameters: generator.weight (H * K, C), generator.bias (H * K), bias (C).
+
+    Shape:
+        input (B, C, T) -> output (B, C, T).
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        heads: int = 1,
+        padding: Literal["causal", "same"] = "causal",
+        softmax: bool = True,
+        weight_dropout: float = 0.0,
+        bias: bool = False,
+        generator_bias: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(channels, kernel_size, heads, padding, softmax, weight_dropout, bias, impl)
+        self.generator = nn.Linear(channels, heads * kernel_size, bias=generator_bias)
+        nn.init.xavier_uniform_(self.generator.weight)
+
+    def _weight(self, x: Tensor) -> Tensor:
+        generated = self.generator(x.mT).mT  # (B, H * K, T)
+        return self._normalized(generated.unflatten(1, (self.heads, self.kernel_size)))

@@ -1,0 +1,186 @@
+"""The dynamic 1-D convolution: the public function and the operator's declaration.
+
+B batch, C channels, H heads, K taps, T time steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS, autocast
+from hoconv.implementations import resolve
+from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
+
+_TOLERANCES = {
+    torch.float64: 1e-14,
+    torch.float32: 1e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+
+
+def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto") -> Tensor:
+    """Convolves each sequence with kernels that may differ between sequences and time steps.
+
+    ``out[b, c, t] = sum over j of weight[b, h(c), j, t] * x[b, c, t + j - padding]`` with
+    ``h(c) = c // (C / H)``: the C / H consecutive channels of a head share their kernels. Before
+    the first and after the last step x is zero. Half precision is accumulated in float32.
+
+    From Wu et al., Pay Less Attention with Lightweight and Dynamic Convolutions, ICLR 2019. There a
+    layer generates the weights from x (:class:`hoconv.DynamicConv1d`), or they are parameters,
+    shared by all sequences and steps (:class:`hoconv.LightweightConv1d`): weight (1, H, K, 1).
+
+    Args:
+        x: (B, C, T); float32, float64, float16 or bfloat16; any strides.
+        weight: (B or 1, H, K, T or 1), H dividing C, any K of at least 1; dtype and device of x;
+            any strides. A batch or time dimension of size 1 is shared; its gradient is summed where
+            it is computed and never held in full, which it would be for an expanded weight.
+        padding: zeros before the first step, from 0 to K - 1: ``K - 1`` is causal, ``(K - 1) // 2``
+            centred. The ``K - 1 - padding`` others are after the last step.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+
+    Returns:
+        (B, C, T), with the dtype of x. Under autocast x and weight are cast to its dtype, as a
+        convolution's are.
+
+    Raises:
+        ValueError: a shape or `padding` that does not fit.
+        TypeError: a dtype that is not supported, or that differs between x and weight.
+        hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
+    """
+    x, weight = autocast(x.device.type, x, weight)
+    _check(x, weight, padding)
+    name = resolve("dynamic_conv1d", impl, x.device.type)
+    return IMPLEMENTATIONS[name].function(x, weight, padding)
+
+
+def _check(x: Tensor, weight: Tensor, padding: int) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"x: expected 3 dimensions (B, C, T), got shape {tuple(x.shape)}")
+    if weight.dim() != 4:
+        raise ValueError(
+            f"weight: expected 4 dimensions (B or 1, H, K, T or 1), got shape {tuple(weight.shape)}"
+        )
+    (B, C, T), (batch, H, K, steps) = x.shape, weight.shape
+    if batch not in (1, B) or steps not in (1, T):
+        raise ValueError(
+            f"weight: expected (B or 1, H, K, T or 1) with B, T = {B}, {T} as in x of shape "
+            f"{tuple(x.shape)}, got shape {tuple(weight.shape)}"
+        )
+    if H < 1 or C % H:
+        raise ValueError(
+            f"weight: its number of heads (second dimension) must divide the {C} channels of x, "
+            f"got {H}"
+        )
+    if K < 1:
+        raise ValueError(f"weight: expected at least 1 tap (third dimension), got {K}")
+    if isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < K:
+        raise ValueError(
+            f"padding: expected an int from 0 to K - 1 = {K - 1}, got {padding!r}; K - 1 is "
+            f"causal, (K - 1) // 2 centred"
+        )
+    if x.dtype not in _TOLERANCES:
+        names = ", ".join(str(dtype) for dtype in _TOLERANCES)
+        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected the dtype of x, {x.dtype}, got {weight.dtype}")
+    if weight.device != x.device:
+        raise ValueError(f"weight: expected the device of x, {x.device}, got {weight.device}")
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Numbers of taps, lengths, heads, paddings, shared weights, layouts."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    def sample(
+        name: str, B: int, C: int, T: int, K: int, H: int = 1, padding: int | None = None,
+        shared: str = "",
+    ) -> Sample:  # fmt: skip
+        weight = draw(1 if "batch" in shared else B, H, K, 1 if "time" in shared else T)
+        return Sample((draw(B, C, T), weight), {"padding": K - 1 if padding is None else padding},
+                      name)  # fmt: skip
+
+    for K in (1, 2, 3, 4, 5, 7, 8, 15, 31):
+        yield sample(f"K={K}, causal", 2, 6, 37, K, H=2)
+        yield sample(f"K={K}, centred", 2, 6, 37, K, H=2, padding=(K - 1) // 2)
+    yield sample("no padding before", 2, 4, 21, 5, padding=0)
+    for shared in ("batch", "time", "batch and time"):
+        yield sample(f"shared over {shared}", 3, 8, 45, 7, H=2, padding=3, shared=shared)
+        yield sample(f"shared over {shared}, one head", 2, 5, 11, 3, shared=shared)
+        yield sample(f"shared over {shared}, long", 2, 36, 300, 31, shared=shared)
+        yield sample(f"shared over {shared}, empty batch", 0, 4, 9, 3, H=2, shared=shared)
+        yield sample(f"shared over {shared}, empty sequence", 2, 4, 0, 3, H=2, shared=shared)
+    yield sample("one element", 1, 1, 1, 1)
+    yield sample("one step", 3, 4, 1, 3, H=2, padding=1)
+    yield sample("one step, shared over time", 3, 4, 1, 3, H=2, padding=1, shared="time")
+    yield sample("fewer steps than taps", 2, 4, 3, 9, H=2)
+    yield sample("fewer steps than taps, centred", 2, 4, 3, 10, H=2, padding=4)
+    yield sample("as many heads as channels", 2, 7, 26, 5, H=7)
+    yield sample("many channels a head", 1, 74, 40, 7, H=2)
+    yield sample("long", 1, 3, 700, 5, padding=2)
+    yield sample("more taps than fit a tile", 1, 8, 150, 131, H=2, padding=60)
+    yield sample("empty batch", 0, 4, 9, 3, H=2)
+    yield sample("no channels", 2, 0, 9, 3)
+    yield sample("empty sequence", 2, 4, 0, 3)
+
+    weight = draw(2, 2, 5, 24)
+    padding = {"padding": 4}
+    yield Sample((draw(2, 24, 8).mT, weight), padding, "x as (B, T, C)")
+    yield Sample((draw(24, 2, 8).permute(1, 2, 0), weight), padding, "x as (T, B, C)")
+    yield Sample((draw(2, 8, 48)[..., ::2], weight), padding, "every other step")
+    generated = draw(2, 24, 2 * 5).unflatten(2, (2, 5)).permute(0, 2, 3, 1)
+    yield Sample((draw(2, 8, 24), generated), padding, "weight as a Linear gives it")
+    yield Sample((draw(2, 24, 8).mT, generated), padding, "x and weight as (B, T, ...)")
+    expanded = draw(1, 2, 5, 1).expand(2, -1, -1, 24)
+    yield Sample((draw(1, 8, 24).expand(2, -1, -1), expanded), padding, "expanded")
+    yield Sample((draw(2, 8, 25)[..., 1:], draw(2, 2, 5, 25)[..., 1:]), padding, "sliced")
+
+
+def _cost(sample: Sample) -> Cost:
+    x, weight = sample.args
+    flops = 2 * x.numel() * weight.shape[2]
+    return Cost(
+        forward_bytes=2 * x.nbytes + weight.nbytes,
+        backward_bytes=3 * x.nbytes + 2 * weight.nbytes,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+    )
+
+
+def _benchmark_sample(steps: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x = torch.randn(16, 512, steps, device=device, dtype=dtype)
+    weight = torch.randn(16, 8, 31, steps, device=device, dtype=dtype).softmax(2)
+    return Sample((x, weight), {"padding": 30}, f"B=16, C=512, H=8, K=31, T={steps}")
+
+
+def _unfold(x: Tensor, weight: Tensor, padding: int) -> Tensor:
+    """What users write with Tensor.unfold: a product of matrices for every head and step."""
+    (_, H, K, _), T = weight.shape, x.shape[2]
+    windows = F.pad(x, (padding, K - 1 - padding)).unfold(2, K, 1)  # (B, C, T, K)
+    windows = windows.unflatten(1, (H, -1)).transpose(2, 3)  # (B, H, T, C / H, K)
+    out = windows @ weight.mT.unsqueeze(4)
+    return out.squeeze(4).mT.reshape(-1, x.shape[1], T)
+
+
+OPERATOR = declare(
+    Operator(
+        name="dynamic_conv1d",
+        function=dynamic_conv1d,
+        implementations=IMPLEMENTATIONS,
+        samples=_samples,
+        tolerances=_TOLERANCES,
+        cost=_cost,
+        benchmark=Benchmark(
+            axis="time steps (B = 16, C = 512, H = 8, K = 31)",
+            sizes=(64, 128, 256, 512, 1024, 2048),
+            sample=_benchmark_sample,
+            baselines={"unfold": _unfold},
+        ),
+    )
+)

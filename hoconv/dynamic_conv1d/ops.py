@@ -1,0 +1,148 @@
+"""The dynamic 1-D convolution as torch.library ops: schema, fake, autograd, autocast, FLOPs.
+
+The operator is bilinear in x and weight, so three maps are closed under differentiation: the
+forward F(x, w), the input gradient X(g, w) and the weight gradient W(g, x). W sums over the
+dimensions that the weight shares, batch or time, inside the kernel: `size` says which have size 1.
+Each op has an overload per implementation (`.cpp`, `.cuda`).
+
+B batch, C channels, H heads, K taps, T time steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hoconv import build
+from hoconv.dynamic_conv1d import reference
+from hoconv.high_order.ops import autocast
+from hoconv.operators import Implementation
+
+_library = torch.library.Library("hoconv", "FRAGMENT")
+_ops = torch.ops.hoconv
+
+_SCHEMAS = {
+    "dynamic_conv1d": "(Tensor x, Tensor weight, int padding) -> Tensor",
+    "dynamic_conv1d_grad_input": "(Tensor grad, Tensor weight, int padding) -> Tensor",
+    "dynamic_conv1d_grad_weight":
+        "(Tensor grad, Tensor x, SymInt[] size, SymInt[] stride, int padding) -> Tensor",
+}  # fmt: skip
+
+
+def _register(impl: str) -> None:
+    """Registers the ops of one implementation; its kernels come with a compiled library."""
+    for name, schema in _SCHEMAS.items():
+        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    forward, grad_input, grad_weight = (getattr(getattr(_ops, name), impl) for name in _SCHEMAS)
+
+    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.padding = inputs
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.layout = _layout(weight)
+
+    def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x = None if weight is None else grad_input(grad, weight, ctx.padding)
+        d_weight = None if x is None else grad_weight(grad, x, *ctx.layout, ctx.padding)
+        return d_x, d_weight, None
+
+    def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, weight, ctx.padding = inputs
+        ctx.save_for_backward(grad, weight)
+
+    def differentiate_grad_input(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight = ctx.saved_tensors
+        need_grad, need_weight = ctx.needs_input_grad[:2]
+        d_grad = forward(u, weight, ctx.padding) if need_grad else None
+        d_weight = grad_weight(grad, u, *_layout(weight), ctx.padding) if need_weight else None
+        return d_grad, d_weight, None
+
+    def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, x, _, _, ctx.padding = inputs
+        ctx.save_for_backward(grad, x)
+
+    def differentiate_grad_weight(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        grad, x = ctx.saved_tensors
+        need_grad, need_x = ctx.needs_input_grad[:2]
+        d_grad = forward(x, v, ctx.padding) if need_grad else None
+        d_x = grad_input(grad, v, ctx.padding) if need_x else None
+        return d_grad, d_x, None, None, None
+
+    for name, fake, save, differentiate in (
+        ("dynamic_conv1d", _fake, save_forward, differentiate_forward),
+        ("dynamic_conv1d_grad_input", _fake, save_grad_input, differentiate_grad_input),
+        ("dynamic_conv1d_grad_weight", _fake_grad_weight, save_grad_weight,
+         differentiate_grad_weight),
+    ):  # fmt: skip
+        torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
+        torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
+    for device_type in ("cpu", "cuda"):
+        _register_autocast(forward, device_type)
+
+
+def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
+    """`torch.library.register_autocast` knows one fixed dtype; this takes autocast's own."""
+    key = f"Autocast{device_type.upper()}"
+
+    def cast(keyset: Any, x: Tensor, weight: Tensor, padding: int) -> Tensor:
+        x, weight = autocast(device_type, x, weight)
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(x, weight, padding)
+
+    _library.impl(f"dynamic_conv1d.{op._overloadname}", cast, key, with_keyset=True)
+
+
+def _layout(weight: Tensor) -> tuple[list[int], list[int]]:
+    """Size and stride of weight's gradient: those of weight, so that what generated it gets it as
+    it gave it; dense where weight is not (an expanded weight, say)."""
+    like = torch.empty_like(weight, device="meta")
+    return list(like.shape), list(like.stride())
+
+
+def _fake(x: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_grad_weight(grad: Tensor, x: Tensor, size: list, stride: list, padding: int) -> Tensor:
+    return grad.new_empty_strided(size, stride)
+
+
+for _impl in ("cpp", "cuda"):
+    _register(_impl)
+
+
+def _flops(x_shape: tuple[int, ...], taps: int) -> int:
+    """A multiply and an add for every tap, channel and time step, in each of the three maps."""
+    B, C, T = x_shape
+    return 2 * taps * B * C * T
+
+
+@register_flop_formula([_ops.dynamic_conv1d, _ops.dynamic_conv1d_grad_input])
+def _applied_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(x_shape, weight_shape[2])
+
+
+@register_flop_formula(_ops.dynamic_conv1d_grad_weight)
+def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(grad_shape, size[2])
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.dynamic_conv1d),
+    "cpp": Implementation(
+        _ops.dynamic_conv1d.cpp,
+        devices=("cpu", "cuda"),
+        load=functools.partial(build.load, "cpu"),
+    ),
+    "cuda": Implementation(
+        _ops.dynamic_conv1d.cuda,
+        devices=("cuda",),
+        load=functools.partial(build.load, "cuda"),
+    ),
+}
