@@ -19,6 +19,9 @@ from torch import Tensor
 from hoconv import build, doctor
 from hoconv.operators import Sample, operators
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # models/ is there, which is not installed
+
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
     declared = [operator.name for operator in operators()]

@@ -180,7 +180,7 @@ def test_start_is_the_first_and_the_median_of_the_later_ones(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([9.0, 0.1, 0.5, 0.2, 0.4, 0.3])
-    monkeypatch.setattr(script("benchmark"), "_start", lambda library, cache: next(seconds))
+    monkeypatch.setattr(script("benchmark_start"), "_start", lambda library, cache: next(seconds))
 
     assert script("benchmark").main(["start", "--device", "cpu", "--out", str(tmp_path)]) == 0
 
@@ -194,7 +194,7 @@ def test_start_is_timed_in_a_new_process(script: Script) -> None:
         pytest.skip(reason)
     usual_cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"
 
-    assert script("benchmark")._start("cpu", str(usual_cache)) > 0
+    assert script("benchmark_start")._start("cpu", str(usual_cache)) > 0
 
 
 def test_start_that_fails_says_why(
@@ -203,4 +203,4 @@ def test_start_that_fails_says_why(
     monkeypatch.setenv("PATH", "")
 
     with pytest.raises(build.BuildError, match=r"cpu: a C\+\+ compiler was not found"):
-        script("benchmark")._start("cpu", str(tmp_path))
+        script("benchmark_start")._start("cpu", str(tmp_path))

@@ -1,0 +1,62 @@
+"""What the charts have in common: a line for each contender, against the size, both logarithmic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = (
+    "#777777", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442"
+)  # fmt: skip
+MARKERS = "os^Dv*PX"
+
+
+def grid(rows: int, columns: int) -> tuple[Figure, Any]:
+    """A figure, and its panels: an array by row and column."""
+    figure = Figure(figsize=(5.5 * columns, 1 + 4 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, sharey=True, squeeze=False)
+
+
+def lines(
+    panel: Axes,
+    rows: Sequence[dict[str, Any]],
+    value: Callable[[dict[str, Any]], Any],
+) -> None:
+    """A line for each contender of the rows: the number that `value` says of a row, if not None."""
+    for i, contender in enumerate(dict.fromkeys(row["contender"] for row in rows)):
+        points = {row["size"]: value(row) for row in rows
+                  if row["contender"] == contender and value(row) is not None}  # fmt: skip
+        panel.plot([*points], [*points.values()], label=contender,
+                   color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)])  # fmt: skip
+
+
+def sizes_axis(panel: Axes, rows: Sequence[dict[str, Any]], label: str) -> None:
+    """Logarithmic axes, with a tick at every size of the rows."""
+    sizes = sorted({row["size"] for row in rows})
+    panel.set(xscale="log", yscale="log", xlabel=label)
+    panel.set_xticks(sizes, labels=[str(size) for size in sizes])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.grid(which="major", color="0.85")
+    panel.tick_params(labelleft=True)
+
+
+def save(figure: Figure, title: str, path: Path, columns: int = 6) -> None:
+    """Adds the title, and one legend for all panels, in so many columns; writes a PNG."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def hardware(measured: dict[str, Any]) -> str:
+    environment = measured["environment"]
+    if measured["device"] == "cuda":
+        return environment["gpu"]
+    return f"{environment['cpu']}, {environment['threads']} threads"

@@ -1,0 +1,118 @@
+"""The sub-command `step` of scripts/benchmark.py: what it writes, what counts as a layer's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hoconv import HighOrderConv2d
+
+Script = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def step(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with networks on small images."""
+    module = script("benchmark_step")
+    for name, shape in (("mnist_cnn", (1, 8, 8)), ("one layer at 224 x 224", (3, 8, 8))):
+        small = dataclasses.replace(module.NETWORKS[name], batch=2, image_shape=shape)
+        monkeypatch.setitem(module.NETWORKS, name, small)
+    return module
+
+
+def run(script: Script, out: Path, device: str = "cpu") -> dict[str, Any]:
+    assert script("benchmark").main(["step", "--device", device, "--out", str(out)]) == 0
+    return json.loads((out / f"step_{device}.json").read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_network_is_timed_with_every_implementation(
+    script: Script, step: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, device)
+
+    impls = {"reference", "cuda" if device == "cuda" else "cpp"} - set(record["unavailable"])
+    found = {(row["network"], row["impl"]) for row in record["rows"]}
+    assert found == {(network, impl) for network in step.NETWORKS for impl in impls}
+    for row in record["rows"]:
+        assert row["error"] is None
+        assert row["samples_per_s"] > 0
+        share = row["layers_ms"]["median_ms"] / row["step_ms"]["median_ms"]
+        assert row["layers_share"] == share
+        assert 0 < share < 1
+
+
+def test_network_that_fails_says_why(
+    script: Script,
+    step: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def make(impl: str) -> nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    broken = dataclasses.replace(step.NETWORKS["mnist_cnn"], make=make)
+    monkeypatch.setitem(step.NETWORKS, "mnist_cnn", broken)
+    flag = torch.backends.cudnn.allow_tf32
+
+    record = run(script, tmp_path)
+
+    errors = {(row["network"], row["impl"]): row["error"] for row in record["rows"]}
+    assert errors["mnist_cnn", "reference"] == "out of memory"
+    assert errors["one layer at 224 x 224", "reference"] is None
+    assert "mnist_cnn, reference: out of memory" in capsys.readouterr().out
+    assert torch.backends.cudnn.allow_tf32 == flag
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_are_marked_forward_and_backward(
+    step: ModuleType, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    now = 0.0
+
+    class Pass(torch.autograd.Function):
+        """Takes the two given times, forward and backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: Tensor, forward_s: float, backward_s: float):
+            nonlocal now
+            now += forward_s
+            ctx.backward_s = backward_s
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+            nonlocal now
+            now += ctx.backward_s
+            return grad, grad.sum(), None, None
+
+    class Module(nn.Module):
+        def __init__(self, forward_s: float, backward_s: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.times = forward_s, backward_s
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Pass.apply(x, self.scale, *self.times)  # pyright: ignore
+
+    class Layer(Module):
+        operator = HighOrderConv2d.operator
+
+    monkeypatch.setattr(step, "mark", lambda device: now)
+    modules = [Module(100, 200), Layer(1, 2), Module(1000, 2000), Layer(10, 20), Module(5, 5)]
+    model = nn.Sequential(*modules[first:])  # the first layer's input has a gradient, or not
+    marks = step.LayerMarks(model, torch.device("cpu"))
+
+    for _ in range(2):
+        marks.clear()
+        model(torch.ones(3)).sum().backward()
+        assert marks.milliseconds() == 1e3 * (1 + 2 + 10 + 20)
