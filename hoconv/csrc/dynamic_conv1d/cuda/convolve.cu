@@ -61,16 +61,15 @@ __global__ void __launch_bounds__(kThreads)
   const int start = blockIdx.x % g.tiles * kTile;
   const int64_t b = blockIdx.x / g.tiles / g.H, h = blockIdx.x / g.tiles % g.H;
 
-  for (int j = 0; j < g.K; ++j)
-    copy_row(taps + j * kTile, weight.at(b, h, Mirrored ? g.K - 1 - j : j, 0), weight.s.t,
-             Mirrored ? start + j - g.before : start, kTile, g.T);
+  const int64_t tap_stride = Mirrored ? -weight.s.k : weight.s.k;
+  copy_rows(taps, kTile, weight.at(b, h, Mirrored ? g.K - 1 : 0, 0), tap_stride, weight.s.t, g.K,
+            kTile, g.T, Mirrored ? start - g.before : start, Mirrored ? 1 : 0);
 
   const int first = blockIdx.y * g.channels, last = min(first + g.channels, g.head_channels);
   for (int c = first; c < last; c += kWarps * N) {
     __syncthreads();  // the rows before were read
-    for (int r = 0; r < min(kWarps * N, last - c); ++r)
-      copy_row(rows + r * g.row, x.at(b, h * g.head_channels + c + r, 0), x.s.t, start - g.before,
-               kTile + g.K - 1, g.T);
+    copy_rows(rows, g.row, x.at(b, h * g.head_channels + c, 0), x.s.c, x.s.t,
+              min(kWarps * N, last - c), kTile + g.K - 1, g.T, start - g.before);
     __syncthreads();
 
     const float* row = rows + warp * N * g.row + lane * kSteps;

@@ -18,7 +18,8 @@ namespace {
 
 constexpr int kWarpTaps = 8;
 constexpr int kTaps = kWarps * kWarpTaps;  // of a block
-constexpr int kRows = 8;                   // channels at once in shared memory
+constexpr int kRows = 16;                  // channels at once in shared memory
+constexpr int kLine = kTile + kTaps;       // what a tile sees of x
 constexpr int64_t kMostParts = 256;
 constexpr int64_t kMostGridZ = 65535;
 
@@ -86,7 +87,9 @@ struct Tiling {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     tuned(Sequences<const T> grad, Sequences<const T> x, Weights<T> out, float* parts, Tiling g) {
-  __shared__ float4 gradient_bits[kRows][kTile / 4], line_bits[kRows][(kTile + kTaps) / 4];
+  __shared__ float4 shared[kRows * (kTile + kLine) / 4];
+  float* gradients = reinterpret_cast<float*>(shared);  // (kRows, kTile)
+  float* lines = gradients + kRows * kTile;             // (kRows, kLine), of x
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int own_tiles = g.time_shared ? 1 : g.tiles;
   const int own_tile = blockIdx.x % own_tiles;
@@ -105,22 +108,19 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = 0; c < g.head_channels; c += kRows) {
       const int rows = min(kRows, g.head_channels - c);
       __syncthreads();  // the rows before were read
-      for (int r = 0; r < rows; ++r) {
-        const int64_t channel = h * g.head_channels + c + r;
-        copy_row(reinterpret_cast<float*>(gradient_bits[r]), grad.at(b, channel, 0), grad.s.t,
-                 start, kTile, g.T);
-        copy_row(reinterpret_cast<float*>(line_bits[r]), x.at(b, channel, 0), x.s.t,
-                 start - g.before + first_tap, kTile + kTaps, g.T);
-      }
+      const int64_t channel = h * g.head_channels + c;
+      copy_rows(gradients, kTile, grad.at(b, channel, 0), grad.s.c, grad.s.t, rows, kTile, g.T,
+                start);
+      copy_rows(lines, kLine, x.at(b, channel, 0), x.s.c, x.s.t, rows, kLine, g.T,
+                start - g.before + first_tap);
       __syncthreads();
       if (tap >= g.K) continue;
       for (int r = 0; r < rows; ++r) {
         float gradient[kSteps], window[3][4];
-        load_four(reinterpret_cast<const float*>(&gradient_bits[r][lane]), gradient);
+        const float* line = lines + r * kLine + lane * kSteps + warp * kWarpTaps;
+        load_four(gradients + r * kTile + lane * kSteps, gradient);
 #pragma unroll
-        for (int i = 0; i < 3; ++i)
-          load_four(reinterpret_cast<const float*>(&line_bits[r][lane + warp * kWarpTaps / 4 + i]),
-                    window[i]);
+        for (int i = 0; i < 3; ++i) load_four(line + 4 * i, window[i]);
 #pragma unroll
         for (int v = 0; v < kSteps; ++v) {
           if (v >= steps) continue;

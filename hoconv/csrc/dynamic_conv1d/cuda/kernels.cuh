@@ -65,13 +65,29 @@ __device__ __forceinline__ void load_four(const float* p, float (&four)[4]) {
   four[0] = bits.x, four[1] = bits.y, four[2] = bits.z, four[3] = bits.w;
 }
 
-// row[i] = the channel's value at step first + i, zero outside the sequence; by all threads.
+// Copies rows to shared memory, `pitch` apart, by all threads: element i of row r is the value at
+// step first + r * shift + i of from + r * row_stride, zero where there is no such step. Several
+// loads are on their way before the first is waited for.
 template <typename T>
-__device__ __forceinline__ void copy_row(float* row, const T* channel, int64_t stride, int first,
-                                         int count, int length) {
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int t = first + i;
-    row[i] = t >= 0 && t < length ? widen<float>(channel[t * stride]) : 0.f;
+__device__ __forceinline__ void copy_rows(float* to, int pitch, const T* from, int64_t row_stride,
+                                          int64_t stride, int rows, int count, int length,
+                                          int first, int shift = 0) {
+  constexpr int at_once = 4;
+  for (int r = threadIdx.x / 32 * at_once; r < rows; r += kWarps * at_once) {
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      float value[at_once];
+#pragma unroll
+      for (int m = 0; m < at_once; ++m) {
+        const int t = first + (r + m) * shift + i;
+        const bool inside = r + m < rows && t >= 0 && t < length;
+        value[m] =
+            inside ? widen<float>(load<1>(from + (r + m) * row_stride + t * stride).e[0]) : 0.f;
+      }
+#pragma unroll
+      for (int m = 0; m < at_once; ++m)
+        if (r + m < rows) to[(r + m) * pitch + i] = value[m];
+    }
   }
 }
 
