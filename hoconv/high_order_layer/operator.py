@@ -140,7 +140,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         arguments = (draw(B, C, H, W), weight, draw(k * k * G) if bias else None)
         return Sample(arguments, {"kernel_size": k, **options}, name)
 
-    # The bias's gradient is a sum that can cancel; of k = 1 it is one number, with nothing beside it.
+    # The bias's gradient is a sum that can cancel; of k = 1 it is one number, nothing beside it.
     for k in (1, 2, 3, 4, 5, 6, 7, 11):
         yield sample(f"k={k}", 2, 3, 13, 17, k, bias=k > 1)
     for s in (1, 2, 3, 5, 7, 9):

@@ -29,8 +29,9 @@ def high_order_layer(
     generator_weight is (K * G, C, s, s): channel i * G + g of its output is tap i of group g.
     `apply` is an implementation of the high-order convolution.
     """
-    before, even = divmod(generator_weight.shape[-1] - 1, 2)  # an even size pads one more after
-    padded = F.pad(x, (0, 1, 0, 1)) if even else x
+    s = int(generator_weight.shape[-1])  # to torch.compile a constant, as padding must be
+    before = (s - 1) // 2
+    padded = x if s % 2 else F.pad(x, (0, 1, 0, 1))  # an even size pads one more after
     generated = F.conv2d(padded, generator_weight, generator_bias, padding=before)
     taps = generated.unflatten(1, (kernel_size**2, -1))  # (B, K, G, H, W)
     if softmax:

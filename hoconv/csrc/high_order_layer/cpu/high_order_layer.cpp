@@ -21,6 +21,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -28,109 +29,13 @@
 #include "high_order/padded_image.h"
 #include "high_order/problem.h"
 #include "high_order_layer/cpu/kernels.h"
+#include "high_order_layer/cpu/layer.h"
 #include "huge_pages.h"
 
-namespace hoconv {
+namespace hoconv::high_order_layer::cpu {
 namespace {
 
-constexpr int64_t kTasks = 64;
 constexpr int64_t kStripBytes = int64_t{1} << 15;  // of what a block of sums reads; L1 cache
-
-struct Layer : Problem {
-  int64_t K, s;
-  bool softmax, residual;
-  int64_t generator_before, generator_after;  // padding of each axis
-  int64_t top, bottom;                        // the larger padding, of generator and application
-  int64_t registers;                          // of a row
-
-  Layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k,
-        int64_t dilation, bool softmax, bool residual)
-      : Problem(x, applied_sizes(x, weight, bias, k), dilation),
-        K(k * k),
-        s(weight.size(2)),
-        softmax(softmax),
-        residual(residual),
-        generator_before((s - 1) / 2),
-        generator_after(s - 1 - generator_before),
-        top(std::max(before, generator_before)),
-        bottom(std::max(after, generator_after)) {
-    const int64_t lanes = kVecBytes / (x.scalar_type() == ScalarType::Double ? 8 : 4);
-    registers = (W + lanes - 1) / lanes;
-  }
-
-  int64_t parameters() const { return K * G * C * s * s; }
-
-  // Of the weights as the application takes them.
-  static std::vector<int64_t> applied_sizes(const Tensor& x, const Tensor& weight,
-                                            const std::optional<Tensor>& bias, int64_t k) {
-    STD_TORCH_CHECK(x.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", x.dim());
-    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(1) == x.size(1) && weight.size(2) >= 1 &&
-                        weight.size(2) == weight.size(3),
-                    "weight: expected the shape (k * k * G, C, s, s) with the channels of x");
-    STD_TORCH_CHECK(k >= 1 && k <= 11, "kernel_size: expected 1 to 11, got ", k);
-    STD_TORCH_CHECK(weight.size(0) % (k * k) == 0, "weight: expected a multiple of ", k * k,
-                    " output channels, got ", weight.size(0));
-    check_alike(weight, x, "weight");
-    if (bias) {
-      check_alike(*bias, x, "bias");
-      STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
-                      "bias: expected as many as weight has output channels");
-    }
-    return {k * k, x.size(0), weight.size(0) / (k * k), x.size(2), x.size(3)};
-  }
-};
-
-// The generator's parameters in the order of their use.
-template <typename A>
-struct Parameters {
-  Window generator, transposed;  // with next_plane and next_line zero, for the worker to set
-  std::vector<A> weight, mirrored, bias;
-
-  template <typename T>
-  Parameters(const Layer& p, const T* w, const ImageStrides& ws, const T* b, int64_t bias_stride,
-             bool backward)
-      : generator{p.C, p.s, p.s, 0, 0},
-        transposed{p.K, 1, p.s, 0, 0},
-        weight(p.parameters()),
-        mirrored(backward ? p.parameters() : 0),
-        bias(p.K * p.G) {
-    const auto at = [&](int64_t tap, int64_t g, int64_t c, int64_t y, int64_t x) {
-      return static_cast<A>(w[(tap * p.G + g) * ws.b + c * ws.c + y * ws.h + x * ws.w]);
-    };
-    for (int64_t g = 0; g < p.G; ++g) {
-      for (int64_t tap = 0; b && tap < p.K; ++tap)
-        bias[g * p.K + tap] = static_cast<A>(b[(tap * p.G + g) * bias_stride]);
-      pack(weight.data() + g * p.K * generator.size(), p.K, generator,
-           [&](int64_t tap, int64_t c, int64_t y, int64_t x) { return at(tap, g, c, y, x); });
-      for (int64_t y = 0; backward && y < p.s; ++y)
-        pack(mirrored.data() + (g * p.s + y) * p.C * transposed.size(), p.C, transposed,
-             [&](int64_t c, int64_t tap, int64_t, int64_t x) {
-               return at(tap, g, c, y, p.s - 1 - x);
-             });
-    }
-  }
-};
-
-// All rows of all images, cut into tasks of as equal a number of rows as can be. Where a task
-// begins or ends within an image, the backward pass generates a few rows of weights twice.
-struct Tasks {
-  int64_t count = kTasks, rows;
-
-  explicit Tasks(const Layer& p) : rows(p.W == 0 ? 0 : p.B * p.H) {
-    while (count > 1 && rows < count * 4 * (p.top + p.bottom)) count /= 2;
-  }
-
-  // Calls run(b, first, last) for the parts of images that make up a task.
-  template <typename Run>
-  void for_each_part(int64_t task, int64_t H, Run&& run) const {
-    const int64_t end = rows * (task + 1) / count;
-    for (int64_t row = rows * task / count; row < end;) {
-      const int64_t b = row / H, first = row % H, last = std::min(H, first + end - row);
-      run(b, first, last);
-      row += last - first;
-    }
-  }
-};
 
 template <typename T>
 struct View {
@@ -160,7 +65,7 @@ struct Worker {
         parameters(parameters),
         rows(strip_rows(p)),
         x(p.C, rows + p.top + p.bottom, p.W, p.top, p.bottom),
-        kernel(p.K, 1, p.W, p.bottom, p.top) {}
+        kernel(p.K, 1, p.W, round_up(p.bottom, V::size), p.top) {}
 
   static int64_t strip_rows(const Layer& p) {
     const int64_t row = (p.W + p.top + p.bottom) * sizeof(A) * (kTapBlock + 1);
@@ -229,16 +134,19 @@ struct Backward : Worker<T> {
   using A = acc_t<T>;
   using V = Vec<A>;
   using Worker<T>::p, Worker<T>::x, Worker<T>::kernel, Worker<T>::parameters;
-  PaddedImage<T> grad;        // the output's, of a strip
-  PaddedRows<A> grad_kernel;  // the weights' of one group, of a strip
-  PaddedRows<A> grad_x;       // row h, while it is summed, is row h % grad_x.rows
-  Scratch<A> sums;            // of the parameters' gradients: a register each
+  PaddedImage<T> grad;         // the output's, of a strip
+  PaddedRows<A> grad_kernel;   // the weights' of one group, of a strip
+  const int64_t above, below;  // rows around a strip to whose gradient its pixels add
+  PaddedRows<A> grad_x;        // those rows and the strip's, the channels of a row side by side
+  Scratch<A> sums;             // of the parameters' gradients, a register each
 
   Backward(const Layer& p, const Parameters<A>& parameters)
       : Worker<T>(p, parameters),
-        grad(p.C, this->rows, p.W, p.bottom, p.top),
-        grad_kernel(p.K, this->rows, p.W, p.bottom, p.top),
-        grad_x(p.C, std::min(p.H, this->rows + p.top + p.bottom), p.W, 0, 0) {
+        grad(p.C, this->rows, p.W, round_up(p.bottom, V::size), p.top),
+        grad_kernel(p.K, this->rows, p.W, round_up(p.bottom, V::size), p.top),
+        above(std::max(p.generator_before, std::min(p.before, p.H))),
+        below(std::max(p.generator_after, std::min(p.after, p.H))),
+        grad_x(above + this->rows + below, p.C, p.W, 0, 0) {
     sums.resize((p.parameters() + p.K * p.G) * V::size);
   }
 
@@ -248,42 +156,40 @@ struct Backward : Worker<T> {
   // The gradient of rows first .. last of x; adds their share of the parameters' gradients to sums.
   void run(const View<const T>& grad_out, const View<const T>& image, const View<T>& grad_image,
            int64_t b, int64_t first, int64_t last) {
-    // The rows whose pixels see those rows.
+    // The rows whose pixels add to those rows.
     const int64_t begin = std::max<int64_t>(0, first - p.bottom), end = std::min(p.H, last + p.top);
-    int64_t opened = first, closed = first;
+    int64_t done = first;
+    std::fill_n(grad_x.row(0, 0), grad_x.channels * grad_x.plane(), A(0));
     for (int64_t start = begin; start < end;) {
       const bool within = start >= first && start < last;
       const int64_t limit = start < first ? first : within ? last : end;
       const int64_t count = std::min(this->rows, limit - start);
       this->load_x(image, b, start, count);
       grad.fill(grad_out.image(b), grad_out.s, start, count, p.H, p.W);
-      for (; opened < std::min(last, start + count + p.bottom); ++opened) open(grad_out, b, opened);
       for (int64_t g = 0; g < p.G; ++g) {
-        for (int64_t r = 0; r < count; ++r) add_grad_x(g, start, r, first, last);
+        for (int64_t r = 0; r < count; ++r) add_grad_x(g, r, first - start, last - start);
         if (within) add_parameters(g, count);
       }
-      start += count;
-      const int64_t complete = start == end ? last : std::min(last, start - p.top);
-      for (; closed < complete; ++closed)
+      const int64_t complete = start + count == end ? last : std::min(last, start + count - above);
+      for (; done < complete; ++done)
         for (int64_t c = 0; c < p.C; ++c)
-          store_row<T>(grad_image.row(b, c, closed), grad_image.s.w, slot(c, closed), p.W);
+          store_row<T>(grad_image.row(b, c, done), grad_image.s.w,
+                       grad_x.row(above + done - start, c), p.W);
+      move_up(count);
+      start += count;
     }
   }
 
-  A* slot(int64_t c, int64_t h) { return grad_x.row(c, h % grad_x.rows); }
-
-  void open(const View<const T>& grad_out, int64_t b, int64_t h) {
-    for (int64_t c = 0; c < p.C; ++c) {
-      if (p.residual)
-        load_row<T>(slot(c, h), grad_out.row(b, c, h), grad_out.s.w, p.W);
-      else
-        std::fill_n(slot(c, h), p.W, A(0));
-    }
+  // Makes row `count` of grad_x the first one.
+  void move_up(int64_t count) {
+    A* begin = grad_x.row(0, 0);
+    A* end = begin + grad_x.channels * grad_x.plane();
+    std::fill(std::copy(begin + count * grad_x.plane(), end, begin), end, A(0));
   }
 
-  // What row r of the strip adds to rows first .. last of the gradient of x, by group g. Leaves the
-  // gradient of the row's weights in grad_kernel.
-  void add_grad_x(int64_t g, int64_t start, int64_t r, int64_t first, int64_t last) {
+  // What row r of the strip adds to the gradient of x, by group g; of the application, to rows
+  // first .. last of it only. Leaves the gradient of the row's weights in grad_kernel.
+  void add_grad_x(int64_t g, int64_t r, int64_t first, int64_t last) {
     const int64_t k = p.k, channels = p.group_channels(), c = g * channels;
     A* weights = kernel.row(0, 0) + kernel.left;
     A* grads = grad_kernel.row(0, r) + grad_kernel.left;
@@ -309,41 +215,39 @@ struct Backward : Worker<T> {
     // A pixel adds to the pixels that it sees, so that to find what a pixel gets one looks the
     // other way.
     for (int64_t i = 0; i < k; ++i) {
-      const int64_t h = start + r + i * p.dilation - p.before;
+      const int64_t h = r + i * p.dilation - p.before;
       if (h >= first && h < last)
-        apply(slot(c, h), grad_x.plane(), channels, p.registers,
+        apply(grad_x.row(above + h, c), grad_x.width, channels, p.registers,
               weights + i * k * kernel.plane() + p.before, pixels + p.before, grad.plane(),
               {1, k, kernel.plane() - p.dilation, 0, -p.dilation});
     }
+    if (p.residual)
+      for (int64_t n = 0; n < channels; ++n)
+        std::transform(pixels + n * grad.plane(), pixels + n * grad.plane() + p.W,
+                       grad_x.row(above + r, c + n), grad_x.row(above + r, c + n), std::plus<A>());
     Window window = parameters.transposed;
     window.next_plane = grad_kernel.plane();
-    for (int64_t y = 0; y < p.s; ++y) {
-      const int64_t h = start + r + y - p.generator_before;
-      if (h >= first && h < last)
-        convolve<A>(slot(0, h), grad_x.plane(), p.C, p.registers, nullptr,
-                    grads - p.generator_after, window,
-                    parameters.mirrored.data() + (g * p.s + y) * p.C * window.size());
-    }
+    convolve<A>(grad_x.row(above + r - p.generator_before, 0), grad_x.width, p.s * p.C, p.registers,
+                nullptr, grads - p.generator_after, window,
+                parameters.mirrored.data() + g * p.s * p.C * window.size());
   }
 
   // Adds the strip's share of the gradient of group g's parameters.
   void add_parameters(int64_t g, int64_t count) {
-    const int64_t next_sum = parameters.generator.size(), row = kTapBlock;
+    const int64_t next_sum = parameters.generator.size(), next_grad = grad_kernel.plane();
     const Area area{count, p.W, grad_kernel.width};
-    for (int64_t tap = 0; tap < p.K; tap += row) {  // whose gradients stay in the L1 cache
-      const int64_t taps = std::min(row, p.K - tap);
+    for_each_block<kTapBlock>(p.K, [&](int64_t tap, auto block) {
+      constexpr int64_t N = block;
       const A* grads = grad_kernel.row(tap, 0) + grad_kernel.left;
+      auto* sums = weight_sums() + (g * p.K + tap) * next_sum;
       for (int64_t c = 0; c < p.C; ++c)
         for (int64_t y = 0; y < p.s; ++y)
-          correlate(weight_sums() + (g * p.K + tap) * next_sum + (c * p.s + y) * p.s, next_sum,
-                    taps, p.s, grads, grad_kernel.plane(), this->seen(c, y, p.generator_before),
-                    x.width, area);
-      for (int64_t t = 0; t < taps; ++t)
-        for (int64_t r = 0; r < count; ++r)
-          for (int64_t v = 0; v < p.registers; ++v)
-            bias_sums()[g * p.K + tap + t] +=
-                V::load(grad_kernel.row(tap + t, r) + grad_kernel.left + v * V::size);
-    }
+          for_each_block<kColumnBlock>(p.s, [&](int64_t j, auto M) {
+            correlate<A, N, M>(sums + (c * p.s + y) * p.s + j, next_sum, grads, next_grad,
+                               this->seen(c, y, p.generator_before) + j, x.width, area);
+          });
+      add_up(bias_sums() + g * p.K + tap, N, grads, next_grad, area);
+    });
   }
 
   // Adds up the lanes of the sums, into weight and bias gradients one after the other, and clears
@@ -438,9 +342,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order_layer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
-  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::forward));
-  m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::backward));
+  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::forward));
+  m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::backward));
 }

@@ -11,7 +11,7 @@
 #include "blocks.h"
 #include "vec.h"
 
-namespace hoconv {
+namespace hoconv::high_order_layer::cpu {
 
 // Blocks of sums. A register holds a value that several of them need, so wide blocks load less;
 // they are as wide as the machine's registers allow, 32 with AVX-512 and 16 without.
@@ -73,8 +73,7 @@ void convolve(A* out, int64_t next_output, int64_t outputs, int64_t registers, c
               const A* image, const Window& window, const A* packed) {
   for_each_block<kOutputBlock>(outputs, [&](int64_t n, auto block) {
     constexpr int64_t N = block;
-    constexpr int64_t most = N <= kOutputBlock / 2 ? 2 * kRegisterBlock : kRegisterBlock;
-    for_each_block<most>(registers, [&](int64_t v, auto U) {
+    for_each_block<kRegisterBlock>(registers, [&](int64_t v, auto U) {
       const int64_t w = v * Vec<A>::size;
       convolve_block<A, N, U>(out + n * next_output + w, next_output, bias ? bias + n : nullptr,
                               image + w, window, packed + n * window.size());
@@ -148,11 +147,11 @@ struct Area {
   int64_t rows, W, width;
 };
 
-// sums[t, j] += sum over the area of grad[t] * image[j columns to the right], lane by lane.
+// sums[n, m] += sum over the area of grad[n] * image[m columns to the right], lane by lane. The
+// gradient must be zero past its last column.
 template <typename A, int64_t N, int64_t M>
-inline void correlate_block(typename Vec<A>::type* sums, int64_t next_sum, const A* grad,
-                            int64_t next_grad, const A* image, int64_t image_width,
-                            const Area& area) {
+void correlate(typename Vec<A>::type* sums, int64_t next_sum, const A* grad, int64_t next_grad,
+               const A* image, int64_t image_width, const Area& area) {
   using V = Vec<A>;
   typename V::type sum[N][M];
   for (int64_t n = 0; n < N; ++n)
@@ -172,27 +171,13 @@ inline void correlate_block(typename Vec<A>::type* sums, int64_t next_sum, const
     const A* pixels = image + r * image_width;
     for (int64_t w = 0; w < whole; w += V::size)
       add(factors + w, pixels + w, [](const A* p) { return V::load(p); });
-    // The gradient is zero past the last column; the pixels are not, and may be infinite.
+    // Past the last column the gradient is zero, but a pixel may be infinite.
     if (whole < area.W)
       add(factors + whole, pixels + whole,
           [&](const A* p) { return valid ? V::load(p) : typename V::type{}; });
   }
   for (int64_t n = 0; n < N; ++n)
     for (int64_t m = 0; m < M; ++m) sums[n * next_sum + m] = sum[n][m];
-}
-
-// As correlate_block, for any number of taps and columns.
-template <typename A>
-void correlate(typename Vec<A>::type* sums, int64_t next_sum, int64_t taps, int64_t columns,
-               const A* grad, int64_t next_grad, const A* image, int64_t image_width,
-               const Area& area) {
-  for_each_block<kTapBlock>(taps, [&](int64_t t, auto block) {
-    constexpr int64_t N = block;
-    for_each_block<kColumnBlock>(columns, [&](int64_t j, auto M) {
-      correlate_block<A, N, M>(sums + t * next_sum + j, next_sum, grad + t * next_grad, next_grad,
-                               image + j, image_width, area);
-    });
-  });
 }
 
 // exp(x) for x <= 0, zero where it is below the smallest normal number. With x = n * log(2) + r,
@@ -214,9 +199,23 @@ inline typename Vec<A>::type exp_of_negative(typename Vec<A>::type x) {
   const V r = (x - n * upper) - n * lower;
   const V one = V{} + A(1);
   V sum = one;
-  for (int degree = is_float ? 8 : 14; degree > 0; --degree) sum = sum * r * (A(1) / degree) + one;
+  for (int degree = is_float ? 7 : 13; degree > 0; --degree) sum = sum * r * (A(1) / degree) + one;
   const V power = (V)(((Bits)shifted << mantissa) + (Bits)one);
   return x < lowest ? V{} : sum * power;
+}
+
+// sums[t] += sum over the area of grad[t], lane by lane. It must be zero past its last column.
+template <typename A>
+void add_up(typename Vec<A>::type* sums, int64_t taps, const A* grad, int64_t next_grad,
+            const Area& area) {
+  using V = Vec<A>;
+  for (int64_t t = 0; t < taps; ++t) {
+    typename V::type sum = sums[t];
+    for (int64_t r = 0; r < area.rows; ++r)
+      for (int64_t w = 0; w < area.W; w += V::size)
+        sum += V::load(grad + t * next_grad + r * area.width + w);
+    sums[t] = sum;
+  }
 }
 
 // Turns each column of `taps` rows into its softmax.
@@ -260,4 +259,4 @@ void softmax_backward(A* grad, int64_t next_grad, const A* kernel, int64_t next_
   }
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order_layer::cpu
