@@ -1,6 +1,7 @@
 """What all tests share: the same random numbers every time, and no test that cannot run here."""
 
 import os
+from collections.abc import Iterator
 
 # Threads that wait must not spin: the tests share their cores with other processes. OpenMP reads
 # this when it is loaded, and so do the processes that tests start.
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32() -> Iterator[None]:
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
 
 
 @pytest.fixture

@@ -25,7 +25,13 @@ import hoconv
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import choose
 from hoconv.operators import Sample
-from tests.support import Place, differentiable, output_and_gradients, places
+from tests.support import (
+    Place,
+    differentiable,
+    output_and_gradients,
+    places,
+    relative_error,
+)
 
 HALVES = [torch.float16, torch.bfloat16]
 OPS = ["", "_grad_input", "_grad_weight"]
@@ -284,7 +290,9 @@ def test_output_gradient_may_have_any_strides(place: Place, dtype: torch.dtype) 
     expected = output_and_gradients(place.call, (x, weight), {"padding": 1}, dense)
     for layout, strided in LAYOUTS.items():
         results = output_and_gradients(place.call, (x, weight), {"padding": 1}, strided(dense))
-        assert all(torch.equal(results[name], expected[name]) for name in results), layout
+        for name, result in results.items():  # sums of PyTorch's own follow the strides
+            error = relative_error(result, expected[name])
+            assert error <= OPERATOR.tolerances[dtype], (layout, name)
     one = torch.ones((), dtype=dtype, device=place.device)
     expected = output_and_gradients(
         place.call, (x, weight), {"padding": 1}, one.expand_as(x).contiguous()

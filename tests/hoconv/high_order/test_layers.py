@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +20,6 @@ from tests.support import Place, places
 everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
 # Rounding differs between the generator's convolutions of one image layout and another.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def _convolutions_in_full_precision() -> Iterator[None]:
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        yield
 
 
 def layer_at(place: Place, channels: int = 4, **options: Any) -> HighOrderConv2d:
