@@ -77,7 +77,7 @@ class HighOrderConv2d(nn.Module):
         self.kernel_size = kernel_size
         self.groups = groups
         self.dilation = dilation
-        self.normalize = normalize
+        self.normalize: Literal["softmax"] | None = normalize
         self.residual = residual
         self.impl = impl
         self.generator = nn.Conv2d(

@@ -73,7 +73,7 @@ def high_order_layer(
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
     name = resolve("high_order_layer", impl, x.device.type)
     return IMPLEMENTATIONS[name].function(
-        x, generator_weight, generator_bias, kernel_size, dilation, normalize == "softmax", residual
+        x, generator_weight, generator_bias, kernel_size, dilation, normalize, residual
     )
 
 

@@ -62,24 +62,26 @@ def _register(impl: str) -> None:
         ctx.set_materialize_grads(False)
 
     def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        *options, _ = ctx.options
+        kernel_size, dilation, softmax, residual, _ = ctx.options
+        normalize = "softmax" if softmax else None
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            grad, x, weight, bias = (
-                t if t is None or t.requires_grad else t.detach().requires_grad_()
-                for t in ctx.saved_tensors
+            saved = ctx.saved_tensors  # the bias may be None
+            tensors = [t if t.requires_grad else t.detach().requires_grad_()
+                       for t in saved if t is not None]  # fmt: skip
+            grad, *inputs = tensors
+            x, weight, bias = inputs if len(inputs) == 3 else (*inputs, None)
+            out = reference.high_order_layer(
+                x, weight, bias, kernel_size, dilation, normalize, residual, _unfused(impl)
             )
-            inputs = [t for t in (x, weight, bias) if t is not None]
-            apply = _unfused(impl)
-            out = reference.high_order_layer(x, weight, bias, *options, apply=apply)
             first = torch.autograd.grad(out, inputs, grad, create_graph=True)
             pairs = [(g, u) for g, u in zip(first, cotangents, strict=False) if u is not None]
             second = torch.autograd.grad(
-                [g for g, _ in pairs], [grad, *inputs], [u for _, u in pairs],
+                [g for g, _ in pairs], tensors, [u for _, u in pairs],
                 create_graph=higher, materialize_grads=True,
             )  # fmt: skip
-        d_bias = None if bias is None else second[3]
-        return *second[:3], d_bias, *(None,) * 5
+        d_grad, d_x, d_weight, *d_bias = second
+        return d_grad, d_x, d_weight, d_bias[0] if d_bias else None, *(None,) * 5
 
     for name, fake, save, differentiate in (
         ("high_order_layer", _fake_forward, save_forward, differentiate_forward),
@@ -154,14 +156,17 @@ def _run(
     bias: Tensor | None,
     kernel_size: int,
     dilation: int,
-    softmax: bool,
+    normalize: str | None,
     residual: bool,
 ) -> Tensor:
-    options = kernel_size, dilation, softmax, residual
-    if fuses(impl, x, weight, kernel_size, dilation):
+    allow_tf32 = _convolutions_allow_tf32()
+    if fuses(impl, x, weight, kernel_size, dilation, allow_tf32):
         op = getattr(_ops.high_order_layer, impl)
-        return op(x, weight, bias, *options, _convolutions_allow_tf32())
-    return reference.high_order_layer(x, weight, bias, *options, apply=_unfused(impl))
+        softmax = normalize == "softmax"
+        return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
+    return reference.high_order_layer(
+        x, weight, bias, kernel_size, dilation, normalize, residual, _unfused(impl)
+    )
 
 
 def _convolutions_allow_tf32() -> bool:

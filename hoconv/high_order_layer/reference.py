@@ -20,7 +20,7 @@ def high_order_layer(
     generator_bias: Tensor | None,
     kernel_size: int,
     dilation: int,
-    softmax: bool,
+    normalize: str | None,
     residual: bool,
     apply: Callable[[Tensor, Tensor, int], Tensor] = reference.high_order_conv2d,
 ) -> Tensor:
@@ -34,7 +34,7 @@ def high_order_layer(
     padded = x if s % 2 else F.pad(x, (0, 1, 0, 1))  # an even size pads one more after
     generated = F.conv2d(padded, generator_weight, generator_bias, padding=before)
     taps = generated.unflatten(1, (kernel_size**2, -1))  # (B, K, G, H, W)
-    if softmax:
+    if normalize:
         taps = taps.softmax(dim=1)
     out = apply(x, taps.transpose(0, 1), dilation)
     return x + out if residual else out

@@ -9,7 +9,7 @@ s kernel size of the generator.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -38,12 +38,6 @@ on_cpu = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32() -> Iterator[None]:
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-
-
 def draw(place: Place, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).to(place.device, dtype)
 
@@ -62,7 +56,7 @@ def op(place: Place, name: str = "") -> torch._ops.OpOverload:
 
 
 def skip_unless_fused(place: Place, x: Tensor, weight: Tensor, k: int) -> None:
-    if not fuses(place.impl, x, weight, k, 1):
+    if not fuses(place.impl, x, weight, k, 1, False):
         pytest.skip(f"{place.impl} on {place.device} is the generator and the application")
 
 
