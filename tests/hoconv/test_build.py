@@ -128,7 +128,7 @@ def test_library_is_compiled_once_and_this_is_said_once(
     said = capfd.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
-    assert said.err.startswith("hoconv: compiling the cpu library, once (about 10 s) ... ")
+    assert said.err.startswith("hoconv: compiling the cpu library, once (about 20 s) ... ")
 
 
 @needs_compiler
