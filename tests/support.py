@@ -77,17 +77,19 @@ def output_and_gradients(
     args: Iterable[Any],
     kwargs: Mapping[str, Any],
     cotangent: Tensor | None = None,
+    rounded_to: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """The output and the gradient of every floating-point argument, each under a name.
 
-    The output's gradient is `cotangent`, or random and the same every time.
+    The output's gradient is `cotangent`, or random and the same every time, rounded to a dtype
+    that is not the output's where this is compared with a call in that dtype.
     """
     args = differentiable(args)
     out = function(*args, **kwargs)
     if cotangent is None:
         generator = torch.Generator().manual_seed(1)
         cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        cotangent = cotangent.to(out.device, out.dtype)
+        cotangent = cotangent.to(rounded_to).to(out.device, out.dtype)
     wanted = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad}
     gradients = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out))
     named = {f"gradient of argument {i}": g for i, g in zip(wanted, gradients, strict=True)}

@@ -457,3 +457,42 @@ def test_op_called_past_the_checks_refuses_other_tensors(place: Place) -> None:
         op(place, "_backward")(x[..., 1:], x, weight, bias, *options)
     with pytest.raises(RuntimeError, match="dilation: expected at least 1"):
         op(place)(x, weight, bias, 3, 0, False, False, False)
+
+
+# CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cpp", "cuda"])
+def test_a_training_step_can_be_captured_in_a_cuda_graph(impl: str) -> None:
+    layer = hoconv.HighOrderConv2d(3, impl=impl).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    x = torch.randn(2, 3, 32, 40, device="cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = layer(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    start = {name: t.clone() for name, t in layer.state_dict().items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a capture needs to find ready
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    layer.load_state_dict(start)
+    expected = [step().item() for _ in range(3)]
+
+    layer.load_state_dict(start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    layer.load_state_dict(start)
+    losses = []
+    for _ in range(3):
+        graph.replay()
+        losses.append(loss.item())
+    torch.testing.assert_close(losses, expected)
