@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS, autocast
+from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
+from hoconv.registration import autocast
 
 _TOLERANCES = {
     torch.float64: 1e-14,

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hoconv import build
 from hoconv.dynamic_conv1d import reference
-from hoconv.high_order.ops import autocast
 from hoconv.operators import Implementation
+from hoconv.registration import gradient_layout, register_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -43,7 +43,7 @@ def _register(impl: str) -> None:
         x, weight, ctx.padding = inputs
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.layout = _layout(weight)
+        ctx.layout = gradient_layout(weight)
 
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -59,7 +59,9 @@ def _register(impl: str) -> None:
         grad, weight = ctx.saved_tensors
         need_grad, need_weight = ctx.needs_input_grad[:2]
         d_grad = forward(u, weight, ctx.padding) if need_grad else None
-        d_weight = grad_weight(grad, u, *_layout(weight), ctx.padding) if need_weight else None
+        d_weight = (
+            grad_weight(grad, u, *gradient_layout(weight), ctx.padding) if need_weight else None
+        )
         return d_grad, d_weight, None
 
     def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -81,28 +83,7 @@ def _register(impl: str) -> None:
     ):  # fmt: skip
         torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
         torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
-    for device_type in ("cpu", "cuda"):
-        _register_autocast(forward, device_type)
-
-
-def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
-    """`torch.library.register_autocast` knows one fixed dtype; this takes autocast's own."""
-    key = f"Autocast{device_type.upper()}"
-
-    def cast(keyset: Any, x: Tensor, weight: Tensor, padding: int) -> Tensor:
-        x, weight = autocast(device_type, x, weight)
-        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(x, weight, padding)
-
-    _library.impl(f"dynamic_conv1d.{op._overloadname}", cast, key, with_keyset=True)
-
-
-def _layout(weight: Tensor) -> tuple[list[int], list[int]]:
-    """Size and stride of weight's gradient: those of weight, so that what generated it gets it as
-    it gave it; dense where weight is not (an expanded weight, say)."""
-    like = torch.empty_like(weight, device="meta")
-    return list(like.shape), list(like.stride())
+    register_autocast(_library, forward)
 
 
 def _fake(x: Tensor, weight: Tensor, padding: int) -> Tensor:

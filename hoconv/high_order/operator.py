@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.high_order.ops import IMPLEMENTATIONS, autocast
+from hoconv.high_order.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
+from hoconv.registration import autocast
 
 MAX_KERNEL_SIZE = 11
 _KERNEL_SIZES = {k * k: k for k in range(1, MAX_KERNEL_SIZE + 1)}

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hoconv import build
 from hoconv.high_order import reference
 from hoconv.operators import Implementation
+from hoconv.registration import gradient_layout, register_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -31,16 +32,6 @@ _SCHEMAS = {
     "high_order_conv2d_grad_weight":
         "(Tensor grad, Tensor x, SymInt[] size, SymInt[] stride, int dilation) -> Tensor",
 }  # fmt: skip
-
-
-def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as autocast casts the inputs of a convolution: float64 stays."""
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
 
 
 def _register(impl: str) -> None:
@@ -56,7 +47,7 @@ def _register(impl: str) -> None:
         x, weight, ctx.dilation = inputs
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.layout = _layout(weight)
+        ctx.layout = gradient_layout(weight)
 
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -84,7 +75,7 @@ def _register(impl: str) -> None:
         if need_x and v is not None:
             d_x = grad_input(grad, v, d)
         if need_weight and u is not None:
-            d_weight = grad_weight(grad, u, *_layout(weight), d)
+            d_weight = grad_weight(grad, u, *gradient_layout(weight), d)
         return d_grad, d_x, d_weight, None
 
     def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -95,7 +86,9 @@ def _register(impl: str) -> None:
         grad, weight = ctx.saved_tensors
         need_grad, need_weight = ctx.needs_input_grad[:2]
         d_grad = forward(u, weight, ctx.dilation) if need_grad else None
-        d_weight = grad_weight(grad, u, *_layout(weight), ctx.dilation) if need_weight else None
+        d_weight = (
+            grad_weight(grad, u, *gradient_layout(weight), ctx.dilation) if need_weight else None
+        )
         return d_grad, d_weight, None
 
     def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -120,28 +113,7 @@ def _register(impl: str) -> None:
         qualified = f"hoconv::{name}.{impl}"
         torch.library.register_fake(qualified, fake)
         torch.library.register_autograd(qualified, differentiate, setup_context=save)
-    for device_type in ("cpu", "cuda"):
-        _register_autocast(forward, device_type)
-
-
-def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
-    """`torch.library.register_autocast` knows one fixed dtype; this takes autocast's own."""
-    key = f"Autocast{device_type.upper()}"
-
-    def cast(keyset: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
-        x, weight = autocast(device_type, x, weight)
-        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(x, weight, dilation)
-
-    _library.impl(f"high_order_conv2d.{op._overloadname}", cast, key, with_keyset=True)
-
-
-def _layout(weight: Tensor) -> tuple[list[int], list[int]]:
-    """Size and stride of weight's gradient: those of weight, so that the generator's convolution
-    gets it as it gave it; dense where weight is not (an expanded weight, say)."""
-    like = torch.empty_like(weight, device="meta")
-    return list(like.shape), list(like.stride())
+    register_autocast(_library, forward)
 
 
 def _fake_forward(x: Tensor, weight: Tensor, dilation: int) -> Tensor:

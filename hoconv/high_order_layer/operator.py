@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.high_order.ops import autocast
 from hoconv.high_order_layer.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
+from hoconv.registration import autocast
 
 MAX_KERNEL_SIZE = 11
 _TOLERANCES = {

@@ -26,6 +26,7 @@ from hoconv.high_order import ops as unfused
 from hoconv.high_order_layer import reference
 from hoconv.high_order_layer.rule import fuses
 from hoconv.operators import Implementation
+from hoconv.registration import register_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -89,22 +90,7 @@ def _register(impl: str) -> None:
     ):
         torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
         torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
-    for device_type in ("cpu", "cuda"):
-        _register_autocast(forward, device_type)
-
-
-def _register_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
-    key = f"Autocast{device_type.upper()}"
-
-    def cast(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        x, weight = unfused.autocast(device_type, x, weight)
-        if bias is not None:
-            (bias,) = unfused.autocast(device_type, bias)
-        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(x, weight, bias, *options)
-
-    _library.impl(f"high_order_layer.{op._overloadname}", cast, key, with_keyset=True)
+    register_autocast(_library, forward)
 
 
 def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
