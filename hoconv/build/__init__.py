@@ -189,10 +189,9 @@ def _flags(library: str, architectures: Sequence[str]) -> list[str]:
         # Honours ATEN_CPU_CAPABILITY, so that a test can compile for less than the machine has.
         capability = torch.backends.cpu.get_cpu_capability()
         return [*_COMMON, "-fPIC", "-Wall", *_INSTRUCTION_SETS.get(capability, [])]
-    code = [
-        f"-gencode=arch=compute_{number},code=sm_{number}"
-        for number in (arch.replace(".", "") for arch in architectures)
-    ]
+    # 9.0a: with the instructions that only Hopper has.
+    numbers = [arch.replace(".", "") + ("a" if arch == "9.0" else "") for arch in architectures]
+    code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
     return [*_COMMON, "-DUSE_CUDA", "-Xcompiler=-fPIC,-Wall", "--expt-relaxed-constexpr",
             "-Wno-deprecated-gpu-targets", *code]  # fmt: skip
 

@@ -15,6 +15,14 @@ _CHANNELS_A_PASS = {
 # Up to how many passes a training step was faster fused, measured on an H200 at 112 x 112 pixels:
 # kernel size -> (16 bits or TF32, float32 as three products of TF32).
 _PASSES = {3: (6, 6), 5: (6, 3), 7: (4, 1)}
+# Most shared memory of the backward kernel for a row of a channel in the window of its last warp.
+_BYTES_OF_A_ROW = 2048
+
+
+def _shared_memory(x: Tensor) -> int:
+    """Bytes that a block may have, where x is or, if that is no GPU, on the current one."""
+    device = x.device if x.is_cuda else None
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def fuses(
@@ -37,7 +45,7 @@ def fuses(
         and s in (1, 3, 5, 7)
         and C <= 16
         and reach <= 8
-        and C * (2 * reach + 1) <= 112
+        and C * (2 * reach + 1) * _BYTES_OF_A_ROW <= _shared_memory(x)
     )
     if not fits:
         return False

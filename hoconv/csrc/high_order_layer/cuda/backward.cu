@@ -2,7 +2,7 @@
 
 #include <tuple>
 
-#include "high_order_layer/cuda/layer.cuh"
+#include "high_order_layer/cuda/hopper.cuh"
 
 namespace hoconv {
 
@@ -30,6 +30,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
     return {grad_x, grad_weight, grad_bias};
   }
   const Launch launch(x);
+  if (hopper::serves_backward(x, l)) {
+    hopper::backward(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, launch.stream);
+    return {grad_x, grad_weight, grad_bias};
+  }
   dispatch_precision(x, l, [&](auto precision) {
     run_backward<decltype(precision)>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias,
                                       launch.stream);

@@ -376,7 +376,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
         float weight[1][N][4];
         generate<P, N, 1>(weight, window + P::first(g), offsets, plane, fragments, bias,
                           parameters.steps);
-        if (l.softmax) softmax_taps<k>(weight[0]);
+        if (l.softmax)
+          softmax_taps(weight[0], [t](int j, int e) { return 8 * j + 2 * t + e < taps; });
 
         const float* gradient = grads + slot * region + my_first;
         const uint32_t* pixels[N][2];
@@ -630,7 +631,7 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
     p.kept = l.reach + l.tap_reach + 1, p.delayed = l.reach - l.generator_reach + 1;
     p.window = make_window<P>(2 * (2 * l.reach + 1), p.region() + 2 * l.reach);
     shared_bytes = 4 * Shared<P, N, Q>(l, p, parameters.steps).total;
-    if (shared_bytes <= 227 * 1024) break;
+    if (shared_bytes <= most_shared_memory()) break;
     p.warps -= 1;
     STD_TORCH_CHECK(p.region() > 2 * l.reach, "x: too many channels for the fused kernel");
   }

@@ -9,14 +9,13 @@
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, s kernel size of the
 // generator, M tiles of 16 pixels a warp, N = columns / 8 of the product.
 
-#include "high_order_layer/cuda/layer.cuh"
+#include "high_order_layer/cuda/hopper.cuh"
 
 namespace hoconv {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kSharedBytes = 227 * 1024;  // most that a block may have on compute capability 9.0
-constexpr int kChunks = 3;                // of 32 columns: the widest window
+constexpr int kChunks = 3;  // of 32 columns: the widest window
 
 // How an image is cut: warps * M tiles of 16 pixels a block, `columns` pixels wide.
 struct Cut {
@@ -117,7 +116,8 @@ __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
                     parameters.bias + group * 8 * N, parameters.steps);
   if (l.softmax)
 #pragma unroll
-    for (int m = 0; m < M; ++m) softmax_taps<k>(weight[m]);
+    for (int m = 0; m < M; ++m)
+      softmax_taps(weight[m], [t](int j, int e) { return 8 * j + 2 * t + e < k * k; });
 
   at += group * l.group_channels * w.channel();
   const uint32_t* pixels[N][2];  // that the lane's taps look at
@@ -211,6 +211,10 @@ Tensor layer_forward(const Tensor& x, const Tensor& weight, std::optional<Tensor
   Tensor out = torch::stable::empty_like(x);
   if (out.numel() == 0) return out;
   const Launch launch(x);
+  if (hopper::serves(l)) {
+    hopper::forward(x, weight, bias, l, out, launch.stream);
+    return out;
+  }
   Tensor memory;
   dispatch_precision(x, l, [&](auto precision) {
     using P = decltype(precision);
@@ -221,8 +225,9 @@ Tensor layer_forward(const Tensor& x, const Tensor& weight, std::optional<Tensor
       const auto parameters = arrange_parameters<P>(weight, bias, l, N, memory, launch.stream);
       const auto with_tiles = [&](auto tiles) {
         constexpr int M = decltype(tiles)::value;
-        Cut cut = cut_image<P>(l, M, kSharedBytes / 2 - 1024);  // two blocks a multiprocessor
-        if (!cut.warps) cut = cut_image<P>(l, M, kSharedBytes);
+        const int most_shared = most_shared_memory();
+        Cut cut = cut_image<P>(l, M, most_shared / 2 - 1024);  // two blocks a multiprocessor
+        if (!cut.warps) cut = cut_image<P>(l, M, most_shared);
         STD_TORCH_CHECK(cut.warps, "x: too many channels for the fused kernel");
         const int64_t blocks = l.B * cut.across * cut.down;
         STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridY, "x: too large");

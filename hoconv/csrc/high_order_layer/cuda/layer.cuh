@@ -226,10 +226,9 @@ __device__ __forceinline__ void generate(float (&out)[M][N][4], const uint32_t* 
 }
 
 // Softmax over the taps of each of a lane's two pixels; lanes of the same pixels differ in t.
-template <int k, int N>
-__device__ __forceinline__ void softmax_taps(float (&weight)[N][4]) {
-  constexpr int taps = k * k;
-  const int t = threadIdx.x % 4;
+// `is_tap(j, e)` says whether column 8j + 2t + e is a tap.
+template <int N, typename IsTap>
+__device__ __forceinline__ void softmax_taps(float (&weight)[N][4], const IsTap& is_tap) {
 #pragma unroll
   for (int pixel = 0; pixel < 2; ++pixel) {
     float most = -INFINITY, sum = 0;
@@ -237,16 +236,15 @@ __device__ __forceinline__ void softmax_taps(float (&weight)[N][4]) {
     for (int j = 0; j < N; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (8 * j + 2 * t + e < taps) most = fmaxf(most, weight[j][2 * pixel + e]);
+        if (is_tap(j, e)) most = fmaxf(most, weight[j][2 * pixel + e]);
 #pragma unroll
     for (int far = 1; far < 4; far *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
 #pragma unroll
     for (int j = 0; j < N; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool is_tap = 8 * j + 2 * t + e < taps;
         float& value = weight[j][2 * pixel + e];
-        value = is_tap ? expf(value - most) : 0.0f;
+        value = is_tap(j, e) ? expf(value - most) : 0.0f;
         sum += value;
       }
 #pragma unroll
@@ -271,6 +269,14 @@ void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
     default:
       STD_TORCH_CHECK(false, "x: expected float32, float16 or bfloat16");
   }
+}
+
+// Bytes that a block may have on the current device.
+inline int most_shared_memory() {
+  int device, bytes;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
 }
 
 template <typename Kernel>

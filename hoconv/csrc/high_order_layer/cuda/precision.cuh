@@ -72,8 +72,12 @@ struct Half {
     zeroth = first | uint32_t{bits(next)} << 16;
   }
   // x of a lane's two pixels, from plane 0 at the first.
-  __device__ static float2 pixels(const uint32_t* at) {
-    return {widen<float>(element(at[0] & 0xffff)), widen<float>(element(at[0] >> 16))};
+  __device__ static float2 pixels(const uint32_t* at) { return unpack(at[0]); }
+  __device__ static float2 unpack(uint32_t word) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+    else
+      return {widen<float>(element(word & 0xffff)), widen<float>(element(word >> 16))};
   }
 
   // Words `o0` and `o1` of a lane's two pixels, the first at `at`. Guarded, a negative offset is a

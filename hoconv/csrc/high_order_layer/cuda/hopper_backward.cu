@@ -1,0 +1,492 @@
+// The whole layer backward on Hopper: what backward.cuh does, see there, for few channels.
+//
+// A block walks down a strip of an image, 64 columns wide, a row at a time; each of its warps owns
+// 16 of them. Of every row it generates the weights again and sums their gradient dW, from the same
+// words of x in registers. Columns of products are ordered by displacement (Grid), so that what a
+// pixel adds to x's gradient at a displacement, weight times the output's gradient and dW times the
+// generator's parameters, is summed in one register, row by row as the block walks down. The row
+// that is complete is summed over the displacements within it through shared memory. The
+// generator's gradient is a product of x's windows, 64 rows of it divided among the four warps, and
+// dW of the 64 pixels, which the warps hand each other in shared memory.
+//
+//   row y - reach  of x's gradient is complete and written
+//   row y          is computed
+//   row y + reach  is the last of x in the ring of rows in shared memory; the next is on its way
+//
+// B batch, C channels, H height, W width, k kernel size and that of the generator.
+
+#include "high_order_layer/cuda/hopper.cuh"
+
+namespace hoconv::hopper {
+namespace {
+
+constexpr int kMargin = kBefore;                 // columns on either side that others write
+constexpr int kWritten = kRegion - 2 * kMargin;  // most columns of a strip
+
+// The generator's parameters as B of dW times parameters: for every channel, depth is taps, columns
+// are displacements.
+template <typename S>
+struct TransposedOperand {
+  using P = typename S::P;
+  using T = typename S::T;
+  using Columns = Grid<S>;
+  static constexpr int N = Columns::N;
+  static constexpr int channel_steps = Columns::blocks / P::elements, steps = S::C * channel_steps;
+  static constexpr int words = steps * P::terms * N * 64;
+  const T* weight;
+  ImageStrides strides;
+
+  __device__ float element(int step, int column, int word, int e) const {
+    const int c = step / channel_steps;
+    const int tap = tap_of<S, Columns>(depth_element<S>(step % channel_steps, word, e));
+    const int at = tap_of<S, Columns>(column);
+    if (tap < 0 || at < 0) return 0.0f;
+    return P::round(widen<float>(
+        weight[tap * strides.b + c * strides.c + at / S::k * strides.h + at % S::k * strides.w]));
+  }
+};
+
+// dW of all pixels of a row as B of a product whose depth is pixels.
+template <typename S>
+struct Staged {
+  static constexpr int depth_stride = 36;  // words; not 32, for the banks' sake
+  static constexpr int groups = kRegion / S::P::elements / 4;
+  static constexpr int column_stride = groups * depth_stride;
+  static constexpr int words = S::k * column_stride;
+  static constexpr int steps = groups / 2;
+};
+
+// Shared memory, in words.
+template <typename S>
+struct Backward {
+  using Columns = Grid<S>;
+  using Operand = GeneratorOperand<S, Columns>;
+  using Transposed = TransposedOperand<S>;
+  static constexpr int slots = S::k + 1;  // rows of x in the ring, each stored twice
+  using W = Window<S, 2 * slots>;
+  static constexpr int rows = S::C * S::taps + 1;  // of the parameters' gradient; the last: bias
+  static constexpr int M = (rows + 63) / 64;
+  static constexpr int through_pitch = kRegion + 4;
+  static constexpr int operand = 0, transposed = operand + Operand::words;
+  static constexpr int staged = transposed + Transposed::words;
+  static constexpr int window = staged + Staged<S>::words;
+  static constexpr int ones = window + (W::words + 3) / 4 * 4;
+  static constexpr int grad = ones + slots * W::pitch + kRegion;
+  static constexpr int through = grad + S::C * kRegion;
+  static constexpr int words = through + S::C * 8 * through_pitch;
+};
+
+struct Strips {
+  int across, down;   // strips across an image, segments down a strip
+  int columns, rows;  // of a strip and segment, written
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Through a softmax over the taps of each of a lane's two pixels.
+template <int N>
+__device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float (&weight)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum += weight[j][i] * dw[j][i] + weight[j][i + 1] * dw[j][i + 1];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) dw[j][i + e] = weight[j][i + e] * (dw[j][i + e] - sum);
+  }
+}
+
+// dW of the lane's pixels as A of a product whose depth is taps, and on its way to the other warps:
+// words of pixels, two of them for a block where words are pairs or four.
+template <typename S>
+struct Gradient {
+  using P = typename S::P;
+  static constexpr int blocks = Grid<S>::blocks, steps = blocks / P::elements;
+  uint32_t a[steps][4];
+
+  __device__ explicit Gradient(const float (&dw)[S::k][4]) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (S::pairs) {
+          const int j = 2 * step + i / 2;
+          a[step][i] = j < S::k ? P::pack(dw[j < S::k ? j : 0][2 * (i % 2)],
+                                          dw[j < S::k ? j : 0][2 * (i % 2) + 1])
+                                : 0;
+        } else {
+          a[step][i] = __float_as_uint(roundable(dw[step][2 * (i % 2) + i / 2])) + kHalfOfTF32;
+        }
+        asm volatile("" : "+r"(a[step][i])::"memory");
+      }
+  }
+
+  // `to`: of the lane's first pixel; `mine`: all ones where a pixel counts.
+  __device__ void stage(uint32_t* to, const float (&dw)[S::k][4], const uint32_t (&mine)[2]) const {
+#pragma unroll
+    for (int j = 0; j < S::k; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        uint32_t* word = to + j * Staged<S>::column_stride + 4 * e;
+        if constexpr (S::pairs) {
+          word[0] = P::pack(dw[j][e], dw[j][e + 2]) & mine[0];
+        } else {
+          word[0] = a[j][2 * e] & mine[0];
+          word[2 * Staged<S>::depth_stride] = a[j][2 * e + 1] & mine[1];
+        }
+      }
+  }
+};
+
+#endif
+
+template <typename S, bool softmax>
+__global__ void __launch_bounds__(32 * kWarps, 2)
+    backward(Image<const typename S::T> grad, Image<const typename S::T> x, bool vectors,
+             const uint32_t* arranged, Image<typename S::T> grad_x, float* sums, Layer l,
+             Strips strips) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using P = typename S::P;
+  using T = typename S::T;
+  using B = Backward<S>;
+  using W = typename B::W;
+  using Columns = Grid<S>;
+  constexpr int N = S::k, reach = S::reach;
+  extern __shared__ __align__(128) uint32_t shared[];
+  uint32_t* window = shared + B::window;
+  float* grads = reinterpret_cast<float*>(shared + B::grad);
+  float* through = reinterpret_cast<float*>(shared + B::through);
+
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int my_first = 16 * warp + P::first(g);  // of the lane's two pixels
+  copy_operand<B::Operand::words + B::Transposed::words>(shared, arranged);
+  uint32_t one[P::terms];
+  P::split(1.0f, 1.0f, one);
+  for (int n = threadIdx.x; n < B::grad - B::ones; n += blockDim.x) shared[B::ones + n] = one[0];
+  const uint64_t operand = operand_descriptor(shared + B::operand, 128, 256);
+  const uint64_t transposed = operand_descriptor(shared + B::transposed, 128, 256);
+  const uint64_t staged = operand_descriptor(shared + B::staged, 4 * Staged<S>::depth_stride,
+                                             4 * Staged<S>::column_stride);
+  uint32_t* stage = shared + B::staged +
+                    (16 / P::elements * warp + g) / 4 * Staged<S>::depth_stride + 8 * t + g % 4;
+  const Places<S, Columns, W> places(window + warp * W::tile_words);
+
+  // Of the parameters' gradient: the words that a row sums, of x or ones. Rows that do not exist
+  // sum anything.
+  const uint32_t* entries[B::M][2];
+#pragma unroll
+  for (int m = 0; m < B::M; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int n = 64 * m + 16 * warp + 8 * r + g, c = n / S::taps, tap = n % S::taps;
+      const int of_x =
+          B::window + c * W::channel + tap / S::k * W::pitch + W::at(tap % S::k - reach);
+      entries[m][r] = shared + (n < S::C * S::taps ? of_x : B::ones) + t;
+    }
+
+  // The item of a row of x or of the output's gradient that this thread loads.
+  constexpr int grad_items = kRegion / 4, first_of_grad = 64;
+  static_assert(S::C * W::items <= first_of_grad &&
+                first_of_grad + S::C * grad_items <= 32 * kWarps);
+  const bool loads_grad = threadIdx.x >= first_of_grad;
+  const int per_row = loads_grad ? grad_items : W::items;
+  const int item_n = threadIdx.x - (loads_grad ? first_of_grad : 0), item_c = item_n / per_row;
+  const int item_q = item_n - item_c * per_row;
+  const bool loads = item_c < S::C;
+  const ImageStrides from_strides{loads_grad ? grad.s.b : x.s.b, loads_grad ? grad.s.c : x.s.c,
+                                  loads_grad ? grad.s.h : x.s.h, loads_grad ? grad.s.w : x.s.w};
+  const Image<const T> source{loads_grad ? grad.data : x.data, from_strides};
+
+  const int writes_q = threadIdx.x % kRegion;
+  const int through_first = 8 * (threadIdx.x / kRegion) * B::through_pitch + writes_q;
+
+  float sum_weight[B::M][N][4] = {};
+  const int64_t units = l.B * strips.across * strips.down;
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int64_t b = unit / (strips.across * strips.down);
+    const int part = unit - b * (strips.across * strips.down), strip = part % strips.across;
+    const int left = strip * strips.columns, top = part / strips.across * strips.rows;
+    const int right = min(left + strips.columns, l.W), bottom = min(top + strips.rows, l.H);
+    uint32_t mine[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int q = my_first + i * P::apart;
+      mine[i] = q >= kMargin && left - kMargin + q < right ? ~0u : 0;
+    }
+    if (S::pairs) mine[0] = (mine[0] & 0xffff) | (mine[1] & 0xffff0000);
+
+    const int column = left - kMargin - (loads_grad ? 0 : kBefore) + 4 * item_q;
+    // The pixel that the thread writes, of channel threadIdx.x / kRegion and every second after it.
+    const bool writes = writes_q >= kMargin && left - kMargin + writes_q < right;
+    T* target = grad_x.at(b, threadIdx.x / kRegion, top - 2 * reach, left - kMargin + writes_q);
+
+    int row = top - (loads_grad ? reach : 2 * reach);  // that is loaded next
+    const T* from = source.at(b, item_c, row, column);
+    const typename Item<S>::Guard guard(column, l.W, vectors);
+    Item<S> item;
+    const auto load = [&] {
+      item.load(from, source.s.w, guard, loads && row >= 0 && row < l.H, vectors);
+      ++row, from += source.s.h;
+    };
+    const auto store_x = [&](int slot) {  // twice: any rows that follow each other are a window
+      if (!loads || loads_grad) return;
+      uint32_t* to = window + item_c * W::channel + slot * W::pitch;
+      item.template store<W>(to, item_q);
+      item.template store<W>(to + B::slots * W::pitch, item_q);
+    };
+
+    __syncthreads();
+    if (!loads_grad)
+      for (int i = 0; i < 2 * reach; ++i) {
+        load();
+        store_x(i);
+      }
+    int slot = 0;  // of the window's first row
+    float sum_rows[S::C][N][4] = {};
+    load();
+    for (int y = top - reach; y < bottom + reach; ++y) {
+      store_x(slot + 2 * reach < B::slots ? slot + 2 * reach : slot + 2 * reach - B::slots);
+      if (loads && loads_grad) {
+        *reinterpret_cast<float4*>(grads + item_c * kRegion + 4 * item_q) = {
+            widen<float>(item[0]), widen<float>(item[1]), widen<float>(item[2]),
+            widen<float>(item[3])};
+      }
+      __syncthreads();
+      load();
+
+      const int shift = slot * W::pitch;
+      const bool owned = y >= top && y < bottom;
+      float weight[N][4], dw[N][4] = {}, gradient[S::C][2];
+      fence_sums(weight);
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) {
+        gradient[c][0] = grads[c * kRegion + my_first];
+        gradient[c][1] = grads[c * kRegion + my_first + P::apart];
+        Pixels<S, Columns, W> pixels;
+        pixels.load(places, shift, c);
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dw[j][i] += gradient[c][i / 2] * pixels(j, i % 2, i / 2);
+        pixels.round();
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < pixels.steps; ++step)
+          multiply<P, N>(weight, pixels.a[step], operand + (c * pixels.steps + step) * next_term<N>,
+                         c + step > 0);
+        products_end();
+        if (c + 1 < S::C) products_wait<1>();  // so that the operands fit the registers
+      }
+      products_wait<0>();
+      fence_sums(weight);
+      if constexpr (softmax)
+        softmax_taps(weight, [t](int j, int e) { return is_tap<S, Columns>(j, t, e); });
+
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) {
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum_rows[c][j][i] += weight[j][i] * gradient[c][i / 2];
+        if (l.residual) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (Columns::place(reach, t, i % 2).column == reach)
+              sum_rows[c][reach][i] += gradient[c][i / 2];
+        }
+      }
+      if constexpr (softmax) softmax_gradient(dw, weight);
+
+      // x's gradient through the generator; the parameters' needs dW of all pixels.
+      const Gradient<S> dw_operand(dw);
+      if (owned) dw_operand.stage(stage, dw, mine);
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) fence_sums(sum_rows[c]);
+      products_begin();
+#pragma unroll
+      for (int c = 0; c < S::C; ++c)
+#pragma unroll
+        for (int step = 0; step < dw_operand.steps; ++step)
+          multiply<P, N>(sum_rows[c], dw_operand.a[step],
+                         transposed + (c * dw_operand.steps + step) * next_term<N>);
+      products_end();
+      publish_operands();
+      products_wait<0>();
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) {
+        fence_sums(sum_rows[c]);
+        float* to = through + (8 * c + 2 * t) * B::through_pitch + my_first;
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (is_tap<S, Columns>(0, t, e)) {
+            if constexpr (S::pairs) {
+              *reinterpret_cast<float2*>(to + e * B::through_pitch) = {sum_rows[c][0][e],
+                                                                       sum_rows[c][0][e + 2]};
+            } else {
+              to[e * B::through_pitch] = sum_rows[c][0][e];
+              to[e * B::through_pitch + P::apart] = sum_rows[c][0][e + 2];
+            }
+          }
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            sum_rows[c][j][i] = j + 1 < N ? sum_rows[c][j + 1 < N ? j + 1 : 0][i] : 0.0f;
+      }
+      __syncthreads();
+
+      if (owned) {
+        constexpr int at_once = 4, groups = B::M * Staged<S>::steps / at_once;
+        uint32_t a[2][at_once][4];
+#pragma unroll
+        for (int n = 0; n < groups; ++n) {
+          const int m = n * at_once / Staged<S>::steps, first = n * at_once % Staged<S>::steps;
+          auto& words = a[n % 2];
+          if (64 * m + 16 * warp < B::rows) {
+#pragma unroll
+            for (int step = 0; step < at_once; ++step)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                words[step][i] = entries[m][i % 2][shift + 8 * (first + step) + 4 * (i / 2)];
+                if constexpr (!S::pairs) words[step][i] += kHalfOfTF32;
+              }
+          }
+#pragma unroll
+          for (int step = 0; step < at_once; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(words[step][i])::"memory");
+          fence_sums(sum_weight[m]);
+          products_begin();
+#pragma unroll
+          for (int step = 0; step < at_once; ++step)
+            multiply<P, N>(sum_weight[m], words[step],
+                           staged + (first + step) * (2 * Staged<S>::depth_stride / 4));
+          products_end();
+          if (n + 1 < groups) products_wait<1>();
+        }
+      }
+      if (y - reach >= top && writes) {
+#pragma unroll
+        for (int c = 0; c < S::C; c += 2) {
+          if (c + threadIdx.x / kRegion >= S::C) break;
+          const float* arrived = through + 8 * c * B::through_pitch + through_first;
+          float sum = 0;
+#pragma unroll
+          for (int dx = 0; dx < S::k; ++dx)
+            sum += arrived[Columns::inner(dx) * B::through_pitch + reach - dx];
+          target[c * grad_x.s.c] = narrow<T>(sum);
+        }
+      }
+      target += grad_x.s.h;
+      products_wait<0>();
+#pragma unroll
+      for (int m = 0; m < B::M; ++m) fence_sums(sum_weight[m]);
+      slot = slot + 1 == B::slots ? 0 : slot + 1;
+    }
+  }
+
+  float* to = sums + int64_t{blockIdx.x} * B::rows * 8 * N;
+#pragma unroll
+  for (int m = 0; m < B::M; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 64 * m + 16 * warp + g + 8 * (i / 2);
+      if (row < B::rows)
+#pragma unroll
+        for (int j = 0; j < N; ++j) to[(row * N + j) * 8 + 2 * t + i % 2] = sum_weight[m][j][i];
+    }
+#endif
+}
+
+constexpr int kSumColumns = 32, kSumParts = 8;
+
+// Adds up the blocks' sums of the parameters' gradient, in double.
+template <typename S>
+__global__ void sum_parameters(const float* sums, typename S::T* weight, ImageStrides strides,
+                               typename S::T* bias, int blocks) {
+  constexpr int size = Backward<S>::rows * 8 * S::k;
+  __shared__ double shared[kSumParts][kSumColumns];
+  const int n = blockIdx.x * kSumColumns + threadIdx.x;
+  double sum = 0;
+  if (n < size)
+    for (int part = threadIdx.y; part < blocks; part += kSumParts)
+      sum += sums[int64_t{part} * size + n];
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y || n >= size) return;
+  for (int part = 1; part < kSumParts; ++part) sum += shared[part][threadIdx.x];
+  const int row = n / (8 * S::k), c = row / S::taps, at = row % S::taps;
+  const int tap = tap_of<S, Grid<S>>(n % (8 * S::k));
+  if (tap < 0) return;
+  const auto value = narrow<typename S::T>(static_cast<float>(sum));
+  if (c == S::C)
+    bias[tap] = value;
+  else
+    weight[tap * strides.b + c * strides.c + at / S::k * strides.h + at % S::k * strides.w] = value;
+}
+
+template <typename S>
+void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x, Tensor& grad_weight,
+         Tensor& grad_bias, cudaStream_t stream) {
+  using T = typename S::T;
+  using B = Backward<S>;
+  const auto kernel = l.softmax ? backward<S, true> : backward<S, false>;
+  constexpr int bytes = 4 * B::words;
+  allow_shared_memory(kernel, bytes);
+  int device, multiprocessors, resident;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * kWarps, bytes));
+
+  Strips strips{};
+  strips.across = (l.W + kWritten - 1) / kWritten;
+  strips.columns = ((l.W + strips.across - 1) / strips.across + 3) / 4 * 4;
+  // Segments so long that the rows above and below cost little, so many that no block waits long.
+  const int64_t slots = int64_t{multiprocessors} * resident;
+  double least = INFINITY;
+  for (int down = 1; down <= std::max(1, l.H / 8); ++down) {
+    const int rows = (l.H + down - 1) / down;
+    const int64_t units = l.B * strips.across * ((l.H + rows - 1) / rows);
+    const double cost = double((units + slots - 1) / slots) * (rows + 2 * S::reach + 1);
+    if (cost < least) least = cost, strips.rows = rows, strips.down = (l.H + rows - 1) / rows;
+  }
+  const int blocks = std::min(l.B * strips.across * strips.down, slots);
+
+  constexpr int operands = B::Operand::words + B::Transposed::words, size = B::rows * 8 * S::k;
+  Tensor memory = scratch(x, operands + int64_t{blocks} * size);
+  auto* arranged = static_cast<uint32_t*>(memory.mutable_data_ptr());
+  auto* sums = reinterpret_cast<float*>(arranged + operands);
+  arrange(generator_operand<typename B::Operand>(weight, bias), arranged, stream);
+  arrange(
+      typename B::Transposed{static_cast<const T*>(weight.const_data_ptr()), image_strides(weight)},
+      arranged + B::Operand::words, stream);
+  kernel<<<blocks, 32 * kWarps, bytes, stream>>>(
+      image<T>(grad), image<T>(x), vectorizable(x, 4) && vectorizable(grad, 4), arranged,
+      mutable_image<T>(grad_x), sums, l, strips);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  sum_parameters<S>
+      <<<(size + kSumColumns - 1) / kSumColumns, dim3(kSumColumns, kSumParts), 0, stream>>>(
+          sums, static_cast<T*>(grad_weight.mutable_data_ptr()), image_strides(grad_weight),
+          static_cast<T*>(grad_bias.mutable_data_ptr()), blocks);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+              const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
+              Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
+  dispatch_sizes(x, l, [&](auto sizes) {
+    using S = decltype(sizes);
+    if constexpr (S::P::terms == 1 && (S::k < 7 || S::C == 1))
+      run<S>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, stream);
+  });
+}
+
+}  // namespace hoconv::hopper
