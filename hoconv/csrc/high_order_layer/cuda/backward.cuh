@@ -185,6 +185,22 @@ __device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float 
   }
 }
 
+// A sum in float32; compensated (Kahan) it is as exact as one term.
+template <bool compensated>
+struct Sum {
+  float sum = 0, excess = 0;  // excess: what `sum` has too much
+  __device__ void add(float term) {
+    if constexpr (compensated) {
+      const float rest = term - excess, next = sum + rest;
+      excess = (next - sum) - rest;
+      sum = next;
+    } else {
+      sum += term;
+    }
+  }
+  __device__ float value() const { return sum - excess; }
+};
+
 template <typename P>
 struct Gradients {
   Image<typename P::T> x;
@@ -313,7 +329,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       entries[m][r] = exists ? c * w.channel() + (shift + dy) * w.pitch + shift + dx : 0;
     }
 
-  float sum_weight[rows16][N][4] = {}, sum_bias[N][2] = {};
+  float sum_weight[rows16][N][4] = {};
+  Sum<P::terms == 2> sum_bias[N][2];
   const int64_t units = l.B * p.across * p.down;
   for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int64_t b = unit / (p.across * p.down);
@@ -416,7 +433,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
             const float even = weight[0][j][2 * i], odd = weight[0][j][2 * i + 1];
             float& even_dw = dw[j][2 * i];
             float& odd_dw = dw[j][2 * i + 1];
-            if (mine) sum_bias[j][0] += even_dw, sum_bias[j][1] += odd_dw;
+            if (mine) sum_bias[j][0].add(even_dw), sum_bias[j][1].add(odd_dw);
             even_dw = exists ? P::round(even_dw) : 0, odd_dw = exists ? P::round(odd_dw) : 0;
             const float my_even = mine ? even_dw : 0, my_odd = mine ? odd_dw : 0;
             if constexpr (pairs) {
@@ -555,7 +572,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     for (int j = 0; j < N; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float sum = sum_bias[j][e];
+        float sum = sum_bias[j][e].value();
 #pragma unroll
         for (int far = 4; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
         if (g == 0) to_bias[8 * j + 2 * t + e] = sum;

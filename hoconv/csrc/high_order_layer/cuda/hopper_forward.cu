@@ -81,42 +81,54 @@ __device__ __forceinline__ void generate(float (&out)[Columns::N][4],
     products_wait<0>();
     fence_sums(out);
   } else {
-    // Tensor cores truncate their sums: those of a channel start at zero.
-#pragma unroll
-    for (int c = 0; c < S::C; ++c) {
-      float sum[N][4];
-      fence_sums(sum);
-#pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        uint32_t high[4], low[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = pixels[c](step, i / 2, i % 2);
-          high[i] = round_to_tf32(value), low[i] = __float_as_uint(tf32_remainder(value));
-        }
-        const uint64_t terms = b + 2 * (c * steps + step) * next_term<N>;
-        products_begin();
-        multiply<P, N>(sum, low, terms, step > 0);
-        multiply<P, N>(sum, high, terms + next_term<N>);
-        multiply<P, N>(sum, high, terms);
-        products_end();
-      }
-      products_wait<0>();
-      fence_sums(sum);
+    // Tensor cores truncate their sums: those of a step start at zero, and are added while the next
+    // are under way.
+    float sum[2][N][4];
+    fence_sums(sum[0]);
+    fence_sums(sum[1]);
+    const auto add = [&](int n) {
+      fence_sums(sum[n % 2]);
 #pragma unroll
       for (int j = 0; j < N; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[j][i] = c == 0 ? sum[j][i] : out[j][i] + sum[j][i];
+        for (int i = 0; i < 4; ++i)
+          out[j][i] = n == 0 ? sum[n % 2][j][i] : out[j][i] + sum[n % 2][j][i];
+    };
+#pragma unroll
+    for (int n = 0; n < S::C * steps; ++n) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float value = pixels[n / steps](n % steps, i / 2, i % 2);
+        high[i] = round_to_tf32(value), low[i] = __float_as_uint(tf32_remainder(value));
+        asm volatile("" : "+r"(high[i]), "+r"(low[i])::"memory");
+      }
+      const uint64_t terms = b + 2 * n * next_term<N>;
+      products_begin();
+      multiply<P, N>(sum[n % 2], low, terms, false);
+      multiply<P, N>(sum[n % 2], high, terms + next_term<N>);
+      multiply<P, N>(sum[n % 2], high, terms);
+      products_end();
+      if (n > 0) {
+        products_wait<1>();
+        add(n - 1);
+      }
     }
+    products_wait<0>();
+    add(S::C * steps - 1);
   }
 }
 
 #endif
 
+// That leave as many registers as the pixels of a lane need.
+template <typename S>
+constexpr int blocks_a_multiprocessor = S::k == 7 && S::C == 3          ? 2
+                                        : S::k == 7 || S::P::terms == 2 ? 3
+                                                                        : 4;
+
 template <typename S, bool softmax>
-__global__ void __launch_bounds__(32 * kWarps, S::k < 7    ? 4
-                                               : S::C == 1 ? 3
-                                                           : 2)
+__global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
     forward(Image<const typename S::T> x, bool vectors, const uint32_t* arranged,
             Image<typename S::T> out, Layer l, int rows, int across, int down) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
