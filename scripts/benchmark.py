@@ -14,6 +14,7 @@ from pathlib import Path
 
 import benchmark_layer
 import benchmark_op
+import benchmark_profile
 import benchmark_start
 import benchmark_step
 from common import ROOT, add_device_option, record
@@ -24,6 +25,7 @@ COMMANDS = {
     "op": (benchmark_op, "time and memory of forward and backward of an operator"),
     "layer": (benchmark_layer, "the whole high-order layer against the best of its peers"),
     "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
+    "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
     "start": (benchmark_start, "time of the first use and of later starts"),
 }
 

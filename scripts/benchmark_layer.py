@@ -207,7 +207,7 @@ def measure(
 
                     here = [way for way in ways if size in slow_sizes or not way.slow]
                     with_errors = size == min(slow_sizes, default=sizes[0])
-                    sample = _sample(size, device, precision.dtype)
+                    sample = layer_sample(size, device, precision.dtype)
                     timed, compared = _compete(here, sample, bandwidth, peak, with_errors, say)
                     rows += [label | row for row in timed]
                     errors += [label | row for row in compared]
@@ -268,7 +268,7 @@ def _ways(device_type: str) -> tuple[list[Way], dict[str, str]]:
     return [way for way in ways if way.name not in unavailable], unavailable
 
 
-def _sample(size: int, device: torch.device, dtype: torch.dtype) -> Sample:
+def layer_sample(size: int, device: torch.device, dtype: torch.dtype) -> Sample:
     x = torch.randn(size, CHANNELS, IMAGE, IMAGE, device=device, dtype=dtype)
     shape = KERNEL**2, CHANNELS, GENERATOR, GENERATOR
     weight = torch.randn(shape, device=device, dtype=dtype) * (CHANNELS * GENERATOR**2) ** -0.5
@@ -390,7 +390,7 @@ def _trains(
                 peak: list[int] = []
 
                 def step(way: Way = way, size: int = size, peak: list[int] = peak) -> None:
-                    contender = way.contender(_sample(size, device, precision.dtype))
+                    contender = way.contender(layer_sample(size, device, precision.dtype))
                     contender.grad = torch.randn_like(contender.args[0])
                     contender.both()  # the first also tries algorithms that need more memory
                     inputs = sum(tensor.nbytes for tensor in (contender.grad, *contender.leaves))

@@ -1,0 +1,134 @@
+"""Reads the GPU's counters of the fused layer: ``python scripts/benchmark.py profile``.
+
+Needs NVIDIA's profiler ncu, and the permission to read counters. Writes::
+
+    profile_cuda.json
+        command, date, method, environment, size
+        kernels           one for each precision and kernel:
+            precision, kernel (forward, backward), registers_per_thread
+            milliseconds              at the clock that ncu sets: not the benchmark's
+            million_instructions      of warps
+            percent                   of what the device could do, by unit:
+                issue                 a scheduler issues an instruction
+                tensor_cores          they are busy
+                shared_memory         passes of loads and stores through L1 and shared memory
+                dram                  bytes
+                warps                 resident
+            stalls                    cycles that a warp waits for each instruction it issues, by
+                                      what for; those of at least 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from benchmark_layer import PRECISIONS, Precision, layer_sample
+from common import console, write_json
+from rich.table import Table
+
+import hoconv
+from hoconv import build
+
+SIZE = 64
+METHOD = (
+    "NVIDIA Nsight Compute, one forward and one backward kernel of impl=cuda, each measured in "
+    "several passes with cold caches. Stalls of a warp follow the profiler's own names."
+)
+_PERCENT = {
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "tensor_cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "shared_memory": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
+}
+_STALLS = (
+    "barrier", "branch_resolving", "dispatch_stall", "gmma", "long_scoreboard",
+    "math_pipe_throttle", "mio_throttle", "no_instruction", "not_selected", "selected",
+    "short_scoreboard", "wait",
+)  # fmt: skip
+_STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+_OTHER = ("gpu__time_duration.sum", "smsp__inst_executed.sum", "launch__registers_per_thread")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    names = [precision.name for precision in PRECISIONS["cuda"]]
+    parser.add_argument("--precision", nargs="+", choices=names, default=names,
+                        help="default: all")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
+    """Measures, shows and writes what the arguments ask for."""
+    if "cuda" not in arguments.device:
+        obstacle = None if torch.cuda.is_available() else build.no_gpu()
+        raise SystemExit(f"profile: {obstacle or 'only a GPU has these counters; drop --device'}")
+    kernels = [kernel for name in arguments.precision for kernel in _profile(name)]
+    table = Table("precision", "kernel", "ms", "M instructions", "registers", *_PERCENT,
+                  title="counters; per cent of what the device could do")  # fmt: skip
+    for kernel in kernels:
+        table.add_row(
+            kernel["precision"],
+            kernel["kernel"],
+            f"{kernel['milliseconds']:.3f}",
+            f"{kernel['million_instructions']:.0f}",
+            f"{kernel['registers_per_thread']}",
+            *(f"{kernel['percent'][unit]:.0f}" for unit in _PERCENT),
+        )
+    measured = {"method": METHOD, "size": SIZE, "kernels": kernels}
+    write_json(arguments.out / "profile_cuda.json", head | measured)
+    console().print(table)
+
+
+def _profile(precision: str) -> list[dict[str, Any]]:
+    """What ncu says of the two kernels, which a process of its own runs.
+
+    Raises:
+        SystemExit: ncu is not there, or could not measure.
+    """
+    metrics = [*_PERCENT.values(), *(_STALL.format(stall) for stall in _STALLS), *_OTHER]
+    command = ["ncu", "--csv", "--page", "raw", "--print-units", "base",
+               "--kernel-name", "regex:^(forward|backward)", "--metrics", ",".join(metrics),
+               sys.executable, __file__, precision]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SystemExit("ncu was not found; install NVIDIA Nsight Compute") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or len(lines) < 3:
+        raise SystemExit(f"ncu could not measure {precision}:\n{done.stdout}{done.stderr}")
+    names, _units, *rows = csv.reader(lines)
+    return [_kernel(precision, dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _kernel(precision: str, row: dict[str, str]) -> dict[str, Any]:
+    def value(metric: str) -> float:
+        return float(row[metric].replace(",", ""))
+
+    stalls = {stall: round(value(_STALL.format(stall)), 2) for stall in _STALLS}
+    return {
+        "precision": precision,
+        "kernel": "forward" if "forward" in row["Kernel Name"] else "backward",
+        "registers_per_thread": int(value("launch__registers_per_thread")),
+        "milliseconds": value("gpu__time_duration.sum") / 1e6,
+        "million_instructions": value("smsp__inst_executed.sum") / 1e6,
+        "percent": {unit: value(metric) for unit, metric in _PERCENT.items()},
+        "stalls": {stall: ratio for stall, ratio in stalls.items() if ratio >= 0.1},
+    }
+
+
+def _step(precision: Precision) -> None:
+    """What is profiled."""
+    sample = layer_sample(SIZE, torch.device("cuda"), precision.dtype)
+    inputs = [t.detach().requires_grad_() for t in sample.args]
+    with precision.in_force():
+        out = hoconv.high_order_layer(*inputs, impl="cuda", **sample.kwargs)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _step(next(p for p in PRECISIONS["cuda"] if p.name == sys.argv[1]))
