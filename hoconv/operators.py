@@ -97,6 +97,8 @@ class Operator:
             reference in float64, for the output and for every gradient.
         cost: the floor of a sample.
         benchmark: the sizes at which it is timed.
+        bitwise: every implementation gives the reference's bits, in the operator's own dtypes,
+            where a reference in float64 would be another operator; the tolerances are 0.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Operator:
     tolerances: Mapping[torch.dtype, float]
     cost: Callable[[Sample], Cost]
     benchmark: Benchmark
+    bitwise: bool = False
 
 
 _declared: dict[str, Operator] = {}

@@ -1,4 +1,5 @@
-"""Checks every implementation of every declared operator against the reference in float64.
+"""Checks every implementation of every declared operator against the reference in float64, or bit
+for bit where the operator is declared to give the reference's bits.
 
 For each device and dtype, over the operator's samples with fresh random values: the relative error
 ``|a - b| / |b|`` (Euclidean norms) of the output and of every gradient. NaN never passes, and new
@@ -73,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A sample, the gradient of its output, and what the reference makes of both in float64."""
+    """A sample, the gradient of its output, and what the reference makes of both."""
 
     sample: Sample
     grad: Tensor
@@ -142,13 +143,14 @@ def _case(operator: Operator, sample: Sample) -> Case:
     """Computed on the CPU: independent of the device that is checked."""
 
     def exact(value: Any) -> Any:
-        return value.cpu().double() if is_floating(value) else _on_cpu(value)
+        wide = is_floating(value) and not operator.bitwise
+        return value.cpu().double() if wide else _on_cpu(value)
 
     plain = _converted(sample, _on_cpu)
     with torch.no_grad():
         like = operator.function(*plain.args, impl="reference", **plain.kwargs)
     grad = torch.randn(like.shape, dtype=torch.float64).to(like.dtype)
-    output, gradients = _call(operator, "reference", _converted(sample, exact), grad.double())
+    output, gradients = _call(operator, "reference", _converted(sample, exact), exact(grad))
     return Case(sample, grad, like.dtype, output, gradients)
 
 

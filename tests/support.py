@@ -62,12 +62,12 @@ def differentiable(args: Iterable[Any]) -> list[Any]:
     ]
 
 
-def on_cpu_in_float64(values: Any) -> Any:
+def on_cpu(values: Any, in_float64: bool) -> Any:
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.detach().cpu()
-        return value.double() if value.is_floating_point() else value
+        return value.double() if in_float64 and value.is_floating_point() else value
 
     return tree_map(convert, values)
 

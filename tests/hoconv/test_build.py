@@ -215,7 +215,7 @@ def test_other_instruction_set_makes_another_library(
 CHECK_ALL_OPERATORS = """
 import torch
 from hoconv.operators import operators
-from tests.hoconv.test_operators import test_agrees_with_the_reference_in_float64 as check
+from tests.hoconv.test_operators import test_agrees_with_the_reference as check
 from tests.support import Place
 for operator in operators():
     for dtype in operator.tolerances:
