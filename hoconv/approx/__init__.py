@@ -1,0 +1,6 @@
+"""Products of an approximate hardware multiplier, bit for bit, and layers made of them."""
+
+from hoconv.approx.multipliers import MULTIPLIERS as MULTIPLIERS
+from hoconv.approx.operator import conv2d as conv2d
+from hoconv.approx.operator import matmul as matmul
+from hoconv.approx.operator import multiply as multiply

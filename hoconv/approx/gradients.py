@@ -1,0 +1,192 @@
+"""What flows back through an approximate product: three kinds, for each operand on its own.
+
+``approx`` multiplies with the multiplier in the gradient's sums too, as hardware that trains would;
+``ste`` (straight-through) takes the exact gradient of the exact product; ``analytic`` the
+multiplier's own derivative, which jumps as the multiplier does.
+
+B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
+kernel; M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoconv.approx.multipliers import MULTIPLIERS
+from hoconv.approx.ops import KERNELS, Kernels
+from hoconv.approx.reference import Pair
+
+KINDS = ("approx", "ste", "analytic")
+Gradient = str | tuple[str, str]
+Windows = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+
+
+def kinds(gradient: Gradient) -> tuple[str, str]:
+    """The kind of each operand's gradient.
+
+    Raises:
+        ValueError: not a kind, nor a pair of kinds.
+    """
+    pair = (gradient, gradient) if isinstance(gradient, str) else tuple(gradient)
+    if len(pair) != 2 or any(kind not in KINDS for kind in pair):
+        raise ValueError(
+            f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two "
+            f"operands; got {gradient!r}"
+        )
+    return pair[0], pair[1]
+
+
+class Multiply(torch.autograd.Function):
+    """Elementwise, of equal shapes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.options = multiplier, gradient, impl
+        return KERNELS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _once_only()
+        a, b = ctx.saved_tensors
+        multiplier, gradient, impl = ctx.options
+        kernels = KERNELS[impl]
+
+        def gradient_of(kind: str, operand: Tensor, other: Tensor) -> Tensor:
+            if kind == "approx":
+                return kernels.multiply(grad.contiguous(), other.contiguous(), multiplier)
+            if kind == "ste":
+                return grad * other
+            return grad * MULTIPLIERS[multiplier].derivative(operand, other)
+
+        need_a, need_b = ctx.needs_input_grad[:2]
+        d_a = gradient_of(gradient[0], a, b) if need_a else None
+        d_b = gradient_of(gradient[1], b, a) if need_b else None
+        return d_a, d_b, None, None, None
+
+
+class Matmul(torch.autograd.Function):
+    """a (B, M, K) times b (B, K, N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.options = multiplier, gradient, impl
+        return KERNELS[impl].matmul(a, b, multiplier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _once_only()
+        a, b = ctx.saved_tensors
+        multiplier, gradient, impl = ctx.options
+        kernels = KERNELS[impl]
+
+        def gradient_of_left(kind: str, grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
+            if kind == "approx":
+                return kernels.matmul(grad, right.mT, multiplier)
+            if kind == "ste":
+                with torch.autocast(grad.device.type, enabled=False):
+                    return grad @ right.mT
+            return kernels.matmul_derivative(grad, left, right, multiplier)
+
+        need_a, need_b = ctx.needs_input_grad[:2]
+        d_a = gradient_of_left(gradient[0], grad, a, b) if need_a else None
+        d_b = gradient_of_left(gradient[1], grad.mT, b.mT, a.mT).mT if need_b else None
+        return d_a, d_b, None, None, None
+
+
+class Conv2d(torch.autograd.Function):
+    """x (B, C, H, W) and weight (O, C / G, R, S)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair,
+        groups: int, multiplier: str, gradient: tuple[str, str], impl: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.windows = stride, padding, dilation, groups
+        ctx.options = multiplier, gradient, impl
+        return KERNELS[impl].conv2d(x, weight, *ctx.windows, multiplier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _once_only()
+        x, weight = ctx.saved_tensors
+        multiplier, gradient, impl = ctx.options
+        kernels, windows = KERNELS[impl], ctx.windows
+        of_x, of_weight = (
+            kind if needed else None
+            for kind, needed in zip(gradient, ctx.needs_input_grad[:2], strict=True)
+        )
+        d_x = d_weight = None
+        if "ste" in (of_x, of_weight):
+            stride, padding, dilation, groups = windows
+            d_x, d_weight, _ = torch.ops.aten.convolution_backward(
+                grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups,
+                [of_x == "ste", of_weight == "ste", False],
+            )  # fmt: skip
+        if of_x == "approx":
+            d_x = kernels.conv2d_backward_input(grad, weight, x.shape, *windows, multiplier)
+        elif of_x == "analytic":
+            d_x = _analytic_input(kernels, grad, x, weight, windows, multiplier)
+        if of_weight == "approx":
+            d_weight = kernels.conv2d_backward_weight(grad, x, weight.shape, *windows, multiplier)
+        elif of_weight == "analytic":
+            d_weight = _analytic_weight(kernels, grad, x, weight, windows, multiplier)
+        return d_x, d_weight, None, None, None, None, None, None, None
+
+
+def _analytic_input(
+    kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+) -> Tensor:
+    """Of the convolution as a matrix product of unfolded windows (L, K) with filters (K, O / G)."""
+    columns, filters, grads = _unfolded(grad, x, weight, windows)
+    d_columns = kernels.matmul_derivative(
+        grads.flatten(0, 1).mT, columns.flatten(0, 1).mT, filters.mT.repeat(x.shape[0], 1, 1),
+        multiplier,
+    )  # fmt: skip
+    d_columns = d_columns.mT.unflatten(0, (x.shape[0], windows[3])).flatten(1, 2)  # (B, G * K, L)
+    stride, padding, dilation, _ = windows
+    return F.fold(d_columns, x.shape[2:], weight.shape[2:], dilation, padding, stride)
+
+
+def _analytic_weight(
+    kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+) -> Tensor:
+    """Of the convolution as a matrix product of filters (O / G, K) with all windows (K, B * L)."""
+    columns, filters, grads = _unfolded(grad, x, weight, windows)
+    d_filters = kernels.matmul_derivative(
+        grads.permute(1, 2, 0, 3).flatten(2), filters, columns.permute(1, 2, 0, 3).flatten(2),
+        multiplier,
+    )  # fmt: skip
+    return d_filters.reshape(weight.shape)
+
+
+def _unfolded(
+    grad: Tensor, x: Tensor, weight: Tensor, windows: Windows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows (B, G, K, L), filters (G, O / G, K) and the output's gradient (B, G, O / G, L)."""
+    stride, padding, dilation, groups = windows
+    columns = F.unfold(x, weight.shape[2:], dilation, padding, stride)
+    shape = (groups, weight.shape[0] // groups)
+    return (
+        columns.unflatten(1, (groups, columns.shape[1] // groups)),
+        weight.unflatten(0, shape).flatten(2),
+        grad.flatten(2).unflatten(1, shape),
+    )
+
+
+def _once_only() -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "an approximate product has no second derivative; call backward or autograd.grad "
+            "without create_graph=True"
+        )

@@ -1,0 +1,129 @@
+"""Every multiplier's definition, on tensors: the ground truth, and their names.
+
+The twin in C++ is ``csrc/approx/multipliers.h``: a new multiplier is one entry on each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MANTISSA = 0x7FFFFF
+_CORRECTION = 0xA0000  # 2^-4 + 2^-6 of the mantissa
+_SIGN = -(2**31)
+
+
+class Multiplier(Protocol):
+    """A product of two float32 tensors, elementwise, with broadcasting."""
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product."""
+        ...
+
+    def derivative(self, a: Tensor, b: Tensor) -> Tensor:
+        """Of the product with respect to `a`, where it has one. With respect to `b` it is
+        ``derivative(b, a)``: every multiplier is symmetric."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """IEEE multiplication."""
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def derivative(self, a: Tensor, b: Tensor) -> Tensor:
+        return b + torch.zeros_like(a)
+
+
+@dataclass(frozen=True)
+class Logarithmic:
+    """Mitchell's multiplication, and the minimally biased one (MBM) made of it.
+
+    The mantissas are added in place of multiplied, which is Mitchell's approximation of the
+    logarithm; MBM adds a constant that makes the mean error almost zero. From Saadat, Bokhari and
+    Parameswaran, Minimally Biased Multipliers for Approximate Integer and Floating-Point
+    Multiplication, IEEE TCAD 2018.
+
+    Zero and subnormal operands, and products below the normal numbers, are +0; products above are
+    infinite; with an infinite or NaN operand the product is IEEE's.
+
+    Attributes:
+        keep: mantissa bits that the operands and the product keep, from the highest; 1 to 23.
+        corrected: MBM; where bits are cut off, it sets the lowest one kept.
+    """
+
+    keep: int
+    corrected: bool
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        bits_a, bits_b = _bits(a), _bits(b)
+        exponent_a, exponent_b = _exponent(bits_a), _exponent(bits_b)
+        total = self._mantissa(bits_a) + self._mantissa(bits_b)
+        carry, fraction = total >> 23, total & _MANTISSA
+        correction = torch.bitwise_right_shift(_CORRECTION, carry) & self._kept
+        corrected = fraction + correction if self.corrected else fraction
+        overflow = corrected > _MANTISSA
+        halved = (corrected - _MANTISSA - 1) >> 1
+        mantissa = torch.where(overflow, torch.where(carry == 1, fraction, halved), corrected)
+        exponent = exponent_a + exponent_b - 127 + carry + (overflow & (carry == 0)).int()
+        sign = (bits_a ^ bits_b) & _SIGN
+        finite = sign | exponent.clamp(1, 254) << 23 | mantissa & self._kept
+        product = torch.where(exponent >= 255, sign | 255 << 23, finite)
+        zero = (exponent_a == 0) | (exponent_b == 0) | (exponent <= 0)
+        product = torch.where(zero, 0, product).view(torch.float32)
+        return torch.where((exponent_a == 255) | (exponent_b == 255), a * b, product)
+
+    def derivative(self, a: Tensor, b: Tensor) -> Tensor:
+        """sign(b) 2^e(b) (1 + carry): both mantissas count alike, twice where their sum carries.
+
+        The formula is used at a = 0 too, where the product has no derivative, so that a parameter
+        that starts as zero learns.
+        """
+        bits_a, bits_b = _bits(a), _bits(b)
+        exponent_b = _exponent(bits_b)
+        carry = (self._mantissa(bits_a) + self._mantissa(bits_b)) >> 23
+        power = (bits_b & ~_MANTISSA).view(torch.float32)
+        slope = torch.where(exponent_b == 0, 0.0, torch.where(carry == 1, 2 * power, power))
+        return torch.where((_exponent(bits_a) == 255) | (exponent_b == 255), b, slope)
+
+    @property
+    def _kept(self) -> int:
+        return _MANTISSA >> (23 - self.keep) << (23 - self.keep)
+
+    def _mantissa(self, bits: Tensor) -> Tensor:
+        lowest = 1 << (23 - self.keep) if self.corrected and self.keep < 23 else 0
+        return (bits & self._kept) | lowest
+
+
+MULTIPLIERS: Mapping[str, Multiplier] = {
+    "exact": Exact(),
+    "mitchell32": Logarithmic(23, corrected=False),
+    "mitchell16": Logarithmic(7, corrected=False),
+    "mbm32": Logarithmic(23, corrected=True),
+    "mbm16": Logarithmic(7, corrected=True),
+    "mbm14": Logarithmic(5, corrected=True),
+    "mbm12": Logarithmic(3, corrected=True),
+    "mbm10": Logarithmic(1, corrected=True),
+}
+
+
+def check(name: str) -> None:
+    """Raises:
+    ValueError: no multiplier has this name.
+    """
+    if name not in MULTIPLIERS:
+        raise ValueError(f"multiplier: expected one of {', '.join(MULTIPLIERS)}; got {name!r}")
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.view(torch.int32)
+
+
+def _exponent(bits: Tensor) -> Tensor:
+    return bits >> 23 & 0xFF

@@ -1,0 +1,147 @@
+"""The approximate products as torch.library ops: schema, fake, FLOPs.
+
+Each op has an overload per implementation. The reference is one too: a loop over k, which a
+compiler would unroll. They have no gradients of their own: what flows back through a product is the
+user's choice, made in gradients.py.
+
+B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
+the output, R x S the kernel; M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hoconv import build
+from hoconv.approx import reference
+
+_library = torch.library.Library("hoconv", "FRAGMENT")
+_ops = torch.ops.hoconv
+
+_WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
+_SCHEMAS = {
+    # Of equal shapes, both contiguous.
+    "approx_multiply": "(Tensor a, Tensor b, str multiplier) -> Tensor",
+    # a (B, M, K), b (B, K, N), any strides.
+    "approx_matmul": "(Tensor a, Tensor b, str multiplier) -> Tensor",
+    "approx_matmul_derivative": "(Tensor grad, Tensor a, Tensor b, str multiplier) -> Tensor",
+    # x (B, C, H, W), weight (O, C / G, R, S), grad (B, O, OH, OW), any strides; `size` is that of
+    # the tensor whose gradient it is.
+    "approx_conv2d": f"(Tensor x, Tensor weight, {_WINDOWS}, str multiplier) -> Tensor",
+    "approx_conv2d_backward_input":
+        f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
+    "approx_conv2d_backward_weight":
+        f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of one implementation; see their definitions in reference.py."""
+
+    multiply: torch._ops.OpOverload
+    matmul: torch._ops.OpOverload
+    matmul_derivative: torch._ops.OpOverload
+    conv2d: torch._ops.OpOverload
+    conv2d_backward_input: torch._ops.OpOverload
+    conv2d_backward_weight: torch._ops.OpOverload
+
+
+def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    return torch.empty_like(a)
+
+
+def _fake_matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def _fake_matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    return a.new_empty(a.shape)
+
+
+def _fake_conv2d(
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int,
+    multiplier: str,
+) -> Tensor:  # fmt: skip
+    size = reference.output_size(x.shape, weight.shape, stride, padding, dilation)
+    return x.new_empty(x.shape[0], weight.shape[0], *size)
+
+
+def _fake_gradient(grad: Tensor, other: Tensor, size: list[int], *options: Any) -> Tensor:
+    return grad.new_empty(size)
+
+
+_FAKES = {
+    "approx_multiply": _fake_multiply,
+    "approx_matmul": _fake_matmul,
+    "approx_matmul_derivative": _fake_matmul_derivative,
+    "approx_conv2d": _fake_conv2d,
+    "approx_conv2d_backward_input": _fake_gradient,
+    "approx_conv2d_backward_weight": _fake_gradient,
+}
+
+
+def _register(impl: str) -> Kernels:
+    """Registers the ops of one implementation; compiled kernels come with their library."""
+    for name, schema in _SCHEMAS.items():
+        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"hoconv::{name}.{impl}", _FAKES[name])
+    return Kernels(*(getattr(getattr(_ops, name), impl) for name in _SCHEMAS))
+
+
+def _implement_reference(name: str) -> None:
+    function = getattr(reference, name.removeprefix("approx_"))
+
+    def contiguous(*args: Any) -> Tensor:
+        return function(*args).contiguous()
+
+    _library.impl(f"{name}.reference", contiguous, "CompositeExplicitAutograd")
+
+
+KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
+for _name in _SCHEMAS:
+    _implement_reference(_name)
+
+# A multiply and an add for every product.
+
+
+@register_flop_formula(_ops.approx_matmul)
+def _matmul_flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(a_shape) * b_shape[2]
+
+
+@register_flop_formula(_ops.approx_conv2d)
+def _conv2d_flops(
+    x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight_shape[1:])
+
+
+@register_flop_formula(_ops.approx_conv2d_backward_input)
+def _backward_input_flops(grad_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(grad_shape) * math.prod(weight_shape[1:])
+
+
+@register_flop_formula(_ops.approx_conv2d_backward_weight)
+def _backward_weight_flops(
+    grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * math.prod(grad_shape) * math.prod(size[1:])
+
+
+# Implementation -> the devices it runs on, and how it is made ready. The CUDA kernels are there
+# where their sources are.
+DEVICES: dict[str, tuple[tuple[str, ...], Callable[[], str | None]]] = {
+    "reference": ((), lambda: None),
+    "cpp": (("cpu",), functools.partial(build.load, "cpu")),
+}
+if any(build.CSRC.glob("approx/cuda/*.cu")):
+    DEVICES["cuda"] = (("cuda",), functools.partial(build.load, "cuda"))

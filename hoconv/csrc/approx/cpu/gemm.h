@@ -1,0 +1,263 @@
+// Matrix products whose multiplications are approximate, of operands that are given by offsets:
+// every convolution and its gradients are one, over an image that is padded, not unfolded.
+//
+// A tile of the output is up to kRows rows by kLanes columns. Of the right operand kDepth k at a
+// time are prepared into a panel that fits the L1 cache; then, row by row, the numbers of the left
+// operand that are not zero are listed and multiplied with the panel's rows, in ascending k. What a
+// multiplier makes of the panel, and when its fast form holds, are its lanes' business (lanes.h);
+// everything else goes through the multiplier's definition, one product at a time: same bits.
+//
+// M, N rows and columns of the output, K what is summed over.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "approx/cpu/lanes.h"
+#include "approx/problem.h"
+#include "blocks.h"
+
+namespace hoconv::approx {
+
+// Element (i, k) of matrix n is data[batch[n] + row[i] + column[k]].
+template <typename T>
+struct Offsets {
+  T* data;
+  Ints batch, row, column;
+
+  Offsets transposed() const { return {data, batch, column, row}; }
+};
+
+// What marks an element that does not exist: a product with it is left out, whatever the other
+// operand is. Elements that do exist are no negative zeros then.
+inline bool left_out(float value) { return float_bits(value) == INT32_MIN; }
+
+template <typename Lanes>
+class Gemm {
+ public:
+  // left (batch, M, K), right (batch, N, K), out (batch, M, N).
+  Gemm(Lanes lanes, Offsets<const float> left, Offsets<const float> right, Offsets<float> out,
+       bool terms_left_out)
+      : lanes(lanes),
+        left(std::move(left)),
+        right(std::move(right)),
+        out(std::move(out)),
+        terms_left_out(terms_left_out),
+        M(this->left.row.size()),
+        N(this->right.row.size()),
+        K(this->left.column.size()) {
+    for (int64_t k = 0; k < K; k += kDepth) {
+      const int64_t* column = this->left.column.data() + k;
+      bool whole = k + kDepth <= K;
+      for (int64_t d = 1; d < kDepth && whole; ++d) whole = column[d] == column[0] + d;
+      consecutive.push_back(whole);
+    }
+  }
+
+  void run() const {
+    const int64_t row_tiles = (M + kRows - 1) / kRows, column_tiles = (N + kLanes - 1) / kLanes;
+    const int64_t tiles = static_cast<int64_t>(out.batch.size()) * row_tiles * column_tiles;
+    const int64_t chunks = std::max<int64_t>((K + kChunk - 1) / kChunk, 1);
+    if (tiles == 0) return;
+    // Where there are few tiles, threads share them by chunks, a wave of chunks at a time.
+    const int64_t wave = std::clamp<int64_t>(kTasks / tiles, 1, chunks);
+    std::vector<float> sums(wave > 1 ? tiles * wave * kRows * kLanes : 0);
+    for (int64_t first = 0; first < chunks; first += wave) {
+      const int64_t width = std::min(wave, chunks - first);
+      torch::stable::parallel_for(0, tiles * width, 1, [&](int64_t begin, int64_t end) {
+        Worker worker(*this);
+        for (int64_t task = begin; task < end; ++task) {
+          const Tile tile = tile_at(task / width, row_tiles, column_tiles);
+          if (wave > 1) {
+            worker.sum(tile, first + task % width, sums.data() + task * kRows * kLanes);
+          } else {
+            worker.sum(tile, first, worker.tile.data());
+            add(tile, first == 0, worker.tile.data());
+          }
+        }
+      });
+      if (wave == 1) continue;
+      torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+          for (int64_t i = 0; i < width; ++i)
+            add(tile_at(t, row_tiles, column_tiles), first + i == 0,
+                sums.data() + (t * width + i) * kRows * kLanes);
+      });
+    }
+  }
+
+ private:
+  static constexpr int64_t kRows = 128;
+  static constexpr int64_t kTasks = 64;  // wanted, for threads to share
+
+  struct Tile {
+    int64_t matrix, row, column, rows, columns;
+  };
+
+  Tile tile_at(int64_t index, int64_t row_tiles, int64_t column_tiles) const {
+    const int64_t row = index / column_tiles % row_tiles * kRows;
+    const int64_t column = index % column_tiles * kLanes;
+    return {index / column_tiles / row_tiles, row, column, std::min(kRows, M - row),
+            std::min(kLanes, N - column)};
+  }
+
+  // Adds a chunk's sums to the output, or writes the first.
+  void add(const Tile& tile, bool first, const float* sums) const {
+    float* target = out.data + out.batch[tile.matrix];
+    for (int64_t m = 0; m < tile.rows; ++m) {
+      float* line = target + out.row[tile.row + m];
+      const int64_t* column = out.column.data() + tile.column;
+      for (int64_t n = 0; n < tile.columns; ++n)
+        line[column[n]] = first ? sums[m * kLanes + n] : line[column[n]] + sums[m * kLanes + n];
+    }
+  }
+
+  // What a thread works in.
+  struct Worker {
+    const Gemm& g;
+    std::vector<float> tile;
+    typename Lanes::Panel panel;
+    typename Lanes::List lists[kRowsAtOnce];
+    alignas(64) float numbers[kRowsAtOnce][kDepth] = {};  // of the left operand, as they came
+    alignas(64) float values[kDepth][kLanes] = {};        // of the panel, as they came
+
+    explicit Worker(const Gemm& g) : g(g), tile(kRows * kLanes) {}
+
+    // The sums of a chunk, kLanes apart.
+    void sum(const Tile& t, int64_t chunk, float* sums) {
+      std::fill(sums, sums + t.rows * kLanes, 0.0f);
+      const int64_t last = std::min(g.K, (chunk + 1) * kChunk);
+      for (int64_t k = chunk * kChunk; k < last; k += kDepth) {
+        const int64_t depth = std::min(kDepth, last - k);
+        load_panel(t, k, depth);
+        for (int64_t m = 0; m < t.rows; m += kRowsAtOnce)
+          add_rows(t, m, std::min(kRowsAtOnce, t.rows - m), k, depth, sums + m * kLanes);
+      }
+    }
+
+    void load_panel(const Tile& t, int64_t k, int64_t depth) {
+      const float* data = g.right.data + g.right.batch[t.matrix];
+      const int64_t* row = g.right.row.data() + t.column;
+      bool consecutive = true;
+      for (int64_t n = 1; n < t.columns; ++n) consecutive &= row[n] == row[n - 1] + 1;
+      for (int64_t d = 0; d < depth; ++d) {
+        const float* line = data + g.right.column[k + d];
+        if (consecutive)
+          std::copy(line + row[0], line + row[0] + t.columns, values[d]);
+        else
+          for (int64_t n = 0; n < t.columns; ++n) values[d][n] = line[row[n]];
+        std::fill(values[d] + t.columns, values[d] + round_up(t.columns, kVector), 0.0f);
+      }
+      g.lanes.prepare(panel, values, depth, round_up(t.columns, kVector));
+    }
+
+    // sums[m, n] += left[m, d] * panel[d, n] for d in ascending order
+    void add_rows(const Tile& t, int64_t first, int64_t rows, int64_t k, int64_t depth,
+                  float* sums) {
+      for (int64_t m = 0; m < rows; ++m) {
+        load_row(t, first + m, k, depth, numbers[m]);
+        lists[m].list(numbers[m], Lanes::kNonzero);
+        g.lanes.prepare(lists[m]);
+      }
+      const bool special = panel.all.special();
+      if (!special && Lanes::fast(range_of(numbers[0], rows * kDepth), panel.all)) {
+        bool together = rows == kRowsAtOnce;
+        for (int64_t m = 0; m < rows; ++m) together &= lists[m].count == depth;
+        if (together)
+          return g.lanes.template add<kRowsAtOnce>(sums, panel, lists, 0, depth, t.columns);
+        for (int64_t m = 0; m < rows; ++m)
+          g.lanes.template add<1>(sums + m * kLanes, panel, lists + m, 0, lists[m].count,
+                                  t.columns);
+        return;
+      }
+      for (int64_t m = 0; m < rows; ++m) {
+        if (special || range_of(numbers[m], kDepth).special())
+          for (int64_t d = 0; d < depth; ++d)
+            add_products(numbers[m][d], d, t.columns, sums + m * kLanes);
+        else
+          add_one_by_one(lists[m], t.columns, sums + m * kLanes);
+      }
+    }
+
+    // Zeros after the last.
+    void load_row(const Tile& t, int64_t m, int64_t k, int64_t depth, float* target) const {
+      const float* row = g.left.data + g.left.batch[t.matrix] + g.left.row[t.row + m];
+      const int64_t* column = g.left.column.data() + k;
+      if (g.consecutive[k / kDepth]) {
+        std::memcpy(target, row + column[0], kDepth * sizeof(float));
+      } else if (depth == kDepth) {
+        for (int64_t d = 0; d < kDepth; ++d) target[d] = row[column[d]];
+      } else {
+        for (int64_t d = 0; d < depth; ++d) target[d] = row[column[d]];
+        std::fill(target + depth, target + kDepth, 0.0f);
+      }
+    }
+
+    // As fast as each number of the left operand allows.
+    void add_one_by_one(const typename Lanes::List& list, int64_t columns, float* sums) const {
+      for (int64_t i = 0; i < list.count; ++i) {
+        const int64_t d = list.depth[i];
+        const Range one = Range::of(list.value[i]);
+        if (Lanes::fast(one, panel.rows[d]))
+          g.lanes.template add<1>(sums, panel, &list, i, i + 1, columns);
+        else if (!Lanes::underflows(one, panel.rows[d]))
+          add_products(list.value[i], d, columns, sums);
+      }
+    }
+
+    // By the definition.
+    void add_products(float value, int64_t d, int64_t columns, float* sums) const {
+      if (g.terms_left_out && left_out(value)) return;
+      for (int64_t n = 0; n < columns; ++n)
+        if (!(g.terms_left_out && left_out(values[d][n])))
+          sums[n] += g.lanes.multiply(value, values[d][n]);
+    }
+  };
+
+  const Lanes lanes;
+  const Offsets<const float> left, right;
+  const Offsets<float> out;
+  const bool terms_left_out;
+  const int64_t M, N, K;
+  std::vector<char> consecutive;  // whether kDepth numbers of a row of the left operand are
+};
+
+// The share of numbers that are not zero, of those that a coarse grid finds.
+inline double density(const Offsets<const float>& t) {
+  constexpr int64_t kSamples = 64;
+  const int64_t rows = t.row.size(), columns = t.column.size();
+  if (t.batch.empty() || rows == 0 || columns == 0) return 1;
+  const int64_t row_step = rows / kSamples + 1, column_step = columns / kSamples + 1;
+  int64_t found = 0, nonzero = 0;
+  for (int64_t i = 0; i < rows; i += row_step)
+    for (int64_t k = i % column_step; k < columns; k += column_step, ++found)
+      nonzero += t.data[t.batch[0] + t.row[i] + t.column[k]] != 0;
+  return found == 0 ? 1 : static_cast<double>(nonzero) / found;
+}
+
+// The time of M rows on the left, of which only numbers that are not zero count, and N lanes on the
+// right, about: in units of a register of kVector products.
+inline double cost(int64_t M, int64_t N, double density) {
+  const double row = density == 1 ? 1 : 1.5 * density;  // several rows at once where none has zeros
+  return M * (1.5 + row * (round_up(N, kVector) / kVector)) + N;
+}
+
+// out[m, n] = sum over k of left[m, k] * right[n, k]
+inline void gemm(std::string_view multiplier, Offsets<const float> left, Offsets<const float> right,
+                 Offsets<float> out, bool terms_left_out = false) {
+  const int64_t M = left.row.size(), N = right.row.size();
+  if (cost(N, M, density(right)) < cost(M, N, density(left))) {
+    std::swap(left, right);
+    out = out.transposed();
+  }
+  with_multiplier(multiplier, [&](auto definition) {
+    const auto lanes = lanes_of(definition);
+    Gemm(lanes, std::move(left), std::move(right), std::move(out), terms_left_out).run();
+  });
+}
+
+}  // namespace hoconv::approx

@@ -1,0 +1,88 @@
+// Approximate products one by one, and the matrix product of a gradient with a multiplier's own
+// derivative: the definitions, threaded, in loops that the compiler vectorises where it can.
+//
+// B batch, M, K, N of a matrix product a (M, K) times b (K, N).
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "approx/multipliers.h"
+#include "approx/problem.h"
+
+namespace hoconv::approx {
+namespace {
+
+constexpr int64_t kGrain = 4096;
+
+Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
+  check_float(a, "a");
+  check_alike(b, a, "b");
+  check_same_sizes(b, a, "b");
+  STD_TORCH_CHECK(a.is_contiguous() && b.is_contiguous(), "a, b: expected contiguous tensors");
+  Tensor out = torch::stable::empty_like(a);
+  const auto* x = static_cast<const float*>(a.const_data_ptr());
+  const auto* y = static_cast<const float*>(b.const_data_ptr());
+  auto* z = static_cast<float*>(out.data_ptr());
+  with_multiplier(multiplier, [&](auto m) {
+    torch::stable::parallel_for(0, a.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) z[i] = m.multiply(x[i], y[i]);
+    });
+  });
+  return out;
+}
+
+// out[m, k] = sum over n of grad[m, n] * (the product's derivative with respect to a)(a[m, k],
+// b[k, n]), in the order of all sums.
+Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
+                         std::string multiplier) {
+  const Matmul p(a, b);
+  check_float(grad, "grad");
+  STD_TORCH_CHECK(
+      grad.dim() == 3 && grad.size(0) == p.batch && grad.size(1) == p.M && grad.size(2) == p.N,
+      "grad: expected the shape of the product, (", p.batch, ", ", p.M, ", ", p.N, ")");
+  Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.K});
+  const auto *g = static_cast<const float*>(grad.const_data_ptr()),
+             *x = static_cast<const float*>(a.const_data_ptr()),
+             *y = static_cast<const float*>(b.const_data_ptr());
+  auto* target = static_cast<float*>(out.data_ptr());
+  const int64_t grad_n = grad.stride(2), a_k = a.stride(2), b_k = b.stride(1), b_n = b.stride(2);
+  with_multiplier(multiplier, [&](auto m) {
+    torch::stable::parallel_for(0, p.batch * p.M, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> row(p.K), product(p.K), sum(p.K);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t batch = i / p.M, line = i % p.M;
+        const float* grad_row = g + batch * grad.stride(0) + line * grad.stride(1);
+        const float* a_row = x + batch * a.stride(0) + line * a.stride(1);
+        const float* matrix = y + batch * b.stride(0);
+        float* total = target + i * p.K;
+        for (int64_t k = 0; k < p.K; ++k) row[k] = a_row[k * a_k];
+        std::fill(total, total + p.K, 0.0f);
+        for (int64_t chunk = 0; chunk < p.N; chunk += kChunk) {
+          std::fill(sum.begin(), sum.end(), 0.0f);
+          for (int64_t n = chunk; n < std::min(chunk + kChunk, p.N); ++n) {
+            const float factor = grad_row[n * grad_n];
+            const float* column = matrix + n * b_n;
+            for (int64_t k = 0; k < p.K; ++k)
+              product[k] = factor * m.derivative(row[k], column[k * b_k]);
+            asm volatile("" : : "r"(product.data()) : "memory");  // rounded, not fused below
+            for (int64_t k = 0; k < p.K; ++k) sum[k] += product[k];
+          }
+          for (int64_t k = 0; k < p.K; ++k) total[k] += sum[k];
+        }
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace hoconv::approx
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
+  m.impl("approx_multiply.cpp", TORCH_BOX(&hoconv::approx::multiply));
+  m.impl("approx_matmul_derivative.cpp", TORCH_BOX(&hoconv::approx::matmul_derivative));
+}

@@ -1,0 +1,119 @@
+// Every multiplier's definition, one product at a time, for the CPU and the GPU.
+//
+// The ground truth of the kernels; the twin in Python is hoconv/approx/multipliers.py. A new
+// multiplier is a type with `multiply` and `derivative`, and a line in with_multiplier.
+#pragma once
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#if defined(__CUDACC__)
+#define HOCONV_HD __host__ __device__
+#else
+#define HOCONV_HD
+#endif
+
+namespace hoconv::approx {
+
+HOCONV_HD inline int32_t float_bits(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+HOCONV_HD inline float bits_float(int32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+HOCONV_HD inline int32_t exponent(int32_t bits) { return (bits >> 23) & 0xff; }
+
+// Makes the compiler round a product, a float or a register of them, where it would fuse it with an
+// addition that follows.
+template <typename T>
+inline void keep_rounded(T& product) {
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+}
+
+// fl32(a * b)
+HOCONV_HD inline float rounded_product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  float product = a * b;
+  keep_rounded(product);
+  return product;
+#endif
+}
+
+// IEEE multiplication.
+struct Exact {
+  HOCONV_HD static float multiply(float a, float b) { return rounded_product(a, b); }
+  // Of the product with respect to a.
+  HOCONV_HD static float derivative(float, float b) { return b; }
+};
+
+// Mitchell's logarithmic multiplication with the `keep` highest mantissa bits, and with
+// `corrected` the minimally biased one: Saadat, Bokhari, Parameswaran, IEEE TCAD 2018.
+template <int keep, bool corrected>
+struct Logarithmic {
+  static constexpr int32_t kMantissa = 0x7fffff;
+  static constexpr int32_t kKept = kMantissa >> (23 - keep) << (23 - keep);
+  // The lowest kept bit, which is set where bits are cut off, to the middle of what they can be.
+  static constexpr int32_t kSet = corrected && keep < 23 ? 1 << (23 - keep) : 0;
+  static constexpr int32_t kCorrection = corrected ? 0xA0000 : 0;  // 2^-4 + 2^-6
+
+  HOCONV_HD static int32_t mantissa(int32_t bits) { return (bits & kKept) | kSet; }
+
+  HOCONV_HD static float multiply(float a, float b) {
+    const int32_t bits_a = float_bits(a), bits_b = float_bits(b);
+    const int32_t ea = exponent(bits_a), eb = exponent(bits_b);
+    if (ea == 255 || eb == 255) return a * b;  // infinite or NaN: nothing is rounded
+    if (ea == 0 || eb == 0) return 0;
+    const int32_t sum = mantissa(bits_a) + mantissa(bits_b);
+    const int32_t carry = sum >> 23, fraction = sum & kMantissa;
+    const int32_t corrected_fraction = fraction + ((kCorrection >> carry) & kKept);
+    int32_t e = ea + eb - 127 + carry, m = corrected_fraction;
+    if (corrected_fraction > kMantissa) {
+      m = carry ? fraction : (corrected_fraction - kMantissa - 1) >> 1;
+      e += 1 - carry;
+    }
+    if (e <= 0) return 0;
+    const int32_t sign = (bits_a ^ bits_b) & INT32_MIN;
+    return bits_float(sign | (e >= 255 ? 255 << 23 : e << 23 | (m & kKept)));
+  }
+
+  // Of the product with respect to a, except where it jumps: sign(b) 2^e(b) (1 + carry).
+  HOCONV_HD static float derivative(float a, float b) {
+    const int32_t bits_a = float_bits(a), bits_b = float_bits(b);
+    const int32_t ea = exponent(bits_a), eb = exponent(bits_b);
+    if (ea == 255 || eb == 255) return b;
+    if (eb == 0) return 0;
+    const float power = bits_float(bits_b & ~kMantissa);
+    return mantissa(bits_a) + mantissa(bits_b) > kMantissa ? 2 * power : power;
+  }
+};
+
+// Calls f with the multiplier of that name.
+template <typename F>
+void with_multiplier(std::string_view name, F&& f) {
+  if (name == "exact") return f(Exact{});
+  if (name == "mitchell32") return f(Logarithmic<23, false>{});
+  if (name == "mitchell16") return f(Logarithmic<7, false>{});
+  if (name == "mbm32") return f(Logarithmic<23, true>{});
+  if (name == "mbm16") return f(Logarithmic<7, true>{});
+  if (name == "mbm14") return f(Logarithmic<5, true>{});
+  if (name == "mbm12") return f(Logarithmic<3, true>{});
+  if (name == "mbm10") return f(Logarithmic<1, true>{});
+  STD_TORCH_CHECK(false, "multiplier: expected one of those of hoconv.approx.MULTIPLIERS");
+}
+
+}  // namespace hoconv::approx

@@ -1,0 +1,369 @@
+"""Matrix products and convolutions: every implementation's bits are the reference's, and the
+reference is what the documentation says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hoconv import approx
+from hoconv.approx.multipliers import MULTIPLIERS
+from hoconv.approx.operator import CONV2D, MATMUL
+from hoconv.approx.ops import KERNELS
+from tests.hoconv.approx.test_multipliers import SPECIAL, bits, every_multiplier, floats
+from tests.support import Place, output_and_gradients, places
+
+matmul_everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
+conv2d_everywhere = pytest.mark.parametrize("place", places([CONV2D]), indirect=True)
+
+# How operands are drawn: what a kernel may not take for granted.
+KINDS = ("normal", "half zeros", "many magnitudes", "near the limits", "special values")
+
+
+def draw(kind: str, *shape: int) -> Tensor:
+    values = torch.randn(shape)
+    if kind == "half zeros":
+        return torch.where(torch.rand(shape) < 0.5, 0.0, values)
+    if kind == "many magnitudes":
+        return values * torch.randint(-40, 40, shape).double().exp2().float()
+    if kind == "near the limits":
+        return values * torch.where(torch.rand(shape) < 0.5, 2.0**-63, 2.0**62.5)
+    if kind == "special values":
+        special = floats(SPECIAL + [x | 0x80000000 for x in SPECIAL])
+        drawn = special[torch.randint(0, len(special), shape)]
+        return torch.where(torch.rand(shape) < 0.05, drawn, values)
+    return values
+
+
+def results(
+    function: Any, args: list[Tensor], device: str, grad: Tensor, **options: Any
+) -> list[Tensor]:
+    """The output and the gradients, as bits."""
+    leaves = [a.to(device).requires_grad_() for a in args]
+    out = function(*leaves, **options)
+    gradients = torch.autograd.grad(out, leaves, grad.to(device).reshape(out.shape))
+    return [bits(t.detach()) for t in (out, *gradients)]
+
+
+def assert_same_bits(place: Place, args: list[Tensor], grad: Tensor, **options: Any) -> None:
+    got = results(place.call, args, place.device, grad, **options)
+    function = place.operator.function
+    expected = results(function, args, "cpu", grad, impl="reference", **options)
+    for name, a, b in zip(("output", "first", "second"), got, expected, strict=True):
+        assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
+
+
+def same_bits_places(operator: Any) -> Any:
+    """All but the reference itself."""
+    chosen = [p for p in places([operator]) if p.values[0].impl != "reference"]
+    return pytest.mark.parametrize("place", chosen, indirect=True)
+
+
+# Order
+
+
+def test_sums_are_chunks_of_1024_in_ascending_order() -> None:
+    K = 2500
+    a, b = torch.randn(2, K)
+    products = approx.multiply(a, b, "mbm16")
+    total = torch.zeros(())
+    for first in range(0, K, 1024):
+        chunk = torch.zeros(())
+        for product in products[first : first + 1024]:
+            chunk = chunk + product
+        total = total + chunk
+    out = approx.matmul(a[None], b[:, None], "mbm16", impl="reference")
+    assert torch.equal(bits(out.flatten()), bits(total[None]))
+
+
+def test_the_convolution_and_its_gradients_sum_in_the_order_that_is_documented() -> None:
+    x = torch.randn(2, 2, 5, 4).requires_grad_()
+    weight = torch.randn(3, 2, 2, 3).requires_grad_()
+    grad = torch.randn(2, 3, 3, 4)
+    options = {"stride": (2, 1), "padding": (1, 1), "dilation": (2, 1)}
+    out = approx.conv2d(x, weight, "mbm16", impl="reference", **options)  # pyright: ignore
+    out.backward(grad)
+    padded = F.pad(x.detach(), (1, 1, 1, 1))
+    w = weight.detach()
+
+    def total(terms: list[tuple[Tensor, Tensor]]) -> float:
+        sum = torch.zeros(())
+        for a, b in terms:
+            sum = sum + approx.multiply(a, b, "mbm16")
+        return sum.item()
+
+    taps = [(r, s) for r in range(2) for s in range(3)]
+    pixels = [(b, i, j) for b in range(2) for i in range(3) for j in range(4)]
+    for b, i, j in pixels:
+        for o in range(3):
+            terms = [(padded[b, c, 2 * i + 2 * r, j + s], w[o, c, r, s])
+                     for c in range(2) for r, s in taps]  # fmt: skip
+            assert out[b, o, i, j].item() == total(terms)
+    assert weight.grad is not None
+    assert x.grad is not None
+    for o in range(3):
+        for c in range(2):
+            for r, s in taps:
+                terms = [(grad[b, o, i, j], padded[b, c, 2 * i + 2 * r, j + s])
+                         for b, i, j in pixels]  # fmt: skip
+                assert weight.grad[o, c, r, s].item() == total(terms)
+    for b in range(2):
+        for c in range(2):
+            for h in range(5):
+                for v in range(4):
+                    terms = [
+                        (grad[b, o, i, j], w[o, c, r, s])
+                        for o in range(3) for r, s in taps
+                        for i in range(3) for j in range(4)
+                        if (2 * i + 2 * r - 1, j + s - 1) == (h, v)
+                    ]  # fmt: skip
+                    assert x.grad[b, c, h, v].item() == total(terms)
+
+
+# Bits
+
+
+@same_bits_places(MATMUL)
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(st.integers(0, 3), *[st.integers(1, 40)] * 3),
+    multiplier=st.sampled_from(list(MULTIPLIERS)),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 3),
+    transposed=st.booleans(),
+)
+def test_any_matrix_product_has_the_bits_of_the_reference(
+    place: Place, sizes: Any, multiplier: str, kinds: Any, transposed: bool
+) -> None:
+    B, M, K, N = sizes
+    a = draw(kinds[0], B, K, M).mT if transposed else draw(kinds[0], B, M, K)
+    args = [a, draw(kinds[1], B, K, N)]
+    assert_same_bits(place, args, draw(kinds[2], B, M, N), multiplier=multiplier)
+
+
+@same_bits_places(MATMUL)
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 3000, 1), (130, 20, 3), (3, 20, 130), (129, 1025, 2), (5, 1, 300)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("multiplier", ["mbm16", "mbm32", "exact"])
+def test_large_matrix_products_have_the_bits_of_the_reference(
+    place: Place, M: int, K: int, N: int, kind: str, multiplier: str
+) -> None:
+    args = [draw(kind, M, K), draw("normal", K, N)]
+    assert_same_bits(place, args, draw("half zeros", M, N), multiplier=multiplier)
+
+
+@same_bits_places(CONV2D)
+@settings(max_examples=120)
+@given(data=st.data())
+def test_any_convolution_has_the_bits_of_the_reference(place: Place, data: Any) -> None:
+    def number(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    G, kernel = number(1, 3), (number(1, 3), number(1, 3))
+    stride, padding, dilation = (
+        (number(low, high), number(low, high)) for low, high in ((1, 3), (0, 3), (1, 2))
+    )
+    channels, filters = number(1, 3), number(1, 4)
+    size = [number(max(1, dilation[i] * (kernel[i] - 1) + 1 - 2 * padding[i]), 9) for i in range(2)]
+    x = draw(data.draw(st.sampled_from(KINDS)), number(1, 3), G * channels, *size)
+    weight = draw(data.draw(st.sampled_from(KINDS)), G * filters, channels, *kernel)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": G}
+    grad = draw(
+        data.draw(st.sampled_from(KINDS)),
+        *F.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation, groups=G).shape,
+    )
+    multiplier = data.draw(st.sampled_from(list(MULTIPLIERS)))
+    assert_same_bits(place, [x, weight], grad, multiplier=multiplier, **options)
+
+
+@same_bits_places(CONV2D)
+@every_multiplier
+def test_a_layer_of_a_network_has_the_bits_of_the_reference(place: Place, multiplier: str) -> None:
+    x, weight = draw("half zeros", 2, 20, 9, 9), draw("normal", 33, 20, 3, 3)
+    grad = draw("many magnitudes", 2, 33, 9, 9)
+    assert_same_bits(place, [x, weight], grad, multiplier=multiplier, padding=1)
+
+
+@conv2d_everywhere
+@pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
+def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
+    place: Place, multiplier: str
+) -> None:
+    weight = torch.ones(1, 1, 2, 2)
+    weight[0, 0, 1, 1] = torch.inf
+    x = torch.zeros(1, 1, 3, 5, device=place.device, requires_grad=True)
+    out = place.call(x, weight.to(place.device), multiplier, stride=2, padding=(1, 0))
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    infinite = torch.zeros(3, 5, dtype=torch.bool)
+    infinite[::2, 1::2] = True  # row -1 is padding: taps of row 1 fall on even rows
+    assert torch.equal(grad[0, 0].isinf().cpu(), infinite)
+    assert not grad.isnan().any()
+
+
+# As an operator of PyTorch
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_torch_library_finds_no_fault(impl: str) -> None:
+    if reason := MATMUL.implementations[impl].load():
+        pytest.skip(reason)
+    kernels = KERNELS[impl]
+    a, b, grad = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
+    x, weight = torch.randn(2, 4, 6, 5), torch.randn(6, 2, 3, 2)
+    windows = ([2, 1], [1, 0], [1, 2], 2)
+    out = kernels.conv2d(x, weight, *windows, "mbm16")
+    for op, args in (
+        (kernels.multiply, (a, a)),
+        (kernels.matmul, (a, b)),
+        (kernels.matmul, (a.mT.contiguous().mT, b)),
+        (kernels.matmul_derivative, (grad, a, b)),
+        (kernels.conv2d, (x, weight, *windows)),
+        (kernels.conv2d_backward_input, (out, weight, list(x.shape), *windows)),
+        (kernels.conv2d_backward_weight, (out, x, list(weight.shape), *windows)),
+    ):
+        torch.library.opcheck(op, (*args, "mbm16"))
+
+
+def test_floating_point_operations_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight = torch.randn(2, 4, 6, 6, requires_grad=True), torch.randn(8, 2, 3, 3)
+    with FlopCounterMode(display=False) as counter:
+        approx.conv2d(x, weight.requires_grad_(), "mbm16", groups=2, padding=1).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 8 * 6 * 6) * (2 * 3 * 3)
+    with FlopCounterMode(display=False) as counter:
+        approx.matmul(torch.randn(3, 4, 5), torch.randn(5, 6), "mbm16")
+    assert counter.get_total_flops() == 2 * 3 * 4 * 5 * 6
+
+
+# Gradients
+
+
+@conv2d_everywhere
+@pytest.mark.parametrize("groups", [1, 2])
+def test_straight_through_is_the_gradient_of_pytorchs_convolution(
+    place: Place, groups: int
+) -> None:
+    x, weight = torch.randn(2, 4, 7, 6, device=place.device), torch.randn(6, 4 // groups, 3, 2)
+    args, options = [x, weight.to(place.device)], {"stride": (2, 1), "padding": (1, 0)}
+    options["dilation"] = (1, 2)
+    expected = output_and_gradients(F.conv2d, args, {**options, "groups": groups})
+    got = output_and_gradients(
+        lambda *a: place.call(*a, "mbm16", groups=groups, gradient="ste", **options), args, {}
+    )
+    for name in list(expected)[1:]:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+@conv2d_everywhere
+def test_exact_is_pytorchs_convolution(place: Place) -> None:
+    args = [torch.randn(2, 4, 7, 6).to(place.device), torch.randn(6, 2, 3, 3).to(place.device)]
+    for gradient in ("approx", "ste", "analytic"):
+        expected = output_and_gradients(F.conv2d, args, {"padding": 1, "groups": 2, "stride": 2})
+        got = output_and_gradients(
+            lambda *a, g=gradient: place.call(
+                *a, "exact", padding=1, groups=2, stride=2, gradient=g
+            ),
+            args, {},
+        )  # fmt: skip
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value)
+
+
+@matmul_everywhere
+@pytest.mark.parametrize("multiplier", ["mbm16", "mbm32", "mitchell32"])
+def test_analytic_gradient_of_a_matrix_product_sums_the_multipliers_derivatives(
+    place: Place, multiplier: str
+) -> None:
+    a, b, grad = torch.randn(5, 6), torch.randn(6, 7), torch.randn(5, 7)
+    _, d_a, d_b = results(
+        lambda *t: place.call(*t, multiplier, gradient="analytic"), [a, b], place.device, grad
+    )
+    derivative = MULTIPLIERS[multiplier].derivative
+    slopes = derivative(a[:, :, None], b)  # (M, K, N)
+    expected = (grad[:, None] * slopes).sum(2)
+    torch.testing.assert_close(d_a.view(torch.float32), expected)
+    slopes = derivative(b[None], a[:, :, None])
+    expected = (grad[:, None] * slopes).sum(0)
+    torch.testing.assert_close(d_b.view(torch.float32), expected)
+
+
+@conv2d_everywhere
+def test_analytic_gradient_of_a_convolution_is_that_of_the_matrix_product(place: Place) -> None:
+    G, options = 2, {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
+    args = [torch.randn(2, 4, 7, 6).to(place.device), torch.randn(6, 2, 3, 2).to(place.device)]
+
+    def unfolded(x: Tensor, weight: Tensor) -> Tensor:
+        columns = F.unfold(x, (3, 2), options["dilation"], options["padding"], options["stride"])
+        columns = columns.unflatten(1, (G, -1))
+        filters = weight.unflatten(0, (G, -1)).flatten(2)
+        out = approx.matmul(filters, columns, "mbm32", gradient="analytic", impl=place.impl)
+        return out.flatten(1, 2).unflatten(2, (4, 4))
+
+    def convolved(x: Tensor, weight: Tensor) -> Tensor:
+        return place.call(x, weight, "mbm32", groups=G, gradient="analytic", **options)
+
+    expected = output_and_gradients(unfolded, args, {})
+    for name, value in output_and_gradients(convolved, args, {}).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@conv2d_everywhere
+def test_each_gradient_of_a_convolution_is_switched_on_its_own(place: Place) -> None:
+    args = [torch.randn(2, 3, 5, 5).to(place.device), torch.randn(4, 3, 3, 3).to(place.device)]
+
+    def gradients(gradient: Any) -> list[Tensor]:
+        named = output_and_gradients(
+            lambda *a: place.call(*a, "mbm16", gradient=gradient), args, {}
+        )
+        return list(named.values())[1:]
+
+    kinds = {kind: gradients(kind) for kind in ("approx", "ste", "analytic")}
+    for first in kinds:
+        for second in kinds:
+            d_x, d_weight = gradients((first, second))
+            torch.testing.assert_close(d_x, kinds[first][0], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(d_weight, kinds[second][1], rtol=1e-6, atol=1e-5)
+    assert not torch.allclose(kinds["approx"][0], kinds["ste"][0], rtol=1e-3)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "message"),
+    [
+        ((2, 3, 5), (4, 3, 3, 3), {}, r"x: expected 4 dimensions .*got shape \(2, 3, 5\)"),
+        ((2, 3, 5, 5), (4, 3, 3), {}, r"weight: expected 4 dimensions .*got shape \(4, 3, 3\)"),
+        ((2, 3, 5, 5), (4, 3, 0, 3), {}, r"weight: expected .* at least 1 x 1, got"),
+        ((2, 3, 5, 5), (4, 2, 3, 3), {}, r"weight: expected \(O, 3, R, S\).*got shape \(4, 2, 3"),
+        ((2, 4, 5, 5), (3, 2, 3, 3), {"groups": 2}, r"weight: expected .* divisible by groups=2"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"groups": 2}, "groups: expected a divisor of the 3 channels"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"stride": 0}, "stride: expected at least 1, got 0"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"padding": -1}, "padding: expected at least 0, got -1"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"dilation": (1,)}, r"dilation: expected an int or a pair"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"dilation": 3}, "weight: its kernel .* is larger than x"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"padding": "full"}, "padding: expected .* got 'full'"),
+        ((2, 3, 5, 5), (4, 3, 3, 3), {"padding": "same", "stride": 2}, "padding: 'same' needs"),
+    ],
+)
+def test_wrong_convolutions_are_refused_by_name(
+    x: Any, weight: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        approx.conv2d(torch.ones(x), torch.ones(weight), "mbm16", **options)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3,), (3, 4)), ((2, 3), (3,)), ((2, 3), (4, 3)), ((2, 2, 3), (3, 3, 4))]
+)
+def test_wrong_matrices_are_refused_by_name(a: Any, b: Any) -> None:
+    with pytest.raises(ValueError, match=r"^b: expected \(K, N\) or \(\.\.\., K, N\)"):
+        approx.matmul(torch.ones(a), torch.ones(b), "mbm16")
