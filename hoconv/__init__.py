@@ -1,11 +1,13 @@
 """Research layers, fast: each as `reference`, `cpp` and `cuda` implementations.
 
 See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
-:class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`, :mod:`hoconv.approx`,
-:func:`implementations`.
+:class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`,
+:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`.
 """
 
 from hoconv import approx as approx
+from hoconv.approx import ApproxConv2d as ApproxConv2d
+from hoconv.approx import ApproxLinear as ApproxLinear
 from hoconv.dynamic_conv1d import DynamicConv1d as DynamicConv1d
 from hoconv.dynamic_conv1d import LightweightConv1d as LightweightConv1d
 from hoconv.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d

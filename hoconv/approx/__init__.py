@@ -1,5 +1,7 @@
 """Products of an approximate hardware multiplier, bit for bit, and layers made of them."""
 
+from hoconv.approx.layers import ApproxConv2d as ApproxConv2d
+from hoconv.approx.layers import ApproxLinear as ApproxLinear
 from hoconv.approx.multipliers import MULTIPLIERS as MULTIPLIERS
 from hoconv.approx.operator import conv2d as conv2d
 from hoconv.approx.operator import matmul as matmul
