@@ -296,3 +296,33 @@ def test_mnist_learns_within_a_hundred_steps(run):
     )  # fmt: skip
     assert done.results["data"] == "mnist"
     assert done.results["metrics"]["test/accuracy"] >= 0.9
+
+
+def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
+    sweep = run(
+        "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.width=2", "seed=1",
+        "model.multiplier=exact,mbm10", "model.gradient=approx,ste",
+    )  # fmt: skip
+    assert sweep.exit_code == 0
+    table = sweep.out[sweep.out.rindex("Sweep") :]
+    for expected in ("model.multiplier", "model.gradient", "mbm10", "test/accuracy", "samples/s"):
+        assert expected in table
+    assert "seed" not in table
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["overrides"]["model.multiplier"] for row in rows] == ["exact"] * 2 + ["mbm10"] * 2
+    assert [row["overrides"]["model.gradient"] for row in rows] == ["approx", "ste"] * 2
+    for i, row in enumerate(rows):
+        results = json.loads((sweep.folder / str(i) / "results.json").read_text())
+        assert row["test/accuracy"] == results["metrics"]["test/accuracy"]
+    assert (sweep.folder / "sweep.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.skipif("HOCONV_DATA_DIR" not in os.environ, reason="HOCONV_DATA_DIR is not set")
+def test_mnist_learns_with_approximate_products_within_sixty_steps(run):
+    done = run(
+        "experiment=mnist_mbm", "logger=none", "trainer=cpu", "trainer.max_epochs=1",
+        "model.width=16", "trainer.limit_train_batches=60", "trainer.limit_test_batches=10",
+    )  # fmt: skip
+    assert done.results["metrics"]["test/accuracy"] >= 0.8

@@ -10,6 +10,7 @@ kernel; M, N rows and columns of a matrix product, K what it sums over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hoconv.approx.ops import KERNELS, Kernels
 from hoconv.approx.reference import Pair
 
 KINDS = ("approx", "ste", "analytic")
-Gradient = str | tuple[str, str]
+Gradient = str | Sequence[str]
 Windows = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
 
 
