@@ -6,3 +6,8 @@ from hoconv.approx.multipliers import MULTIPLIERS as MULTIPLIERS
 from hoconv.approx.operator import conv2d as conv2d
 from hoconv.approx.operator import matmul as matmul
 from hoconv.approx.operator import multiply as multiply
+from hoconv.approx.quantization import Observer as Observer
+from hoconv.approx.quantization import TableConv2d as TableConv2d
+from hoconv.approx.quantization import TableLinear as TableLinear
+from hoconv.approx.tables import LookupTable as LookupTable
+from hoconv.approx.tables import table_matmul as table_matmul

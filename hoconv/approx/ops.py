@@ -110,6 +110,25 @@ KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
 for _name in _SCHEMAS:
     _implement_reference(_name)
 
+# The matrix product of 8-bit integers, (B, M, K) and (B, K, N), any strides, whose products are a
+# table's, (256, 256) int32; (B, M, N) int32.
+_TABLE_SCHEMA = "(Tensor a, Tensor b, Tensor table) -> Tensor"
+
+
+def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def _register_table(impl: str) -> torch._ops.OpOverload:
+    name = f"approx_table_matmul.{impl}"
+    _library.define(f"{name}{_TABLE_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"hoconv::{name}", _fake_table_matmul)
+    return getattr(_ops.approx_table_matmul, impl)
+
+
+TABLE_MATMUL = {impl: _register_table(impl) for impl in ("reference", "cpp")}
+_library.impl("approx_table_matmul.reference", reference.table_matmul, "CompositeExplicitAutograd")
+
 # A multiply and an add for every product.
 
 

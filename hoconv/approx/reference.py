@@ -48,6 +48,18 @@ def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Te
     return _ordered_sum(products, b.shape[2], step, torch.zeros_like(a))
 
 
+def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    """a (B, M, K) times b (B, K, N) of 8-bit integers, whose products are table (256, 256)."""
+    (B, M, K), N = a.shape, b.shape[2]
+    out = table.new_zeros(B, M, N)
+    step = max(1, _BLOCK // max(B * M * N, 1))
+    a, b = (t.int() & 255 for t in (a, b))
+    for k in range(0, K, step):
+        products = table[a[:, :, k : k + step, None], b[:, None, k : k + step]]  # (B, M, k, N)
+        out += products.sum(2, dtype=torch.int32)
+    return out
+
+
 def conv2d(
     x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     multiplier: str,

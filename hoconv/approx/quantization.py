@@ -1,0 +1,242 @@
+"""Layers that compute with 8-bit look-up tables: affine quantisation, forward by the table.
+
+A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and zero point a
+tensor; the range always includes 0, which q represents exactly. What flows back is straight-
+through: the exact gradient of the product of the quantised numbers, and none to numbers outside the
+range.
+
+B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
+kernel; M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hoconv.approx.operator import CONV2D, MATMUL
+from hoconv.approx.reference import output_size
+from hoconv.approx.tables import LookupTable, table_matmul
+
+Observed = Literal["minmax", "moving_average"]
+
+
+class Observer(nn.Module):
+    """The range of what it has seen in training, and the quantisation that covers it.
+
+    Args:
+        kind: ``"minmax"``, the least and the largest number so far; ``"moving_average"``, of those
+            of each batch an exponential average, which forgets outliers.
+        momentum: the weight of a new batch in the average.
+
+    Buffers: least, most (scalars); NaN until something was seen.
+
+    Raises:
+        ValueError: an unknown kind, or a momentum that is not from 0 to 1.
+    """
+
+    least: Tensor
+    most: Tensor
+
+    def __init__(self, kind: Observed = "moving_average", momentum: float = 0.01) -> None:
+        super().__init__()
+        if kind not in ("minmax", "moving_average"):
+            raise ValueError(f"observer: expected 'minmax' or 'moving_average', got {kind!r}")
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum: expected more than 0, up to 1; got {momentum}")
+        self.kind = kind
+        self.momentum = momentum
+        self.register_buffer("least", torch.tensor(torch.nan))
+        self.register_buffer("most", torch.tensor(torch.nan))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        least, most = x.aminmax()
+        if self.kind == "minmax":
+            self.least.copy_(torch.fmin(self.least, least))  # of a NaN and a number, the number
+            self.most.copy_(torch.fmax(self.most, most))
+        else:
+            for seen, new in ((self.least, least), (self.most, most)):
+                average = seen + self.momentum * (new - seen)
+                seen.copy_(torch.where(seen.isnan(), new, average))
+
+
+def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Scale (float32) and zero point (int32) of the 8-bit integers that cover a range and 0."""
+    lowest, highest = (-128, 127) if signed else (0, 255)
+    least, most = least.clamp(max=0), most.clamp(min=0)
+    scale = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+    zero_point = (lowest - least / scale).round().clamp(lowest, highest)
+    return scale, zero_point.int()
+
+
+class _Product(torch.autograd.Function):
+    """a (B, M, K) times b (B, K, N), both on their 8-bit grids: forward by the table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
+        table: LookupTable, impl: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(a, b)
+        (scale_a, zero_a), (scale_b, zero_b) = of_a, of_b
+        q_a, q_b = ((t / s).round().int() + z for t, s, z in ((a, *of_a), (b, *of_b)))
+        products = table_matmul(q_a.to(table.dtype), q_b.to(table.dtype), table, impl=impl)
+        # sum of (qa - za) (qb - zb), the first term of which is the table's
+        rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
+        columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
+        total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
+        return (scale_a.double() * scale_b * total).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
+            d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
+        return d_a, d_b, None, None, None, None
+
+
+class _Quantizer(nn.Module):
+    """Puts the input and the weight of a layer on their grids; watches the input in training."""
+
+    def __init__(self, table: LookupTable, observer: Observed, momentum: float) -> None:
+        super().__init__()
+        self.table = table
+        self.input = Observer(observer, momentum)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Any:
+        if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        for name, t in (("input", x), ("weight", weight)):
+            if t.dtype != torch.float32:
+                raise TypeError(f"{name}: expected float32, got {t.dtype}; convert it, or use "
+                                "autocast, which does")  # fmt: skip
+        if self.training:
+            self.input(x.detach())
+        if self.input.least.isnan():
+            raise RuntimeError(
+                "input: its range is not known; train, or run some data in training mode, first"
+            )
+        of_x = affine(self.input.least, self.input.most, self.table.signed)
+        of_weight = affine(*weight.detach().aminmax(), self.table.signed)
+        return self._on_grid(x, *of_x), self._on_grid(weight, *of_weight), of_x, of_weight
+
+    def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        limits = (-128, 127) if self.table.signed else (0, 255)
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+
+
+class TableConv2d(nn.Conv2d):
+    """:class:`torch.nn.Conv2d` with 8-bit operands whose products are a table's.
+
+    Args:
+        in_channels, out_channels, kernel_size, and the keywords after `impl`: as of
+            :class:`torch.nn.Conv2d`; zeros are the only padding.
+        table: of the products: the input is its first operand, the weight its second.
+        observer, momentum: how the input's range is found; as of :class:`Observer`. The weight's
+            is its own, in every call.
+        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+
+    Parameters and buffers: those of :class:`torch.nn.Conv2d`, and quantizer.input.least and most,
+    which a state dict of PyTorch's layer does not have.
+
+    Shape:
+        input (B, C, H, W), float32 -> output (B, O, OH, OW).
+
+    Raises:
+        ValueError: an argument out of its range.
+        RuntimeError: in evaluation, where the layer has seen no data in training.
+    """
+
+    operator = CONV2D
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        if isinstance(padding, str):
+            raise ValueError(f"padding: expected a number or a pair of them, got {padding!r}")
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                         bias, device=device)  # fmt: skip
+        self.quantizer = _Quantizer(table, observer, momentum).to(device)
+        self.impl = impl
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 4 or input.shape[1] != self.in_channels:
+            raise ValueError(
+                f"input: expected (B, {self.in_channels}, H, W), got shape {tuple(input.shape)}"
+            )
+        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
+        B, G = x.shape[0], self.groups
+        windows: Any = (self.stride, self.padding, self.dilation)
+        columns = F.unfold(x, weight.shape[2:], self.dilation, self.padding, self.stride)  # pyright: ignore
+        columns = columns.unflatten(1, (G, columns.shape[1] // G)).flatten(0, 1)  # (B * G, K, L)
+        filters = weight.reshape(G, self.out_channels // G, -1).repeat(B, 1, 1)
+        out = _Product.apply(
+            columns.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
+        )
+        size = output_size(x.shape, weight.shape, *windows)
+        out = out.mT.reshape(B, self.out_channels, *size)
+        return out if self.bias is None else out + self.bias[:, None, None]
+
+
+class TableLinear(nn.Linear):
+    """:class:`torch.nn.Linear` with 8-bit operands whose products are a table's.
+
+    Args:
+        in_features, out_features, bias, device: as of :class:`torch.nn.Linear`.
+        table, observer, momentum, impl: as of :class:`TableConv2d`.
+
+    Shape:
+        input (..., in_features), float32 -> output (..., out_features).
+    """
+
+    operator = MATMUL
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device)
+        self.quantizer = _Quantizer(table, observer, momentum).to(device)
+        self.impl = impl
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
+            )
+        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
+        rows = x.reshape(1, -1, self.in_features) if x.numel() else x.new_empty(1, 0, x.shape[-1])
+        out = _Product.apply(
+            rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
+        )
+        out = out.reshape(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias

@@ -1,0 +1,141 @@
+"""Multipliers of 8-bit integers given as look-up tables, and the matrix product of them.
+
+B batch, M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.approx.ops import TABLE_MATMUL
+from hoconv.implementations import ImplementationError, resolve
+
+# Bytes of a file -> how its numbers are read, by whether the table is signed.
+_RAW = {65536 * 2: {True: "<i2", False: "<u2"}, 65536 * 4: {True: "<i4", False: "<i4"}}
+
+
+class LookupTable:
+    """The product of every pair of 8-bit integers.
+
+    Args:
+        products: (256, 256), integers that fit int32: ``products[a % 256, b % 256]`` is a times b,
+            so that the row of a negative number is that of its byte in two's complement.
+        signed: whether the operands are int8, from -128 to 127, or uint8, from 0 to 255.
+
+    Raises:
+        ValueError: another shape, or numbers that do not fit.
+        TypeError: not integers.
+    """
+
+    def __init__(self, products: Any, *, signed: bool) -> None:
+        import numpy as np  # which torch does without
+
+        array = np.asarray(products)
+        if array.shape != (256, 256):
+            raise ValueError(f"products: expected shape (256, 256), got {array.shape}")
+        if not np.issubdtype(array.dtype, np.integer):
+            raise TypeError(f"products: expected integers, got {array.dtype}")
+        if array.min() < -(2**31) or array.max() >= 2**31:
+            raise ValueError(
+                f"products: expected numbers that fit int32, got {array.min()} to {array.max()}"
+            )
+        self.products = torch.from_numpy(array.astype(np.int32))
+        self.signed = signed
+        self.largest = int(np.abs(array.astype(np.int64)).max())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, signed: bool) -> LookupTable:
+        """Reads a table from a file.
+
+        Args:
+            path: of an ``.npy`` file, (256, 256) or 65,536 integers; or of any other name, of
+                65,536 numbers in the order ``256 * (a % 256) + b % 256``, little-endian: of 2 bytes
+                (int16, or uint16 of an unsigned table) or of 4 (int32).
+            signed: as of :class:`LookupTable`; no such file says it.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not such a table: says what it is.
+        """
+        import numpy as np
+
+        path = Path(path)
+        if path.suffix == ".npy":
+            try:
+                array = np.load(path, allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{path}: not a readable .npy file ({error})") from error
+        else:
+            contents = path.read_bytes()
+            if len(contents) not in _RAW:
+                raise ValueError(
+                    f"{path}: expected 65,536 integers of 2 or 4 bytes, which is 131,072 or "
+                    f"262,144 bytes; it has {len(contents):,}"
+                )
+            array = np.frombuffer(contents, _RAW[len(contents)][signed])
+        if array.size == 65536:
+            array = array.reshape(256, 256)
+        try:
+            return cls(array, signed=signed)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the operands."""
+        return torch.int8 if self.signed else torch.uint8
+
+    def on(self, device: torch.device) -> Tensor:
+        """The products, (256, 256) int32, on a device; kept there for the next call."""
+        if self.products.device != device:
+            self.products = self.products.to(device)
+        return self.products
+
+
+def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto") -> Tensor:
+    """The matrix product of 8-bit integers whose products are a table's; sums are exact.
+
+    Args:
+        a: (B, M, K), int8 for a signed table, uint8 for an unsigned one; any strides. The table's
+            first operand.
+        b: (B, K, N), likewise. Its second.
+        table: of the products.
+        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+
+    Returns:
+        (B, M, N), int32.
+
+    Raises:
+        ValueError: shapes that do not fit, or a K for which a sum could exceed int32.
+        TypeError: another dtype than the table's.
+        hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
+    """
+    if a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[2]) != tuple(b.shape[:2]):
+        raise ValueError(
+            f"b: expected (B, K, N) for a of shape (B, M, K), got {tuple(b.shape)} for "
+            f"{tuple(a.shape)}"
+        )
+    for name, t in (("a", a), ("b", b)):
+        if t.dtype != table.dtype:
+            kind = "a signed" if table.signed else "an unsigned"
+            raise TypeError(f"{name}: expected {table.dtype} for {kind} table, got {t.dtype}")
+    if b.device != a.device:
+        raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
+    if a.shape[2] * table.largest >= 2**31:
+        raise ValueError(
+            f"a: a sum of {a.shape[2]} products of up to {table.largest} could exceed int32; "
+            f"split it"
+        )
+    name = resolve("approx_matmul", impl, a.device.type)
+    if name not in TABLE_MATMUL:
+        if impl != "auto":
+            raise ImplementationError(
+                f"impl={impl} has no look-up tables; use impl=auto or impl=reference"
+            )
+        name = "reference"
+    return TABLE_MATMUL[name](a, b, table.on(a.device))

@@ -1,0 +1,65 @@
+// The matrix product of 8-bit integers whose products come from a table of all of them.
+//
+// B batch, M, N rows and columns of the product, K what it sums over.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "approx/problem.h"
+
+namespace hoconv::approx {
+namespace {
+
+constexpr int64_t kRows = 16;  // that share a copy of the right operand's rows
+
+bool is_byte(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Char || t.scalar_type() == ScalarType::Byte;
+}
+
+// out (B, M, N) int32, the sum over k of table[a[m, k] mod 256, b[k, n] mod 256].
+Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+  STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1),
+                  "b: expected (B, K, N) for a of shape (B, M, K)");
+  STD_TORCH_CHECK(is_byte(a) && is_byte(b), "a, b: expected int8 or uint8");
+  STD_TORCH_CHECK(
+      table.scalar_type() == ScalarType::Int && table.numel() == 65536 && table.is_contiguous(),
+      "table: expected 65,536 contiguous int32");
+  const int64_t B = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+  Tensor out = torch::stable::new_empty(table, {B, M, N});
+  const auto *left = static_cast<const uint8_t*>(a.const_data_ptr()),
+             *right = static_cast<const uint8_t*>(b.const_data_ptr());
+  const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
+  auto* target = static_cast<int32_t*>(out.data_ptr());
+  const int64_t blocks = (M + kRows - 1) / kRows;
+  torch::stable::parallel_for(0, B * blocks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> line(N);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t batch = i / blocks, first = i % blocks * kRows;
+      const int64_t rows = std::min(kRows, M - first);
+      int32_t* sums = target + (batch * M + first) * N;
+      std::fill(sums, sums + rows * N, 0);
+      for (int64_t k = 0; k < K; ++k) {
+        const uint8_t* source = right + batch * b.stride(0) + k * b.stride(1);
+        for (int64_t n = 0; n < N; ++n) line[n] = source[n * b.stride(2)];
+        for (int64_t m = 0; m < rows; ++m) {
+          const uint8_t factor =
+              left[batch * a.stride(0) + (first + m) * a.stride(1) + k * a.stride(2)];
+          const int32_t* of_factor = products + 256 * factor;
+          for (int64_t n = 0; n < N; ++n) sums[m * N + n] += of_factor[line[n]];
+        }
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace hoconv::approx
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
+  m.impl("approx_table_matmul.cpp", TORCH_BOX(&hoconv::approx::table_matmul));
+}

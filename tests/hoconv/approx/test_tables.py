@@ -1,0 +1,277 @@
+"""8-bit look-up tables: files, exact sums, quantised layers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
+from hoconv.approx.operator import MATMUL
+from hoconv.approx.ops import TABLE_MATMUL
+
+IMPLS = ("reference", "cpp")
+everywhere = pytest.mark.parametrize("impl", IMPLS)
+signs = pytest.mark.parametrize("signed", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> None:
+    impl = getattr(request.node, "callspec", None)
+    impl = impl.params.get("impl") if impl else None
+    if impl == "cpp" and (reason := MATMUL.implementations["cpp"].load()):
+        pytest.skip(reason)
+
+
+def integers(signed: bool) -> np.ndarray:
+    """All 8-bit integers, in the order of their bytes."""
+    return np.arange(256).astype(np.uint8).astype(np.int8 if signed else np.uint8).astype(np.int64)
+
+
+def exact(signed: bool) -> LookupTable:
+    values = integers(signed)
+    return LookupTable(values[:, None] * values, signed=signed)
+
+
+def random_table(signed: bool) -> LookupTable:
+    products = np.random.default_rng(0).integers(-(2**15), 2**15, (256, 256))
+    return LookupTable(products, signed=signed)
+
+
+def operands(table: LookupTable, *shape: int) -> Tensor:
+    return torch.randint(0, 256, shape).to(torch.uint8).view(table.dtype)
+
+
+# Files
+
+
+@signs
+@pytest.mark.parametrize("shape", [(256, 256), (65536,)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_reads_npy_files(tmp_path: Path, signed: bool, shape: Any, dtype: Any) -> None:
+    table = random_table(signed)
+    np.save(tmp_path / "table.npy", table.products.numpy().reshape(shape).astype(dtype))
+    read = LookupTable.load(tmp_path / "table.npy", signed=signed)
+    assert torch.equal(read.products, table.products)
+    assert read.signed == signed
+
+
+@signs
+@pytest.mark.parametrize("width", [2, 4])
+def test_reads_raw_files(tmp_path: Path, signed: bool, width: int) -> None:
+    products = exact(signed).products.numpy()
+    kind = "i" if signed or width == 4 else "u"
+    (tmp_path / "table.bin").write_bytes(products.astype(f"<{kind}{width}").tobytes())
+    read = LookupTable.load(tmp_path / "table.bin", signed=signed)
+    assert torch.equal(read.products, torch.from_numpy(products))
+
+
+def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.bin"
+    path.write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match=r"table\.bin: expected 65,536 integers .* it has 1,000"):
+        LookupTable.load(path, signed=True)
+    path = tmp_path / "table.npy"
+    path.write_bytes(b"no numpy file")
+    with pytest.raises(ValueError, match=r"table\.npy: not a readable \.npy file"):
+        LookupTable.load(path, signed=True)
+    for array, message in (
+        (np.zeros((128, 128), int), r"expected shape \(256, 256\), got \(128, 128\)"),
+        (np.zeros((256, 256)), "expected integers, got float64"),
+        (np.full((256, 256), 2**31), "expected numbers that fit int32, got 2147483648"),
+    ):
+        np.save(path, array)
+        with pytest.raises(ValueError, match=rf"table\.npy: products: {message}"):
+            LookupTable.load(path, signed=True)
+    np.save(path, np.array([{}]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"table\.npy: not a readable"):
+        LookupTable.load(path, signed=True)
+    with pytest.raises(FileNotFoundError):
+        LookupTable.load(tmp_path / "missing.npy", signed=True)
+
+
+# Matrix products
+
+
+@everywhere
+@signs
+def test_the_exact_table_multiplies_integers(impl: str, signed: bool) -> None:
+    table = exact(signed)
+    a, b = operands(table, 2, 5, 300), operands(table, 2, 300, 7)
+    out = table_matmul(a, b, table, impl=impl)
+    assert out.dtype == torch.int32
+    assert torch.equal(out.long(), a.long() @ b.long())
+
+
+@everywhere
+@settings(max_examples=40)
+@given(
+    sizes=st.tuples(*[st.integers(0, 2)] * 1, *[st.integers(0, 40)] * 3),
+    signed=st.booleans(),
+    transposed=st.booleans(),
+)
+def test_any_table_is_looked_up_by_bytes(
+    impl: str, sizes: Any, signed: bool, transposed: bool
+) -> None:
+    B, M, K, N = sizes
+    table = random_table(signed)
+    a = operands(table, B, K, M).mT if transposed else operands(table, B, M, K)
+    b = operands(table, B, K, N)
+    out = table_matmul(a, b, table, impl=impl)
+    rows, columns = (t.contiguous().view(torch.uint8).numpy().astype(int) for t in (a, b))
+    terms = table.products.numpy()[rows[..., None], columns[:, None]]
+    assert np.array_equal(out.numpy(), terms.sum(2))
+
+
+@everywhere
+def test_torch_library_finds_no_fault(impl: str) -> None:
+    table = random_table(True)
+    args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
+    torch.library.opcheck(TABLE_MATMUL[impl], args)
+
+
+def test_wrong_operands_are_refused_by_name() -> None:
+    table = exact(True)
+    a, b = operands(table, 1, 2, 3), operands(table, 1, 3, 2)
+    with pytest.raises(
+        TypeError, match=r"^a: expected torch\.int8 for a signed table, got torch.u"
+    ):
+        table_matmul(a.view(torch.uint8), b, table)
+    with pytest.raises(TypeError, match=r"^b: expected torch\.uint8 for an unsigned table, got"):
+        table_matmul(a.view(torch.uint8), b, exact(False))
+    with pytest.raises(ValueError, match=r"^b: expected \(B, K, N\) for a of shape"):
+        table_matmul(a, a, table)
+    huge = LookupTable(np.full((256, 256), 2**30), signed=True)
+    with pytest.raises(ValueError, match=r"^a: a sum of 3 products of up to 1073741824 could"):
+        table_matmul(a, b, huge)
+
+
+# Layers
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "padding": 1, "groups": 2}, {"groups": 4, "dilation": (2, 1)}]
+)
+def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
+    impl: str, signed: bool, options: Any
+) -> None:
+    layer = TableConv2d(4, 8, 3, table=exact(signed), observer="minmax", impl=impl, **options)
+    x = torch.randn(2, 4, 9, 8).requires_grad_()
+    out = layer(x)
+    x_grid, weight, (scale, zero), _ = layer.quantizer(x, layer.weight)
+    assert torch.equal(x_grid, ((x / scale).round() + zero - zero) * scale)
+    expected = nn.functional.conv2d(
+        x_grid, weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
+    )  # pyright: ignore
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (x, layer.weight), grad)
+    wanted = torch.autograd.grad(expected, (x, layer.weight), grad)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # 8 bits are close to the real thing.
+    real = nn.functional.conv2d(
+        x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
+    )  # pyright: ignore
+    assert (out - real).norm() < 0.03 * real.norm()
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
+def test_linear_with_the_exact_table_is_that_of_the_quantised_numbers(
+    impl: str, signed: bool, shape: Any
+) -> None:
+    layer = TableLinear(5, 4, table=exact(signed), impl=impl)
+    layer(torch.randn(20, 5))  # it knows a range
+    x = torch.randn(shape)
+    x_grid, weight, *_ = layer.eval().quantizer(x, layer.weight)
+    expected = nn.functional.linear(x_grid, weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_the_tables_first_operand_the_input() -> None:
+    products = np.zeros((256, 256), int)
+    products[255, :] = 1000  # the largest input
+    layer = TableLinear(1, 1, table=LookupTable(products, signed=False), bias=False)
+    layer.weight.data.fill_(1.0)
+    x = torch.tensor([[1.0], [0.0]])
+    scale = (1 / 255) ** 2
+    assert layer(x).flatten().tolist() == pytest.approx([1000 * scale, 0.0])
+
+
+def test_observers_follow_what_they_see_in_training() -> None:
+    batches = [torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 1.0])]
+    minmax, average = Observer("minmax"), Observer("moving_average", 0.25)
+    for batch in batches:
+        minmax(batch)
+        average(batch)
+    assert (minmax.least.item(), minmax.most.item()) == (-3.0, 2.0)
+    assert (average.least.item(), average.most.item()) == (-1.5, 1.75)
+    layer = TableLinear(2, 1, table=exact(True), observer="minmax")
+    for batch in batches:
+        layer(batch)
+    assert layer.quantizer.input.least == -3
+    layer.eval()(torch.tensor([-9.0, 9.0]))
+    assert layer.quantizer.input.least == -3
+    other = TableLinear(2, 1, table=exact(True))
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 2)
+    assert torch.equal(other.eval()(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_evaluation_without_a_known_range_is_refused() -> None:
+    layer = TableLinear(2, 1, table=exact(True)).eval()
+    with pytest.raises(RuntimeError, match=r"^input: its range is not known; train, or run some"):
+        layer(torch.zeros(1, 2))
+
+
+def test_numbers_outside_the_range_get_no_gradient() -> None:
+    layer = TableLinear(1, 1, table=exact(True), observer="minmax")
+    layer(torch.tensor([[-1.0], [1.0]]))
+    x = torch.tensor([[0.5], [3.0]]).requires_grad_()
+    layer.eval()(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad[0].abs() > 0
+    assert x.grad[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observer": "mean"}, "observer: expected 'minmax' or 'moving_average', got 'mean'"),
+        ({"momentum": 0.0}, "momentum: expected more than 0, up to 1; got 0.0"),
+    ],
+)
+def test_wrong_option_is_refused_by_name(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        TableLinear(1, 1, table=exact(True), **options)
+
+
+def test_learns_through_a_table() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 1, 6, 6)
+    labels = (x[:, 0, :3].sum((1, 2)) > x[:, 0, 3:].sum((1, 2))).long()
+    table = exact(True)
+    network = nn.Sequential(
+        TableConv2d(1, 4, 3, table=table), nn.ReLU(), nn.Flatten(), TableLinear(64, 2, table=table)
+    )
+    optimizer = torch.optim.Adam(network.parameters(), 0.01)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(network(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
