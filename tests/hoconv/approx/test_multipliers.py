@@ -146,6 +146,21 @@ def test_every_pair_of_mantissas_in_the_fast_form_of_a_matrix_product(
         assert torch.equal(bits(out), bits(expected))
 
 
+@matmul_everywhere
+@pytest.mark.parametrize("multiplier", LOGARITHMIC)
+def test_matrix_products_at_the_ends_of_the_exponents(place: Place, multiplier: str) -> None:
+    # Products just above and below the least normal number, and below and above the largest.
+    mantissas = torch.cat((torch.tensor([0, 2**22, 2**23 - 1]), torch.randint(0, 2**23, (60,))))
+    for total in (*range(123, 132), *range(376, 385)):
+        for exponent in (1, 5, 9, 63, 126):
+            if not 1 <= total - exponent <= 254:
+                continue
+            a, b = (floats((mantissas | e << 23).tolist()) for e in (exponent, total - exponent))
+            out = place.call(a[:, None].to(place.device), b[None].to(place.device), multiplier)
+            expected = MULTIPLIERS[multiplier].multiply(a[:, None], b[None])
+            assert torch.equal(bits(out), bits(expected)), (exponent, total)
+
+
 def test_one_times_one_shows_the_correction() -> None:
     one = torch.ones(())
     assert approx.multiply(one, one, "mbm32").item() == 1.078125
