@@ -33,7 +33,7 @@ struct Images {
   }
 };
 
-// Calls f(i0, i1, i2, offset) for the elements of three nested dimensions; returns the offsets.
+// The offsets of the elements of three nested dimensions, of sizes n and strides s.
 Ints nested(int64_t n0, int64_t s0, int64_t n1, int64_t s1, int64_t n2, int64_t s2,
             int64_t start = 0) {
   Ints offsets;
@@ -140,7 +140,7 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   p.check_grad(grad);
   Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
   const Images image = spread(p, grad);
-  const Ints& s = {image.strides[0], image.strides[1], image.strides[2], image.strides[3]};
+  const Ints s{image.strides[0], image.strides[1], image.strides[2], image.strides[3]};
   const auto* w = static_cast<const float*>(weight.const_data_ptr());
   // The first tap reads the last element of a window.
   const int64_t last = (p.R - 1) * p.dilation[0] * s[2] + (p.S - 1) * p.dilation[1] * s[3];
