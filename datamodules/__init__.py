@@ -1,1 +1,1 @@
-"""The data sets: one file, one LightningDataModule each."""
+"""The data sets: one file or folder, one LightningDataModule each."""

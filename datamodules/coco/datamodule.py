@@ -1,0 +1,209 @@
+"""COCO as a LightningDataModule: images, and per task the classes of their pixels or captions.
+
+B batch, S image size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from datamodules.coco.annotations import Annotations, Captions, Instances
+from datamodules.coco.captions import CaptionSet, Vocabulary, collate
+from datamodules.coco.pixels import Images, LabelMaps
+from datamodules.coco.sampling import SeededSampler
+from datamodules.coco.segmentation import SegmentationSet
+from datamodules.coco.skipped import Skipped, report
+from datamodules.images import DataNotFoundError
+
+TASKS = ("segmentation", "captions")
+YEARS = (2014, 2017)
+# Mean and standard deviation of ImageNet's pixels, red, green, blue, which the published weights of
+# backbones expect.
+PIXEL_MEAN = (123.675, 116.28, 103.53)
+PIXEL_STD = (58.395, 57.12, 57.375)
+
+
+class COCO(pl.LightningDataModule):
+    """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312) in its published layout.
+
+    Read are ``coco/{train,val}<year>/*.jpg`` and
+    ``coco/annotations/{instances,captions}_{train,val}<year>.json``, and nothing is written there.
+    The images of val both validate and test: COCO's test annotations are not public. Every image is
+    resized to a square and holds all that it shows.
+
+    Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32 with the mean
+    and variance of ImageNet's taken off. A damaged image or annotation is left out: a warning
+    counts them and names the first, `skipped` has them all.
+
+    Args:
+        data_dir: holds the folder ``coco``.
+        task: ``segmentation`` or ``captions``.
+        image_size: S, pixels.
+        batch_size: images a batch.
+        cache_dir: what is derived from the data is kept here: packed annotations, which images are
+            damaged, and, with `cache_images`, pixels.
+        cache_images: whether decoded images and label maps are kept on disk, so that decoding does
+            not slow the training down: 4 S^2 bytes an image, 25 GB for S = 224.
+        year: 2014 or 2017.
+        augment: whether training images are changed at random.
+        test_split: ``val``, or ``train`` to see how well the training images themselves are known.
+        min_count: how often a word must occur in the training captions to be in the vocabulary.
+        num_workers: processes that fetch batches; the batches do not depend on it.
+        seed: of the order of the training images and of what changes them.
+
+    Attributes:
+        skipped: name of a file or folder -> reason -> names of what was left out.
+        vocabulary: of the training captions; for the task ``captions``.
+
+    Raises:
+        ValueError: an argument out of its range.
+        DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, or
+            holds other categories than it should.
+        CacheError: there too: the cache cannot be written.
+    """
+
+    num_classes: ClassVar[int] = 81  # 80 categories and the background
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        task: str,
+        image_size: int,
+        batch_size: int,
+        cache_dir: str | Path,
+        cache_images: bool = False,
+        year: int = 2017,
+        augment: bool = True,
+        test_split: str = "val",
+        min_count: int = 5,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, allowed in (
+            ("task", task, TASKS),
+            ("year", year, YEARS),
+            ("test_split", test_split, ("val", "train")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+        for name, value in (("image_size", image_size), ("batch_size", batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        self.root = Path(data_dir).resolve() / "coco"
+        self.task = task
+        self.image_size = image_size
+        self.batch_size = batch_size
+        self.cache_dir = Path(cache_dir).resolve()
+        self.cache_images = cache_images
+        self.year = year
+        self.augment = augment
+        self.test_split = test_split
+        self.min_count = min_count
+        self.num_workers = num_workers
+        self.seed = seed
+        self.skipped: dict[str, Skipped] = {}
+        self.vocabulary: Vocabulary | None = None
+        self._sets: dict[str, SegmentationSet | CaptionSet] = {}
+
+    def prepare_data(self) -> None:
+        """Packs, checks and decodes, in one process of all: `setup` then finds it in the cache."""
+        for split in ("train", "val"):
+            self._images(split, self._annotations(split))
+            if self.task == "segmentation":
+                self._label_maps(split)
+
+    def setup(self, stage: str) -> None:
+        if self._sets:
+            return
+        annotations = {split: self._annotations(split) for split in ("train", "val")}
+        images = {split: self._images(split, read) for split, read in annotations.items()}
+        for split, read in annotations.items():
+            self._report(read.path.name, read.skipped)
+            self._report(images[split].folder.name, images[split].skipped)
+        evaluated = {"val": "val", "test": self.test_split}
+        if self.task == "segmentation":
+            self._sets["train"] = SegmentationSet(
+                images["train"], self._label_maps("train"), augment=self.augment
+            )
+            for stage, split in evaluated.items():
+                self._sets[stage] = SegmentationSet(images[split], self._label_maps(split))
+        else:
+            texts = {split: self._captions(split) for split in annotations}
+            self.vocabulary = Vocabulary(texts["train"].texts(), self.min_count)
+            for split in texts:
+                self._report(
+                    texts[split].path.name,
+                    {"the image has no caption": texts[split].images_without()},
+                )
+            self._sets["train"] = CaptionSet(
+                images["train"], texts["train"], self.vocabulary, augment=self.augment
+            )
+            for stage, split in evaluated.items():
+                self._sets[stage] = CaptionSet(
+                    images[split], texts[split], self.vocabulary, per_image=True
+                )
+
+    def train_dataloader(self) -> DataLoader:
+        return self._dataloader("train", sampler=SeededSampler(len(self._sets["train"]), self.seed))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._dataloader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._dataloader("test")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        mean, std = (
+            torch.tensor(values, device=batch.images.device).view(3, 1, 1)
+            for values in (PIXEL_MEAN, PIXEL_STD)
+        )
+        return batch._replace(images=batch.images.float().sub_(mean).div_(std))
+
+    def _annotations(self, split: str) -> Annotations:
+        return self._instances(split) if self.task == "segmentation" else self._captions(split)
+
+    def _instances(self, split: str) -> Instances:
+        path = self.root / "annotations" / f"instances_{split}{self.year}.json"
+        instances = Instances(path, self.cache_dir)
+        if len(instances.categories) != self.num_classes - 1:
+            raise DataNotFoundError(
+                f"{path} has {len(instances.categories)} categories, expected "
+                f"{self.num_classes - 1}: it is not the published file"
+            )
+        return instances
+
+    def _captions(self, split: str) -> Captions:
+        path = self.root / "annotations" / f"captions_{split}{self.year}.json"
+        return Captions(path, self.cache_dir)
+
+    def _images(self, split: str, annotations: Annotations) -> Images:
+        folder = self.root / f"{split}{self.year}"
+        return Images(folder, annotations, self.image_size, self.cache_dir, self.cache_images)
+
+    def _label_maps(self, split: str) -> LabelMaps:
+        instances = self._instances(split)
+        return LabelMaps(instances, self.image_size, self.cache_dir, self.cache_images)
+
+    def _report(self, what: str, skipped: Skipped) -> None:
+        if skipped := {reason: names for reason, names in skipped.items() if names}:
+            self.skipped[what] = skipped
+            report(what, skipped)
+
+    def _dataloader(self, stage: str, **options: Any) -> DataLoader:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            self._sets[stage],
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=on_gpu,
+            generator=torch.Generator().manual_seed(self.seed),
+            collate_fn=collate if self.task == "captions" else None,
+            **options,
+        )

@@ -1,0 +1,224 @@
+"""Images and label maps of a split at training resolution: decoded when asked for, or kept on disk.
+
+Every image is decoded once before the first training on it, so that a damaged one is known by name
+then, and does not stop a worker hours later. What was found is remembered; with `keep` so are the
+pixels. N images, S image size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_image, read_file
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from datamodules.coco.annotations import Annotations, Instances
+from datamodules.coco.cache import Entry, entry
+from datamodules.coco.skipped import Skipped
+from datamodules.images import DataNotFoundError
+
+T = TypeVar("T")
+FORMAT = 1  # of what is kept; part of its key
+
+
+class UnreadableImageError(Exception):
+    """What is wrong with an image file."""
+
+
+def decode(path: Path, *, upright: bool = False) -> Tensor:
+    """An image file as (3, H, W) uint8, RGB; greyscale, palette and CMYK are converted.
+
+    Args:
+        path: JPEG, PNG, GIF or WebP.
+        upright: whether to turn it as its EXIF orientation says.
+
+    Raises:
+        UnreadableImageError: missing, empty, truncated, or none of these formats.
+    """
+    if not path.is_file():
+        raise UnreadableImageError("the file is missing")
+    if path.stat().st_size == 0:
+        raise UnreadableImageError("the file is empty")
+    try:
+        image = decode_image(
+            read_file(str(path)), ImageReadMode.RGB, apply_exif_orientation=upright
+        )
+    except RuntimeError as error:
+        # The message begins with a source file of torchvision's.
+        reason = re.sub(r"^\w+, \S+, ", "", str(error).splitlines()[0])
+        raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
+    return image[0] if image.dim() == 4 else image  # the first frame of an animation
+
+
+def resized(image: Tensor, image_size: int) -> Tensor:
+    """(3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
+    return F.resize(image, [image_size, image_size], antialias=True)
+
+
+class Images:
+    """The images of a split, (3, S, S) uint8 by their index in the annotation file.
+
+    Args:
+        folder: of the image files.
+        annotations: which images, and how large each is.
+        image_size: S.
+        cache_dir: where it is remembered which files are damaged.
+        keep: whether the decoded images are kept there too.
+
+    Attributes:
+        usable: indices of the images that can be decoded.
+        skipped: the names of the others, by reason.
+
+    Raises:
+        DataNotFoundError: not one can be decoded.
+    """
+
+    def __init__(
+        self, folder: Path, annotations: Annotations, image_size: int, cache_dir: Path, keep: bool
+    ) -> None:
+        self.folder = folder
+        self.annotations = annotations
+        self.image_size = image_size
+        source = {"format": FORMAT, "files": self._files()}
+        if keep:
+            source["image_size"] = image_size
+            size = len(annotations) * 3 * image_size**2
+            record = entry(cache_dir, "images", source, self._keep, size)
+        else:
+            record = entry(cache_dir, "checked", source, self._check)
+        self._kept = record if keep else None
+        self.skipped: Skipped = record.json("skipped")
+        skipped = {name for names in self.skipped.values() for name in names}
+        self.usable = np.flatnonzero([str(n) not in skipped for n in annotations.file_names])
+        if len(self.usable) == 0:
+            raise self._nothing("can be decoded")
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._kept is not None:
+            return torch.from_numpy(self._kept["images"][index].copy())
+        return resized(self._decode(index), self.image_size)
+
+    def _files(self) -> str:
+        """Stands for the files as they are now: another size or time is another file."""
+        found = {e.name: e.stat() for e in os.scandir(self.folder)} if self.folder.is_dir() else {}
+        digest = hashlib.sha256()
+        names, sizes = self.annotations.file_names.tolist(), self.annotations.sizes.tolist()
+        if found.keys().isdisjoint(names):
+            raise self._nothing("is there")
+        for name, size in zip(names, sizes, strict=True):
+            stat = found.get(name)
+            identity = (name, size, stat and (stat.st_size, stat.st_mtime_ns))
+            digest.update(repr(identity).encode())
+        return digest.hexdigest()
+
+    def _nothing(self, what: str) -> DataNotFoundError:
+        return DataNotFoundError(
+            f"none of the {len(self.annotations):,} images that {self.annotations.path} names "
+            f"{what} in {self.folder}; `python scripts/prepare_data.py coco` downloads them"
+        )
+
+    def _decode(self, index: int) -> Tensor:
+        image = decode(self.folder / str(self.annotations.file_names[index]))
+        if image.shape[1:] != (size := tuple(self.annotations.sizes[index].tolist())):
+            height, width = image.shape[1:]
+            raise UnreadableImageError(
+                f"the image is {width} x {height}, annotated as {size[1]} x {size[0]}"
+            )
+        return image
+
+    def _check(self, folder: Path) -> None:
+        self._write_skipped(folder, self._decode, f"Checking {self.folder.name}")
+
+    def _keep(self, folder: Path) -> None:
+        shape = (len(self.annotations), 3, self.image_size, self.image_size)
+        images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
+
+        def keep(index: int) -> None:
+            images[index] = resized(self._decode(index), self.image_size).numpy()
+
+        self._write_skipped(folder, keep, f"Decoding {self.folder.name}")
+        images.flush()
+
+    def _write_skipped(self, folder: Path, visit: Callable[[int], object], title: str) -> None:
+        """Visits every image, and writes down those that could not be read."""
+
+        def problem(index: int) -> str | None:
+            try:
+                visit(index)
+            except UnreadableImageError as error:
+                return str(error)
+            return None
+
+        skipped: dict[str, list[str]] = {}
+        for index, reason in enumerate(_in_threads(problem, len(self.annotations), title)):
+            if reason is not None:
+                name = str(self.annotations.file_names[index])
+                skipped.setdefault(reason, []).append(name)
+        (folder / "skipped.json").write_text(json.dumps(skipped, indent=1))
+
+
+class LabelMaps:
+    """The classes of the pixels of a split, (S, S) uint8 by their index in the annotation file.
+
+    Args:
+        instances: whose masks are drawn.
+        image_size: S.
+        cache_dir, keep: where label maps are kept, and whether they are.
+    """
+
+    def __init__(self, instances: Instances, image_size: int, cache_dir: Path, keep: bool) -> None:
+        self.instances = instances
+        self.image_size = image_size
+        self._kept: Entry | None = None
+        if keep:
+            source = {
+                "format": FORMAT,
+                "annotations": instances.packed.folder.name,
+                "image_size": image_size,
+            }
+            size = len(instances) * image_size**2
+            self._kept = entry(cache_dir, "labels", source, self._keep, size)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._kept is not None:
+            return torch.from_numpy(self._kept["labels"][index].copy())
+        labels = torch.from_numpy(self.instances.label_map(index))
+        nearest = InterpolationMode.NEAREST_EXACT
+        return F.resize(labels[None], [self.image_size] * 2, interpolation=nearest)[0]
+
+    def _keep(self, folder: Path) -> None:
+        shape = (len(self.instances), self.image_size, self.image_size)
+        labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.uint8, shape)
+
+        def keep(index: int) -> None:
+            labels[index] = self[index].numpy()
+
+        for _ in _in_threads(keep, len(self.instances), f"Drawing {self.instances.path.stem}"):
+            pass
+        labels.flush()
+
+
+def _in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
+    """`visit` of 0, ..., count - 1, in order; a bar in a terminal, a line elsewhere.
+
+    Decoding lets go of Python's lock.
+    """
+    terminal = Console().is_terminal
+    if not terminal:
+        print(f"{title}: {count:,}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(visit, range(count))
+        yield from track(results, title, total=count, disable=not terminal)

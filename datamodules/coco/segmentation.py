@@ -1,0 +1,54 @@
+"""Images with the class of every pixel. B batch, S image size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from datamodules.coco.pixels import Images, LabelMaps
+
+
+class SegmentationBatch(NamedTuple):
+    """Images (B, 3, S, S), and the class of every pixel (B, S, S): 0 is the background, 255 counts
+    in no loss and no metric."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class SegmentationSet(Dataset[SegmentationBatch]):
+    """The readable images of a split, with and without instances: what shows none is background.
+
+    An item is an image (3, S, S) and its labels (S, S), both uint8: as they are for an index,
+    changed at random (a crop of at least half the area, mirrored half the time) for an index and a
+    seed, with `augment`.
+    """
+
+    def __init__(self, images: Images, label_maps: LabelMaps, *, augment: bool = False) -> None:
+        self.images = images
+        self.label_maps = label_maps
+        self.augment = augment
+        self.augmentation = v2.Compose(
+            [
+                v2.RandomResizedCrop(images.image_size, scale=(0.5, 1.0), antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.images.usable)
+
+    def __getitem__(self, item: int | tuple[int, int]) -> SegmentationBatch:
+        index, seed = item if isinstance(item, tuple) else (item, None)
+        number = int(self.images.usable[index])
+        image, labels = self.images[number], self.label_maps[number]
+        if seed is not None and self.augment:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                image, labels = self.augmentation(tv_tensors.Image(image), tv_tensors.Mask(labels))
+        return SegmentationBatch(image.as_subclass(Tensor), labels.as_subclass(Tensor))

@@ -1,0 +1,218 @@
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pycocotools import mask as rle_format
+
+from datamodules.coco.annotations import IGNORE, Captions, Instances
+from datamodules.images import DataNotFoundError
+from tests.datamodules.coco.files import Split, rectangle
+
+HEIGHT, WIDTH = 8, 10
+
+
+def label_map(split: Split, tmp_path) -> np.ndarray:
+    """Of the only image of a split."""
+    split.write()
+    instances = Instances(split.file("instances"), tmp_path / "cache")
+    assert len(instances) == 1
+    return instances.label_map(0)
+
+
+def run_lengths(mask: np.ndarray) -> list[int]:
+    """Uncompressed RLE as in COCO's files: column by column, zeros first."""
+    flat = mask.T.ravel()
+    changes = np.flatnonzero(np.diff(flat)) + 1
+    bounds = [0, *changes, flat.size]
+    lengths = np.diff(bounds).tolist()
+    return [0, *lengths] if flat[0] else lengths
+
+
+boxes = st.tuples(
+    st.integers(0, WIDTH - 1), st.integers(0, HEIGHT - 1), st.integers(1, WIDTH),
+    st.integers(1, HEIGHT), st.sampled_from([3, 18]),
+)  # fmt: skip
+
+
+@given(drawn=st.lists(boxes, min_size=1, max_size=5))
+def test_the_smaller_of_two_instances_is_in_front(tmp_path_factory, drawn):
+    tmp_path = tmp_path_factory.mktemp("boxes")
+    split = Split(tmp_path / "data")
+    image = split.image(height=HEIGHT, width=WIDTH)
+    masks = []
+    for x, y, width, height, category in drawn:
+        width, height = min(width, WIDTH - x), min(height, HEIGHT - y)
+        split.instance(image, rectangle(x, y, width, height), category)
+        mask = np.zeros((HEIGHT, WIDTH), bool)
+        mask[y : y + height, x : x + width] = True
+        masks.append((mask, 1 if category == 3 else 2))
+    expected = np.zeros((HEIGHT, WIDTH), np.uint8)
+    for mask, label in sorted(masks, key=lambda m: -m[0].sum()):
+        expected[mask] = label
+    np.testing.assert_array_equal(label_map(split, tmp_path), expected)
+
+
+def test_a_crowd_counts_in_nothing_but_where_an_instance_is(split, tmp_path):
+    image = split.image(height=HEIGHT, width=WIDTH)
+    crowd = np.zeros((HEIGHT, WIDTH), np.uint8)
+    crowd[2:6, 3:9] = 1
+    split.instance(image, rectangle(4, 3, 2, 2), category=18)
+    split.instance(
+        image, {"size": [HEIGHT, WIDTH], "counts": run_lengths(crowd)}, category=3, crowd=1
+    )
+    expected = np.where(crowd, IGNORE, 0)
+    expected[3:5, 4:6] = 2
+    np.testing.assert_array_equal(label_map(split, tmp_path), expected)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_run_lengths_are_drawn_as_they_are(split, tmp_path, compressed):
+    image = split.image(height=HEIGHT, width=WIDTH)
+    mask = (np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) % 3 == 0).astype(np.uint8)
+    counts = run_lengths(mask)
+    if compressed:
+        encoded: Any = rle_format.encode(np.asfortranarray(mask))
+        counts = encoded["counts"].decode()
+    split.instance(image, {"size": [HEIGHT, WIDTH], "counts": counts}, category=18)
+    np.testing.assert_array_equal(label_map(split, tmp_path), 2 * mask)
+
+
+@pytest.mark.parametrize(
+    ("polygon", "rows", "columns"),
+    [
+        (rectangle(0, 0, WIDTH, HEIGHT), slice(None), slice(None)),
+        (rectangle(-2, -3, 5, 6), slice(0, 3), slice(0, 3)),
+        (rectangle(WIDTH - 2, HEIGHT - 1, 2, 1), slice(HEIGHT - 1, None), slice(WIDTH - 2, None)),
+        (rectangle(WIDTH - 2, 1, 6, 2), slice(1, 3), slice(WIDTH - 2, None)),
+    ],
+    ids=["the whole image", "over the corner", "in the corner", "over the right border"],
+)
+def test_instances_on_the_border_are_cut_off_there(split, tmp_path, polygon, rows, columns):
+    split.instance(split.image(height=HEIGHT, width=WIDTH), polygon)
+    expected = np.zeros((HEIGHT, WIDTH), np.uint8)
+    expected[rows, columns] = 1
+    np.testing.assert_array_equal(label_map(split, tmp_path), expected)
+
+
+def test_several_polygons_are_one_instance(split, tmp_path):
+    polygons = rectangle(0, 0, 2, 2) + rectangle(5, 5, 2, 2) + [[1.0, 1.0, 2.0, 2.0]]
+    split.instance(split.image(height=HEIGHT, width=WIDTH), polygons)
+    assert label_map(split, tmp_path).sum() == 8, "a polygon of two points is left out"
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "category", "reason"),
+    [
+        (rectangle(0, 0, 2, 2), 0, "the category is not one of the file's"),
+        (None, 3, "there is no mask"),
+        ([], 3, "there is no mask"),
+        ([[1, 2, 3, 4]], 3, "no polygon has three points"),
+        ([[1, 2, 3, 4, 5, 6, 7]], 3, "no polygon has three points"),
+        ([[1, 2, 3, float("nan"), 5, 6]], 3, "a polygon is far outside the image"),
+        ([[1, 2, 3, 4, 5, 1e9]], 3, "a polygon is far outside the image"),
+        ({"size": [8, 9], "counts": [72]}, 3, "the mask is not of the image's size"),
+        ({"size": [8, 10], "counts": [10, 90]}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": [90, -10]}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": []}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": "oooooo0"}, 3, "do not add up to the image"),
+    ],
+)
+def test_a_damaged_instance_is_left_out_by_name(split, tmp_path, segmentation, category, reason):
+    image = split.image(height=HEIGHT, width=WIDTH)
+    damaged = split.instance(image, segmentation, category)
+    split.instance(image, rectangle(1, 1, 2, 2), 18)
+    assert label_map(split, tmp_path).sum() == 8, "the other instance is drawn"
+    ((found, names),) = Instances(split.file("instances"), tmp_path / "cache").skipped.items()
+    assert reason in found
+    assert names == [f"annotation {damaged} of {split.images[0]['file_name']}"]
+
+
+def test_an_instance_of_no_image_is_left_out(split, tmp_path):
+    split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2))
+    lost = split.instance(77, rectangle(1, 1, 2, 2))
+    label_map(split, tmp_path)
+    skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
+    assert skipped == {"the image is not one of the file's": [f"annotation {lost}"]}
+
+
+def test_images_are_in_the_order_of_their_ids(split, tmp_path):
+    for i in range(3):
+        split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(0, 0, i + 1, 1))
+    split.write()
+    instances = Instances(split.file("instances"), tmp_path / "cache")
+    assert instances.file_names.tolist() == sorted(i["file_name"] for i in split.images)
+    assert [int(instances.label_map(i).sum()) for i in range(3)] == [3, 2, 1]
+    assert instances.categories == ["cat", "dog"]
+    assert instances.category_ids == [3, 18]
+
+
+@pytest.mark.parametrize("kind", ["instances", "captions"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "{}",
+        lambda text: "[]",
+        lambda text: json.dumps(json.loads(text) | {"images": []}),
+        lambda text: json.dumps(json.loads(text) | {"annotations": []}),
+        lambda text: json.dumps(json.loads(text) | {"annotations": [{"id": 1}]}),
+        lambda text: json.dumps(json.loads(text) | {"images": [{"id": 1}]}),
+    ],
+    ids=["no bytes", "cut", "{}", "[]", "no images", "no annotations", "annotation", "image"],
+)
+def test_a_damaged_file_is_named(split, tmp_path, kind, damage):
+    image = split.image()
+    split.instance(image, rectangle(1, 1, 2, 2))
+    split.caption(image, "a cat")
+    split.write()
+    path = split.file(kind)
+    path.write_text(damage(path.read_text()))
+    read = Instances if kind == "instances" else Captions
+    for _ in range(2):  # nothing of it is kept
+        with pytest.raises(DataNotFoundError, match=f"{path} is damaged"):
+            read(path, tmp_path / "cache")
+
+
+def test_a_missing_file_is_named_with_what_to_do(split, tmp_path):
+    with pytest.raises(DataNotFoundError) as caught:
+        Instances(split.file("instances"), tmp_path / "cache")
+    message = str(caught.value)
+    assert str(split.file("instances")) in message
+    assert "prepare_data.py" in message
+    assert "HOCONV_DATA_DIR" in message
+
+
+def test_captions_keep_their_image_and_empty_ones_are_left_out(split, tmp_path):
+    first, second, third = split.image(), split.image(), split.image()
+    split.caption(second, "Ein größerer Hund")
+    split.caption(first, "a cat")
+    empty = split.caption(first, "  ")
+    split.caption(second, "a dog")
+    split.write()
+    captions = Captions(split.file("captions"), tmp_path / "cache")
+    names = {image["id"]: image["file_name"] for image in split.images}
+    found = {name: captions.of_image(i) for i, name in enumerate(captions.file_names.tolist())}
+    assert found == {
+        names[first]: ["a cat"],
+        names[second]: ["Ein größerer Hund", "a dog"],
+        names[third]: [],
+    }
+    assert captions.images_without() == [names[third]]
+    assert captions.skipped == {"the caption is empty": [f"annotation {empty} of {names[first]}"]}
+
+
+def test_a_copy_for_a_worker_carries_no_arrays(split, tmp_path):
+    image = split.image(height=HEIGHT, width=WIDTH)
+    for _ in range(2000):
+        split.instance(image, rectangle(1, 1, 2, 2))
+    split.write()
+    instances = Instances(split.file("instances"), tmp_path / "cache")
+    instances.label_map(0)
+    copy = pickle.dumps(instances)
+    assert len(copy) < 2000
+    np.testing.assert_array_equal(pickle.loads(copy).label_map(0), instances.label_map(0))
