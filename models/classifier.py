@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytorch_lightning as pl
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-WARMUP_FRACTION = 0.1
+from models.optimizer import adamw
 
 
 class Classifier(pl.LightningModule):
@@ -59,20 +58,5 @@ class Classifier(pl.LightningModule):
         self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=len(labels))
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
-    def configure_optimizers(self) -> dict:
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
-        )
-        total = int(self.trainer.estimated_stepping_batches)
-        warmup = max(1, round(WARMUP_FRACTION * total))
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / (warmup + 1)
-            return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+    def configure_optimizers(self) -> Any:
+        return adamw(self, self.learning_rate, self.weight_decay)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d
+from models.blocks import conv_bn_relu
 
 
 class CNN(nn.Module):
@@ -63,12 +64,3 @@ class CNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x))
-
-
-def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
-    """A 3 x 3 convolution, batch normalisation and a ReLU; H and W stay."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(inplace=True),
-    )

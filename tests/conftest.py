@@ -1,7 +1,14 @@
 """What all tests share: the same random numbers every time, and no test that cannot run here."""
 
+import csv
+import json
 import os
+import signal
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 # Threads that wait must not spin: the tests share their cores with other processes. OpenMP reads
 # this when it is loaded, and so do the processes that tests start.
@@ -50,3 +57,54 @@ def place(request: pytest.FixtureRequest) -> Place:
     if reason := place.obstacle():
         pytest.skip(reason)
     return place
+
+
+@dataclass
+class Run:
+    exit_code: int
+    folder: Path
+    out: str
+    err: str
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.folder / "results.json").read_text())
+
+    @property
+    def losses(self) -> list[str]:
+        """As text: equal means equal to the last bit."""
+        with (self.folder / "losses.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+        return [row["loss"] for row in rows]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capfd):
+    """Runs train.py in this process, its folder and those of a sweep's jobs in tmp_path."""
+    import train
+
+    count = 0
+
+    def run(*overrides: str) -> Run:
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"run{count}"
+        where = (
+            f"hydra.run.dir={folder}",
+            f"hydra.sweep.dir={folder}",
+            "hydra.sweep.subdir=${hydra:job.num}",
+        )
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides, *where])
+        monkeypatch.setattr(train, "failed_jobs", [])
+        code = 0
+        try:
+            train.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        out, err = capfd.readouterr()
+        return Run(code or int(bool(train.failed_jobs)), folder, out, err)
+
+    interrupt = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after an interrupt

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,55 +20,6 @@ from models.classifier import Classifier
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
 CONF = Path(train.__file__).parent / "conf"
-
-
-@dataclass
-class Run:
-    exit_code: int
-    folder: Path
-    out: str
-    err: str
-
-    @property
-    def results(self) -> dict[str, Any]:
-        return json.loads((self.folder / "results.json").read_text())
-
-    @property
-    def losses(self) -> list[str]:
-        """As text: equal means equal to the last bit."""
-        with (self.folder / "losses.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
-        return [row["loss"] for row in rows]
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path, capfd):
-    """Runs train.py in this process, its folder and those of a sweep's jobs in tmp_path."""
-    count = 0
-
-    def run(*overrides: str) -> Run:
-        nonlocal count
-        count += 1
-        folder = tmp_path / f"run{count}"
-        where = (
-            f"hydra.run.dir={folder}",
-            f"hydra.sweep.dir={folder}",
-            "hydra.sweep.subdir=${hydra:job.num}",
-        )
-        monkeypatch.setattr(sys, "argv", ["train.py", *overrides, *where])
-        monkeypatch.setattr(train, "failed_jobs", [])
-        code = 0
-        try:
-            train.main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        out, err = capfd.readouterr()
-        return Run(code or int(bool(train.failed_jobs)), folder, out, err)
-
-    interrupt = signal.getsignal(signal.SIGINT)
-    yield run
-    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after an interrupt
 
 
 def test_a_run_leaves_results_losses_configuration_and_checkpoint(run):

@@ -1,0 +1,27 @@
+"""How the models are optimised."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+WARMUP_FRACTION = 0.1
+
+
+def adamw(model: pl.LightningModule, learning_rate: float, weight_decay: float) -> Any:
+    """AdamW, and a learning rate that rises linearly to its peak for a tenth of the trainer's
+    steps, then falls as a cosine; for ``configure_optimizers``."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    total = int(model.trainer.estimated_stepping_batches)
+    warmup = max(1, round(WARMUP_FRACTION * total))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
