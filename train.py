@@ -21,16 +21,24 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from datamodules.coco.cache import CacheError
 from datamodules.images import DataNotFoundError
 from hoconv.implementations import ImplementationError, choose
 from hoconv.lightning import Throughput
 from hoconv.operators import layers
+from models.backbone import WeightsNotFoundError
 from reporting import console, loggers
 from reporting.losses import LossRecord
 from reporting.results import Results
 
 ROOT = Path(__file__).resolve().parent
-USER_ERRORS = (DataNotFoundError, ImplementationError, MisconfigurationException)
+USER_ERRORS = (
+    CacheError,
+    DataNotFoundError,
+    ImplementationError,
+    MisconfigurationException,
+    WeightsNotFoundError,
+)
 
 # ${project:x} is a path in the project; ${attribute:module.Class,x} is what a class declares.
 OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path))
@@ -85,6 +93,10 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
 
     data = instantiate(config.data)  # reads nothing yet
     model = instantiate(config.model)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if config.compile:
+        model.network.compile()
     logger = instantiate(config.logger) if config.logger else False
     throughput = Throughput()
     checkpoint = ModelCheckpoint(run_dir / "checkpoints", **config.checkpoint)

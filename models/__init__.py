@@ -1,1 +1,1 @@
-"""The networks, one file each, and the LightningModules that train them, one per task."""
+"""The networks, the LightningModules that train them, one per task, and what these predict."""

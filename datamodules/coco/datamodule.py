@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.coco.annotations import Annotations, Captions, Instances
@@ -85,8 +86,12 @@ class COCO(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if task not in TASKS:
+            raise ValueError(
+                f"task: expected one of {TASKS}, got {task!r}; the model chooses it: "
+                "model=segmentation"
+            )
         for name, value, allowed in (
-            ("task", task, TASKS),
             ("year", year, YEARS),
             ("test_split", test_split, ("val", "train")),
         ):
@@ -159,11 +164,13 @@ class COCO(pl.LightningDataModule):
         return self._dataloader("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        mean, std = (
-            torch.tensor(values, device=batch.images.device).view(3, 1, 1)
-            for values in (PIXEL_MEAN, PIXEL_STD)
-        )
+        mean, std = _normalisation(batch.images.device)
         return batch._replace(images=batch.images.float().sub_(mean).div_(std))
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Normalised images as they were, (B, 3, S, S) uint8."""
+        mean, std = _normalisation(images.device)
+        return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
 
     def _annotations(self, split: str) -> Annotations:
         return self._instances(split) if self.task == "segmentation" else self._captions(split)
@@ -207,3 +214,8 @@ class COCO(pl.LightningDataModule):
             collate_fn=collate if self.task == "captions" else None,
             **options,
         )
+
+
+def _normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
+    return mean, std

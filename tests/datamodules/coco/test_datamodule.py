@@ -143,6 +143,7 @@ def test_other_categories_than_coco_s_are_an_error(both, tmp_path):
     ("arguments", "message"),
     [
         ({"task": "detection"}, "task: expected one of .*'segmentation'.*got 'detection'"),
+        ({"task": None}, "task: .*got None.*model=segmentation"),
         ({"year": 2015}, "year: expected one of .*2014.*got 2015"),
         ({"test_split": "test"}, "test_split: expected one of"),
         ({"image_size": 0}, "image_size: expected at least 1, got 0"),

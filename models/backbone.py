@@ -1,0 +1,110 @@
+"""Encoders: an image in, feature maps at falling resolutions out.
+
+B batch, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models import ResNet
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from models.blocks import conv_bn_relu
+
+
+class WeightsNotFoundError(FileNotFoundError):
+    """Published weights are neither on this machine nor can be downloaded; says what to do."""
+
+
+class Encoder(nn.Module):
+    """A convolution at full resolution, then pairs of them at half, quarter and eighth.
+
+    Args:
+        width: channels of the first, doubled at each following resolution.
+
+    Attributes:
+        channels: of each feature map, from the finest.
+
+    Shape: (B, 3, H, W) to four maps; H and W at least 8.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.channels = [width, 2 * width, 4 * width, 8 * width]
+        self.stages = nn.ModuleList([conv_bn_relu(3, width)])
+        for before, after in pairwise(self.channels):
+            self.stages.append(
+                nn.Sequential(
+                    nn.MaxPool2d(2), conv_bn_relu(before, after), conv_bn_relu(after, after)
+                )
+            )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        features = []
+        for stage in self.stages:
+            x = stage(x)
+            features.append(x)
+        return features
+
+
+class Backbone(nn.Module):
+    """A ResNet of torchvision's with published weights: the image itself, then the feature maps at
+    strides 2, 4, 8, 16 and 32.
+
+    Args:
+        weights: as torchvision names them: ``ResNet18_Weights.DEFAULT``.
+
+    Attributes:
+        channels: of each map, from the finest.
+
+    Raises:
+        ValueError: `weights` names none of a ResNet's.
+        WeightsNotFoundError: they are not in torch's hub folder and cannot be downloaded.
+    """
+
+    def __init__(self, weights: str) -> None:
+        super().__init__()
+        network = _load(weights)
+        stages = ["relu", "layer1", "layer2", "layer3", "layer4"]
+        self.stages = create_feature_extractor(network, stages)
+        with torch.no_grad():
+            self.stages.eval()
+            maps = self.stages(torch.zeros(1, 3, 32, 32)).values()
+            self.stages.train()
+        self.channels = [3, *(features.shape[1] for features in maps)]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x, *self.stages(x).values()]
+
+
+def _load(weights: str) -> ResNet:
+    resnets = [
+        name
+        for name in torchvision.models.list_models(torchvision.models)
+        if "res" in name and "net" in name
+    ]
+    families = {torchvision.models.get_model_weights(name).__name__: name for name in resnets}
+    family, _, version = weights.partition(".")
+    try:
+        chosen = torchvision.models.get_model_weights(families[family])[version]
+    except KeyError:
+        raise ValueError(
+            f"weights: expected <family>.DEFAULT or another version of one of "
+            f"{', '.join(sorted(families))}; got {weights!r}"
+        ) from None
+    try:
+        network = torchvision.models.get_model(families[family], weights=chosen)
+    except (OSError, RuntimeError) as error:  # no network; a wrong hash
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        raise WeightsNotFoundError(
+            f"the weights {weights} are not in {folder} and could not be downloaded from "
+            f"{chosen.url} ({error}). Put the file there, or train from random weights with "
+            "model.weights=null"
+        ) from error
+    assert isinstance(network, ResNet)
+    return network

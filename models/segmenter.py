@@ -1,0 +1,116 @@
+"""Training a network to label every pixel. B batch, H height, W width, K classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from datamodules.coco.annotations import IGNORE
+from models.optimizer import adamw
+from reporting.pictures import SegmentationPictures
+
+
+class Segmenter(pl.LightningModule):
+    """Cross-entropy over the pixels that are labelled, AdamW with warm-up and cosine.
+
+    A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
+    nothing. Logs ``train/loss`` per step; for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the
+    intersection over union of each class over all images, then the mean of the classes that occur)
+    and ``pixel_accuracy``. Pictures of the validation go to ``pictures/`` and to W&B.
+
+    Args:
+        network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
+        num_classes: K, background included.
+        learning_rate: its peak.
+        weight_decay: of AdamW.
+        weights: published weights that the network starts from, or None.
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., nn.Module],
+        num_classes: int,
+        learning_rate: float,
+        weight_decay: float,
+        weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network(weights=weights)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        options: Any = {
+            "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
+        }  # fmt: skip
+        metrics = MetricCollection(
+            {
+                "mean_iou": MulticlassJaccardIndex(average="macro", **options),
+                "pixel_accuracy": MulticlassAccuracy(average="micro", **options),
+            }
+        )
+        self.val_metrics = metrics.clone(prefix="val/")
+        self.test_metrics = metrics.clone(prefix="test/")
+
+    def configure_callbacks(self) -> Sequence[pl.Callback]:
+        return [SegmentationPictures()]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images.to(self.dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = _checked(batch)
+        loss = pixel_cross_entropy(self(images), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._evaluate("val", batch, self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch, self.test_metrics)
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self, self.learning_rate, self.weight_decay)
+
+    def _evaluate(
+        self, stage: str, batch: tuple[Tensor, Tensor], metrics: MetricCollection
+    ) -> Tensor:
+        """The predicted classes, (B, H, W)."""
+        images, labels = _checked(batch)
+        logits = self(images)
+        predicted = logits.argmax(1)
+        metrics(predicted, labels)
+        loss = pixel_cross_entropy(logits, labels)
+        self.log(f"{stage}/loss", loss, batch_size=len(labels))
+        self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
+        return predicted
+
+
+def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the pixels that are not 255; 0 where there are none.
+
+    Args:
+        logits: (B, K, H, W).
+        labels: (B, H, W) int64.
+    """
+    # Pixels as rows: the loss over images has no deterministic implementation on a GPU.
+    rows = logits.movedim(1, -1).flatten(0, -2)
+    total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return total / (labels != IGNORE).sum().clamp(min=1)
+
+
+def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    if labels.dim() != 3:
+        raise MisconfigurationException(
+            f"data: expected a class for every pixel, labels (B, H, W); got {tuple(labels.shape)}. "
+            "Use data=coco or data=coco_tiny with model=segmentation"
+        )
+    return images, labels.to(torch.int64)

@@ -1,0 +1,136 @@
+"""python train.py with the segmentation model, on the generated data set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import hoconv
+
+TINY = ("experiment=coco_segmentation", "data=coco_tiny")
+SMALL = (
+    "data.image_size=16", "data.batch_size=4", "model.network.width=4", "debug=fast",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def small(run, cache_dir):
+    """A short run of a small network."""
+    return lambda *overrides: run(*TINY, *SMALL, f"data.cache_dir={cache_dir}", *overrides)
+
+
+def implementation(name: str) -> tuple[str, str]:
+    """The overrides that choose it, where it can run."""
+    if (state := hoconv.implementations()[name]) != "available":
+        pytest.skip(state)
+    return f"impl={name}", "trainer=gpu" if name == "cuda" else "trainer=cpu"
+
+
+IMPLEMENTATIONS = [
+    pytest.param("reference"),
+    pytest.param("cpp"),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def test_a_run_leaves_metrics_and_pictures(small):
+    done = small("impl=reference", "trainer=cpu", "trainer.max_epochs=2")
+    assert done.exit_code == 0
+    assert (done.results["model"], done.results["data"]) == ("segmentation", "coco_tiny")
+    names = ("loss", "mean_iou", "pixel_accuracy")
+    assert set(done.results["metrics"]) == {
+        "train/loss", *(f"{stage}/{name}" for stage in ("val", "test") for name in names),
+    }  # fmt: skip
+    used = done.results["environment"]["implementations"]
+    assert list(used.values()) == 3 * ["reference"]
+    assert {p.name for p in (done.folder / "pictures").iterdir()} == {
+        "epoch_0000.png", "epoch_0001.png",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_implementations_agree_on_the_first_losses(small, impl):
+    steps = ("trainer.limit_train_batches=20", "trainer.limit_val_batches=1")
+    chosen, device = implementation(impl)
+    reference = [float(loss) for loss in small("impl=reference", device, *steps).losses]
+    losses = [float(loss) for loss in small(chosen, device, *steps).losses]
+    assert len(losses) == 20
+    assert losses == pytest.approx(reference, rel=1e-3)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("trainer.precision=bf16-mixed",),
+        ("trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.5"),
+        ("trainer.deterministic=true",),
+        ("trainer.precision=bf16-mixed", "channels_last=true", "trainer.gradient_clip_val=0.5"),
+    ],
+    ids=lambda how: " ".join(part.split(".")[-1] for part in how),
+)
+def test_ways_to_train(small, impl, how):
+    done = small(*implementation(impl), *how)
+    assert done.results["status"] == "finished", done.err
+    assert all(0 < float(loss) < 10 for loss in done.losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_compiled_network_computes_the_same(small, impl):
+    chosen = implementation(impl)
+    plain, compiled = small(*chosen), small(*chosen, "compile=true")
+    losses = [float(loss) for loss in plain.losses]
+    assert [float(loss) for loss in compiled.losses] == pytest.approx(losses, rel=1e-3)
+
+
+def test_channels_last_changes_no_result(small):
+    plain, other = (
+        [float(loss) for loss in small("impl=reference", "trainer=cpu", *how).losses]
+        for how in ((), ("channels_last=true",))
+    )
+    assert other == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_model_without_pixels_to_label_is_one_line(run):
+    failed = run("data=digits", "model=segmentation", "debug=fast", "impl=reference", "trainer=cpu")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert "data=coco_tiny" in line
+
+
+def test_missing_weights_are_one_line(small, monkeypatch, tmp_path):
+    import torch
+
+    def no_network(*arguments, **options):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    failed = small("model.weights=ResNet18_Weights.DEFAULT", "impl=reference", "trainer=cpu")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: the weights ResNet18_Weights.DEFAULT are not in")
+    assert json.loads((failed.folder / "results.json").read_text())["status"] == "failed"
+
+
+def test_missing_coco_is_one_line_that_says_what_to_do(run, tmp_path, cache_dir):
+    failed = run(
+        "experiment=coco_segmentation", f"data_dir={tmp_path}", f"data.cache_dir={cache_dir}",
+        "debug=fast", "impl=reference", "trainer=cpu",
+    )  # fmt: skip
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert "prepare_data.py coco" in line
+
+
+@pytest.mark.slow
+def test_the_generated_shapes_are_learned(run, cache_dir):
+    done = run(*TINY, "logger=none", "trainer=cpu", f"data.cache_dir={cache_dir}")
+    assert done.results["metrics"]["test/mean_iou"] >= 0.6
