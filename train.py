@@ -27,6 +27,8 @@ from hoconv.implementations import ImplementationError, choose
 from hoconv.lightning import Throughput
 from hoconv.operators import layers
 from models.backbone import WeightsNotFoundError
+from models.build import build
+from models.prediction import predict
 from reporting import console, loggers
 from reporting.losses import LossRecord
 from reporting.results import Results
@@ -57,7 +59,8 @@ failed_jobs: list[Path] = []
 def main(config: DictConfig) -> None:
     """One job: everything it makes is in its own folder, results.json whatever happens."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    console.show_config(config)
+    if config.mode == "train":
+        console.show_config(config)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     choices = HydraConfig.get().runtime.choices
     results = Results(
@@ -69,7 +72,11 @@ def main(config: DictConfig) -> None:
     )
     try:
         with results:
-            checkpoint = train(config, run_dir, results)
+            if config.mode not in MODES:
+                raise MisconfigurationException(
+                    f"mode: expected {' or '.join(MODES)}, got {config.mode!r}"
+                )
+            checkpoint = MODES[config.mode](config, run_dir, results)
     except Exception as error:
         failed_jobs.append(run_dir)
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
@@ -92,14 +99,11 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
     data = instantiate(config.data)  # reads nothing yet
-    model = instantiate(config.model)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)
-    if config.compile:
-        model.network.compile()
+    model = build(config.model, config)
     logger = instantiate(config.logger) if config.logger else False
     throughput = Throughput()
-    checkpoint = ModelCheckpoint(run_dir / "checkpoints", **config.checkpoint)
+    name = {"filename": "epoch_{epoch}", "auto_insert_metric_name": False}  # Hydra would read "="
+    checkpoint = ModelCheckpoint(run_dir / "checkpoints", **name, **config.checkpoint)
     callbacks = [throughput, LossRecord(run_dir / "losses.csv"), console.progress(), checkpoint]
     trainer = pl.Trainer(
         **config.trainer,
@@ -130,6 +134,8 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
         results.throughput = throughput.summary()
     return Path(checkpoint.best_model_path)
 
+
+MODES = {"train": train, "predict": predict}
 
 if __name__ == "__main__":
     main()

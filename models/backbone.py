@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torchvision
 from torch import Tensor, nn
-from torchvision.models import ResNet
+from torchvision.models import ResNet, WeightsEnum
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from models.blocks import conv_bn_relu
@@ -53,8 +53,8 @@ class Encoder(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A ResNet of torchvision's with published weights: the image itself, then the feature maps at
-    strides 2, 4, 8, 16 and 32.
+    """A ResNet of torchvision's: the image itself, then the feature maps at strides 2, 4, 8, 16
+    and 32. It starts from random weights; `load` gives it the published ones.
 
     Args:
         weights: as torchvision names them: ``ResNet18_Weights.DEFAULT``.
@@ -64,12 +64,12 @@ class Backbone(nn.Module):
 
     Raises:
         ValueError: `weights` names none of a ResNet's.
-        WeightsNotFoundError: they are not in torch's hub folder and cannot be downloaded.
     """
 
     def __init__(self, weights: str) -> None:
         super().__init__()
-        network = _load(weights)
+        name, self._weights = _published(weights)
+        network = torchvision.models.get_model(name)
         stages = ["relu", "layer1", "layer2", "layer3", "layer4"]
         self.stages = create_feature_extractor(network, stages)
         with torch.no_grad():
@@ -78,33 +78,40 @@ class Backbone(nn.Module):
             self.stages.train()
         self.channels = [3, *(features.shape[1] for features in maps)]
 
+    def load(self) -> None:
+        """Takes over the published weights, downloaded where torch's hub folder has none.
+
+        Raises:
+            WeightsNotFoundError: they cannot be downloaded.
+        """
+        try:
+            state = self._weights.get_state_dict(progress=True, check_hash=True)
+        except (OSError, RuntimeError) as error:  # no network; a wrong hash
+            folder = Path(torch.hub.get_dir()) / "checkpoints"
+            raise WeightsNotFoundError(
+                f"the weights {self._weights} are not in {folder} and could not be downloaded from "
+                f"{self._weights.url} ({error}). Put the file there, or train from random weights "
+                "with model.weights=null"
+            ) from error
+        self.stages.load_state_dict({n: v for n, v in state.items() if not n.startswith("fc.")})
+
     def forward(self, x: Tensor) -> list[Tensor]:
         return [x, *self.stages(x).values()]
 
 
-def _load(weights: str) -> ResNet:
-    resnets = [
-        name
-        for name in torchvision.models.list_models(torchvision.models)
-        if "res" in name and "net" in name
-    ]
-    families = {torchvision.models.get_model_weights(name).__name__: name for name in resnets}
+def _published(weights: str) -> tuple[str, WeightsEnum]:
+    """The network that weights belong to, and the weights."""
+    models = torchvision.models
+    families = {
+        models.get_model_weights(name).__name__: name
+        for name in models.list_models(models)
+        if models.get_model_builder(name).__annotations__["return"] is ResNet
+    }
     family, _, version = weights.partition(".")
     try:
-        chosen = torchvision.models.get_model_weights(families[family])[version]
+        return families[family], models.get_model_weights(families[family])[version]
     except KeyError:
         raise ValueError(
             f"weights: expected <family>.DEFAULT or another version of one of "
             f"{', '.join(sorted(families))}; got {weights!r}"
         ) from None
-    try:
-        network = torchvision.models.get_model(families[family], weights=chosen)
-    except (OSError, RuntimeError) as error:  # no network; a wrong hash
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
-        raise WeightsNotFoundError(
-            f"the weights {weights} are not in {folder} and could not be downloaded from "
-            f"{chosen.url} ({error}). Put the file there, or train from random weights with "
-            "model.weights=null"
-        ) from error
-    assert isinstance(network, ResNet)
-    return network

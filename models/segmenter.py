@@ -14,7 +14,10 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from datamodules.coco.annotations import IGNORE
+from datamodules.coco.folder import FolderBatch
+from models.backbone import Backbone
 from models.optimizer import adamw
+from reporting.masks import MaskWriter
 from reporting.pictures import SegmentationPictures
 
 
@@ -59,7 +62,13 @@ class Segmenter(pl.LightningModule):
         self.test_metrics = metrics.clone(prefix="test/")
 
     def configure_callbacks(self) -> Sequence[pl.Callback]:
-        return [SegmentationPictures()]
+        return [SegmentationPictures(), MaskWriter()]
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":  # a checkpoint to predict with holds them
+            for module in self.modules():
+                if isinstance(module, Backbone):
+                    module.load()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.to(self.dtype))
@@ -75,6 +84,13 @@ class Segmenter(pl.LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("test", batch, self.test_metrics)
+
+    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[Tensor]:
+        """The classes of the pixels of each image in its own size, (H, W) uint8."""
+        if not batch.names:
+            return []
+        logits = self(batch.images).float()
+        return [classes(image, size) for image, size in zip(logits, batch.sizes, strict=True)]
 
     def configure_optimizers(self) -> Any:
         return adamw(self, self.learning_rate, self.weight_decay)
@@ -104,6 +120,20 @@ def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     rows = logits.movedim(1, -1).flatten(0, -2)
     total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / (labels != IGNORE).sum().clamp(min=1)
+
+
+def classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """The class with the highest logit, (K, h, w), once interpolated to (H, W); uint8.
+
+    A class at a time: K maps of a photograph's size may not fit the memory.
+    """
+    best = torch.full(size, -torch.inf, device=logits.device)
+    found = torch.zeros(size, dtype=torch.uint8, device=logits.device)
+    for label, plane in enumerate(logits):
+        plane = F.interpolate(plane[None, None], size, mode="bilinear")[0, 0]
+        found[plane > best] = label
+        best = torch.maximum(best, plane)
+    return found
 
 
 def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ class Results:
         metrics: name -> value, to be filled in.
         throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
             ``peak_memory_mb``; None where not measured.
+        identity: ``impl``, ``model``, ``data``, ``seed``.
         environment: versions, hardware, and under ``implementations`` what each layer used.
     """
 
@@ -40,7 +41,7 @@ class Results:
         self.metrics: dict[str, float] = {}
         self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
         self.environment = doctor.environment()
-        self._identity = {"impl": impl, "model": model, "data": data, "seed": seed}
+        self.identity = {"impl": impl, "model": model, "data": data, "seed": seed}
         self._commit = self.environment.pop("commit")
 
     def __enter__(self) -> Results:
@@ -65,7 +66,7 @@ class Results:
     @rank_zero_only
     def write(self) -> None:
         contents: dict[str, Any] = {
-            **self._identity,
+            **self.identity,
             "status": self.status,
             **({"error": self.error} if self.error else {}),
             "metrics": self.metrics,

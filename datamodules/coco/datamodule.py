@@ -164,8 +164,7 @@ class COCO(pl.LightningDataModule):
         return self._dataloader("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        mean, std = _normalisation(batch.images.device)
-        return batch._replace(images=batch.images.float().sub_(mean).div_(std))
+        return batch._replace(images=normalised(batch.images))
 
     def pixels(self, images: Tensor) -> Tensor:
         """Normalised images as they were, (B, 3, S, S) uint8."""
@@ -214,6 +213,12 @@ class COCO(pl.LightningDataModule):
             collate_fn=collate if self.task == "captions" else None,
             **options,
         )
+
+
+def normalised(images: Tensor) -> Tensor:
+    """(B, 3, S, S) uint8 to float32, the mean and variance of ImageNet's taken off."""
+    mean, std = _normalisation(images.device)
+    return images.float().sub_(mean).div_(std)
 
 
 def _normalisation(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from torch import nn
 
 from hoconv import HighOrderConv2d
 from hoconv.operators import layers
-from models import backbone
 from models.backbone import Backbone, WeightsNotFoundError
 from models.encoder_decoder import EncoderDecoder
 
@@ -56,6 +55,7 @@ def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder(publis
     network = EncoderDecoder(3, width=4, weights="ResNet18_Weights.DEFAULT", impl="reference")
     assert network(torch.randn(2, 3, 64, 40)).shape == (2, 3, 64, 40)
     assert isinstance(network.encoder, Backbone)
+    network.encoder.load()
     assert network.encoder.channels == [3, 64, 64, 128, 256, 512]
     assert len([layer for _, layer in layers(network)]) == 5
     weights = network.encoder.stages.state_dict()
@@ -65,6 +65,7 @@ def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder(publis
 
 def test_features_of_a_backbone_are_those_of_the_network(published):
     encoder = Backbone("ResNet18_Weights.DEFAULT").eval()
+    encoder.load()
     published.eval()
     x = torch.randn(1, 3, 32, 32)
     *_, features = encoder(x)
@@ -74,6 +75,7 @@ def test_features_of_a_backbone_are_those_of_the_network(published):
 
 def test_a_backbone_trains_its_batch_normalisation(published):
     encoder = Backbone("ResNet18_Weights.DEFAULT")
+    encoder.load()
     before = encoder.stages.state_dict()["bn1.running_mean"].clone()
     assert not before.any(), "finding out the channels leaves no trace"
     encoder(torch.randn(2, 3, 32, 32))
@@ -86,9 +88,9 @@ def test_weights_that_cannot_be_had_are_an_error_with_the_fix(monkeypatch, error
         raise error
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(backbone.torchvision.models, "get_model", fail)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fail)
     with pytest.raises(WeightsNotFoundError) as caught:
-        Backbone("ResNet18_Weights.DEFAULT")
+        Backbone("ResNet18_Weights.DEFAULT").load()
     message = str(caught.value)
     for expected in (str(tmp_path), "resnet18", str(error), "model.weights=null"):
         assert expected in message

@@ -1,11 +1,12 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from models.segmenter import Segmenter, pixel_cross_entropy
+from models.segmenter import Segmenter, classes, pixel_cross_entropy
 
 IGNORE = 255
 
@@ -87,3 +88,10 @@ def test_labels_of_whole_images_are_an_error_that_says_what_to_use():
     batches = DataLoader([(torch.randn(3, 4, 4), 1)], batch_size=1)  # pyright: ignore
     with pytest.raises(MisconfigurationException, match=r"got \(1,\).*data=coco_tiny"):
         trainer(max_epochs=1).fit(segmenter(), batches, batches)
+
+
+@pytest.mark.parametrize("size", [(4, 4), (9, 7), (2, 3)])
+def test_classes_are_those_of_the_logits_interpolated_all_at_once(size):
+    logits = torch.randn(6, 4, 4)
+    expected = F.interpolate(logits[None], size, mode="bilinear").argmax(1)[0]
+    assert torch.equal(classes(logits, size), expected.to(torch.uint8))

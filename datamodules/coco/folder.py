@@ -1,0 +1,113 @@
+"""The images of a folder, for a trained model to look at. B batch, S image size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.coco.datamodule import normalised
+from datamodules.coco.pixels import UnreadableImageError, decode, resized
+from datamodules.coco.skipped import report
+from datamodules.images import DataNotFoundError
+
+SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
+
+
+class FolderBatch(NamedTuple):
+    """Images, and where they come from.
+
+    Attributes:
+        images: (B, 3, S, S).
+        sizes: H and W of each image before it was resized.
+        names: of the files, relative to the folder.
+        skipped: (reason, name) of those that cannot be read; B does not count them.
+    """
+
+    images: Tensor
+    sizes: list[tuple[int, int]]
+    names: list[str]
+    skipped: list[tuple[str, str]]
+
+
+class FolderSet(Dataset[FolderBatch]):
+    """An item is a batch of one image, or of none where the file cannot be read."""
+
+    def __init__(self, folder: Path, image_size: int) -> None:
+        self.folder = folder
+        self.image_size = image_size
+        self.names = sorted(
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if path.suffix.lower() in SUFFIXES and path.is_file()
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> FolderBatch:
+        name = self.names[index]
+        try:
+            image = decode(self.folder / name, upright=True)
+        except UnreadableImageError as error:
+            nothing = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
+            return FolderBatch(nothing, [], [], [(str(error), name)])
+        height, width = image.shape[1:]
+        return FolderBatch(resized(image, self.image_size)[None], [(height, width)], [name], [])
+
+
+def _join(items: Sequence[FolderBatch]) -> FolderBatch:
+    images, *lists = zip(*items)
+    return FolderBatch(torch.cat(images), *(list(chain(*parts)) for parts in lists))
+
+
+class ImageFolder(pl.LightningDataModule):
+    """All images in a folder and the folders in it, as :class:`COCO` resizes and normalises them.
+
+    Args:
+        folder: of JPEG, PNG, GIF or WebP files; turned upright as their EXIF says.
+        image_size: S.
+        batch_size: images a batch.
+        num_workers: processes that decode.
+
+    Attributes:
+        skipped: reason -> names of the files that could not be read; a warning says so at the end.
+
+    Raises:
+        DataNotFoundError: `folder` holds no images.
+    """
+
+    def __init__(
+        self, folder: str | Path, image_size: int, batch_size: int, num_workers: int = 0
+    ) -> None:
+        super().__init__()
+        self.images = FolderSet(Path(folder), image_size)
+        if not self.images.names:
+            raise DataNotFoundError(
+                f"input: there are no images ({', '.join(SUFFIXES)}) in {Path(folder).resolve()}"
+            )
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.skipped: dict[str, list[str]] = {}
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(
+            self.images,  # pyright: ignore[reportArgumentType]
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            collate_fn=_join,
+        )
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> FolderBatch:
+        for reason, name in batch.skipped:
+            self.skipped.setdefault(reason, []).append(name)
+        return batch._replace(images=normalised(batch.images))
+
+    def teardown(self, stage: str) -> None:
+        report(str(self.images.folder), self.skipped)

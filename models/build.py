@@ -1,0 +1,20 @@
+"""A model from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+
+def build(model: DictConfig, config: DictConfig) -> Any:
+    """The LightningModule that `model` describes, in the memory format of `config` and compiled
+    where that says so."""
+    built = instantiate(model)
+    if config.channels_last:
+        built.to(memory_format=torch.channels_last)
+    if config.compile:
+        built.network.compile()
+    return built
