@@ -22,20 +22,21 @@ class WeightsNotFoundError(FileNotFoundError):
 
 
 class Encoder(nn.Module):
-    """A convolution at full resolution, then pairs of them at half, quarter and eighth.
+    """A convolution at full resolution, then pairs of them at half of it, a quarter, and so on.
 
     Args:
-        width: channels of the first, doubled at each following resolution.
+        width: channels of the first, doubled at each of the next four resolutions.
+        depth: how often the resolution is halved.
 
     Attributes:
         channels: of each feature map, from the finest.
 
-    Shape: (B, 3, H, W) to four maps; H and W at least 8.
+    Shape: (B, 3, H, W) to ``depth + 1`` maps; H and W at least ``2 ** depth``.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.channels = [width, 2 * width, 4 * width, 8 * width]
+        self.channels = [width * 2 ** min(level, 4) for level in range(depth + 1)]
         self.stages = nn.ModuleList([conv_bn_relu(3, width)])
         for before, after in pairwise(self.channels):
             self.stages.append(

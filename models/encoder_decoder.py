@@ -26,31 +26,34 @@ class EncoderDecoder(nn.Module):
 
     Args:
         num_classes: K.
-        width: channels at the finest resolution, doubled at each coarser one.
+        width: channels at the finest resolution, doubled at each of the next four.
+        depth: how often the encoder halves the resolution: what it sees at once is about
+            ``8 * 2 ** depth`` pixels wide. A backbone does it five times.
         kernel_size: of the high-order convolutions.
         weights: of a backbone of torchvision's that takes the place of the encoder, as in
             ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
             random weights.
         impl: of the high-order convolutions: ``auto``, ``reference``, ``cpp`` or ``cuda``.
 
-    Shape: (B, 3, H, W), floating point, to logits (B, K, H, W); H and W at least 8.
+    Shape: (B, 3, H, W), floating point, to logits (B, K, H, W); H and W at least ``2 ** depth``.
     """
 
     def __init__(
         self,
         num_classes: int,
         width: int = 16,
+        depth: int = 3,
         kernel_size: int = 5,
         weights: str | None = None,
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(width) if weights is None else Backbone(weights)
+        self.encoder = Encoder(width, depth) if weights is None else Backbone(weights)
         skips = self.encoder.channels[:-1]
         below = self.encoder.channels[-1]
         stages = []
         for level in reversed(range(len(skips))):
-            channels = width * 2**level
+            channels = width * 2 ** min(level, 4)
             stages.append(
                 nn.Sequential(
                     conv_bn_relu(below + skips[level], channels),

@@ -23,6 +23,17 @@ def test_every_resolution_is_refined_by_a_layer_that_learns():
     assert all(layer.generator.weight.grad.abs().max() > 0 for layer in found)
 
 
+@pytest.mark.parametrize(("depth", "channels"), [(1, [4]), (5, [64, 32, 16, 8, 4])])
+def test_depth_is_the_number_of_halvings(depth, channels):
+    network = EncoderDecoder(num_classes=5, width=4, depth=depth, impl="reference")
+    assert network(torch.randn(2, 3, 64, 32)).shape == (2, 5, 64, 32)
+    assert [layer.channels for _, layer in layers(network)] == channels
+    assert network.encoder(torch.randn(2, 3, 64, 32))[-1].shape[2:] == (
+        64 // 2**depth,
+        32 // 2**depth,
+    )
+
+
 def test_refinement_starts_near_the_identity():
     network = EncoderDecoder(num_classes=5, width=4, impl="reference")
     (layer, *_) = (layer for _, layer in layers(network))
