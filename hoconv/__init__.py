@@ -2,10 +2,12 @@
 
 See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
 :class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`,
-:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`.
+:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`;
+:mod:`hoconv.recurrent`, a language for recurrent cells.
 """
 
 from hoconv import approx as approx
+from hoconv import recurrent as recurrent
 from hoconv.approx import ApproxConv2d as ApproxConv2d
 from hoconv.approx import ApproxLinear as ApproxLinear
 from hoconv.dynamic_conv1d import DynamicConv1d as DynamicConv1d

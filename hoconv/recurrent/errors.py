@@ -1,0 +1,41 @@
+"""Errors in a cell, told at the cell's own line."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+
+class CellError(ValueError):
+    """A cell that cannot be compiled: its file and line, what is wrong, what to write instead."""
+
+
+def located(message: str, filename: str, line: int, cell: str) -> CellError:
+    """A :class:`CellError` that shows a line of a cell."""
+    source = linecache.getline(filename, line).strip()
+    shown = f"\n    {source}" if source else ""
+    return CellError(f"{filename}:{line}: in the cell {cell}: {message}{shown}")
+
+
+def line_in(traceback: TracebackType | None, code: CodeType) -> int:
+    """The line of a function at which an exception passed through it."""
+    line = code.co_firstlineno
+    while traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def caller_in_cell() -> FrameType | None:
+    """The innermost frame outside of the language's own files."""
+    here = str(Path(__file__).parent)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(here)
+        and frame.f_code.co_filename != str(Path(here) / "cells.py")
+    ):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,411 @@
+"""Recurrent layers of any cell, used as PyTorch's are.
+
+B batch, D directions, I input size, L layers, T time steps, n features of a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from hoconv.recurrent import cells, reference
+from hoconv.recurrent.cell import Cell
+from hoconv.recurrent.trace import trace
+
+State = Tensor | tuple[Tensor, ...]
+
+
+_IMPLEMENTATIONS = ("auto", "reference")
+
+
+class RNN(nn.Module):
+    """A recurrent layer of any cell; arguments, shapes and packing are those of nn.LSTM.
+
+    Args:
+        cell: made by :func:`hoconv.recurrent.cell`, or a ready one.
+        input_size: I.
+        hidden_size: what the cell's linear maps and states have where it does not say otherwise.
+        num_layers: L; the outputs of one are the inputs of the next.
+        bidirectional: whether each layer also runs backwards in time, with parameters of its own;
+            the outputs of both are beside each other.
+        dropout: in training, the probability with which an element that one layer gives to the
+            next is zero.
+        batch_first: whether inputs and outputs are (B, T, ...); states are not.
+        impl: ``"auto"`` or ``"reference"``.
+        options: the cell's own options, by name.
+
+    Parameters: of each layer l and direction ``weight_<name>_l<l>``, ``bias_<name>_l<l>`` of every
+    ``rnn.linear`` and ``<name>_l<l>`` of every ``rnn.parameter``, with ``_reverse`` at the end for
+    the second direction. All start uniform in +-1/sqrt(hidden_size) unless the cell says otherwise.
+
+    Raises:
+        CellError: a cell that is outside of the language.
+        TypeError, ValueError: an argument or option out of its range.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        batch_first: bool = False,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(cell, Cell):
+            raise TypeError(
+                f"cell: expected a function decorated with @rnn.cell(state=...), got {cell!r}"
+            )
+        for name, value in (
+            ("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
+        if impl not in _IMPLEMENTATIONS:
+            raise ValueError(f"impl: expected one of {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.bidirectional = bidirectional
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.impl = impl
+        self.options = options
+        self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
+        self._names: list[list[str]] = []
+        size = input_size
+        for layer in range(num_layers):
+            bound = cell.bind(size, hidden_size, options)
+            traced = trace(bound)
+            for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
+                self.runs.append((bound, suffix))
+                self._names.append([d.name for d in traced.declarations])
+                for d in traced.declarations:
+                    empty = torch.empty(d.shape, device=device, dtype=dtype)
+                    self.register_parameter(d.name + suffix, nn.Parameter(empty))
+            size = traced.output_size * (1 + bidirectional)
+        self.reset_parameters()
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of every layer."""
+        return self.runs[0][0].cell
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        bound = 1 / math.sqrt(self.hidden_size)
+        for cell, suffix in self.runs:
+            for d in trace(cell).declarations:
+                parameter = self.get_parameter(d.name + suffix)
+                if d.init is None:
+                    nn.init.uniform_(parameter, -bound, bound)
+                else:
+                    nn.init.constant_(parameter, d.init)
+
+    def forward(
+        self,
+        x: Tensor | PackedSequence,
+        state: State | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> tuple[Tensor | PackedSequence, State]:
+        """Runs all layers.
+
+        Args:
+            x: (T, B, I), or (B, T, I) with `batch_first`; (T, I), one sequence; or a
+                PackedSequence.
+            state: a tensor (L * D, B, n) for each state of the cell, in a tuple where it has
+                several; without B for one sequence. Zeros by default. Detach the returned ones to
+                cut backpropagation through time.
+            lengths: (B) int, the steps of each sequence of a padded x, in any order. Past its
+                length a sequence's outputs are 0; its final states are those after its last step.
+
+        Returns:
+            The outputs (T, B, D * n), as x is; and the final states, as `state` is.
+
+        Raises:
+            ValueError: a shape that does not fit.
+            TypeError: a dtype that is not the parameters'.
+        """
+        packed = x if isinstance(x, PackedSequence) else None
+        if packed is not None:
+            if lengths is not None:
+                raise ValueError("lengths: a PackedSequence has its own; leave them out")
+            x, lengths = pad_packed_sequence(packed)
+        assert isinstance(x, Tensor)
+        single = x.dim() == 2
+        if single:
+            x = x.unsqueeze(1)
+        elif self.batch_first and packed is None and x.dim() == 3:
+            x = x.transpose(0, 1)
+        if x.dim() != 3 or x.shape[2] != self.input_size:
+            order = "(B, T, " if self.batch_first else "(T, B, "
+            raise ValueError(
+                f"x: expected {order}{self.input_size}) or (T, {self.input_size}), got shape "
+                f"{tuple(x.shape)}"
+            )
+        if x.shape[0] == 0:
+            raise ValueError("x: expected at least one time step, got none")
+        x, parameters = self._cast(x)
+        states = self._states(state, x, single)
+        valid = self._valid(lengths, x)
+        outputs, final = self._layers(x, states, parameters, valid)
+
+        shaped = tuple(s.squeeze(1) if single else s for s in final)
+        following = shaped[0] if len(shaped) == 1 else shaped
+        if packed is not None:
+            assert isinstance(lengths, Tensor)
+            return _packed_like(packed, outputs, lengths), following
+        if single:
+            return outputs.squeeze(1), following
+        return (outputs.transpose(0, 1) if self.batch_first else outputs), following
+
+    def _layers(
+        self,
+        x: Tensor,
+        states: list[Tensor],
+        parameters: list[dict[str, Tensor]],
+        valid: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
+        directions = 1 + self.bidirectional
+        final: list[list[Tensor]] = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
+            outputs = []
+            for direction in range(directions):
+                run = layer * directions + direction
+                output, following = reference.recurrent(
+                    self.runs[run][0],
+                    x,
+                    [s[run] for s in states],
+                    parameters[run],
+                    valid=valid,
+                    seed=torch.empty((), dtype=torch.int64, device=x.device).random_()
+                    if self.training
+                    else None,
+                    reverse=direction == 1,
+                )
+                outputs.append(output)
+                final.append(following)
+            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        return x, [torch.stack(each) for each in zip(*final, strict=True)]
+
+    def _cast(self, x: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """x and the parameters of each run in the dtype to compute with."""
+        parameters: list[dict[str, Tensor]] = [
+            {name: self.get_parameter(name + suffix) for name in names}
+            for (_, suffix), names in zip(self.runs, self._names, strict=True)
+        ]
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            parameters = [{k: _cast(v, dtype) for k, v in of.items()} for of in parameters]
+            x = _cast(x, dtype)
+        own = next(iter(parameters[0].values()), x)
+        if x.dtype != own.dtype:
+            raise TypeError(
+                f"x: expected the dtype of the parameters, {own.dtype}, got {x.dtype}; convert "
+                f"one of them with .to(...)"
+            )
+        if x.device != own.device:
+            raise ValueError(
+                f"x: expected the device of the parameters, {own.device}, got {x.device}"
+            )
+        return x, parameters
+
+    def _states(self, given: State | None, x: Tensor, single: bool) -> list[Tensor]:
+        sizes = self.runs[0][0].state_sizes
+        runs, batch = len(self.runs), x.shape[1]
+        if given is None:
+            return [x.new_zeros(runs, batch, n) for n in sizes.values()]
+        states = list(given) if isinstance(given, tuple | list) else [given]
+        if len(states) != len(sizes):
+            raise ValueError(
+                f"state: expected {len(sizes)} ({', '.join(sizes)}), got {len(states)}"
+            )
+        for i, (name, n) in enumerate(sizes.items()):
+            expected = (runs, n) if single else (runs, batch, n)
+            if tuple(states[i].shape) != expected:
+                raise ValueError(
+                    f"state {name}: expected shape {expected}, got {tuple(states[i].shape)}"
+                )
+            if states[i].device != x.device:
+                raise ValueError(
+                    f"state {name}: expected the device of x, {x.device}, got {states[i].device}"
+                )
+            if single:
+                states[i] = states[i].unsqueeze(1)
+        return states
+
+    def _valid(self, lengths: Tensor | Sequence[int] | None, x: Tensor) -> Tensor | None:
+        """(T, B, 1), whether a step is within its sequence."""
+        if lengths is None:
+            return None
+        T, B = x.shape[:2]
+        steps = torch.as_tensor(lengths).to(x.device)
+        if steps.shape != (B,) or steps.is_floating_point():
+            raise ValueError(
+                f"lengths: expected {B} ints, as many as sequences, got {steps.dtype} of shape "
+                f"{tuple(steps.shape)}"
+            )
+        on_host = not isinstance(lengths, Tensor) or lengths.device.type == "cpu"
+        if on_host and not torch.compiler.is_compiling() and ((steps < 1) | (steps > T)).any():
+            raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
+        return (torch.arange(T, device=x.device)[:, None] < steps).unsqueeze(2)
+
+    def extra_repr(self) -> str:
+        shown = f"{self.cell.name}, {self.input_size}, {self.hidden_size}"
+        for name, default in (
+            ("num_layers", 1), ("bidirectional", False), ("dropout", 0.0), ("batch_first", False),
+            ("impl", "auto"),
+        ):  # fmt: skip
+            if getattr(self, name) != default:
+                shown += f", {name}={getattr(self, name)!r}"
+        return shown + "".join(f", {name}={value!r}" for name, value in self.options.items())
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does: float64 stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _packed_like(packed: PackedSequence, outputs: Tensor, lengths: Tensor) -> PackedSequence:
+    """Outputs (T, B, n), packed in the order of the input."""
+    order = packed.sorted_indices
+    if order is not None:
+        outputs, lengths = outputs.index_select(1, order), lengths[order.to(lengths.device)]
+    data = pack_padded_sequence(outputs, lengths).data
+    return PackedSequence(data, packed.batch_sizes, order, packed.unsorted_indices)
+
+
+class _LikePyTorch(RNN):
+    """A layer that also takes the state dict of its namesake in torch.nn."""
+
+    # Of each block of rows of nn's weights: the linear map it belongs to, of x and of h.
+    _gates: tuple[tuple[str, str], ...]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for _, suffix in self.runs:
+            if f"{prefix}weight_ih{suffix}" in state_dict:
+                self._convert(state_dict, prefix, suffix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _convert(self, state_dict: Any, prefix: str, suffix: str) -> None:
+        """nn's weights and two biases of one layer and direction, as the cell names them."""
+
+        def blocks(name: str) -> tuple[Tensor, ...]:
+            return state_dict.pop(f"{prefix}{name}{suffix}").chunk(len(self._gates))
+
+        def put(name: str, value: Tensor) -> None:
+            state_dict[f"{prefix}{name}{suffix}"] = value
+
+        input_weights, hidden_weights = blocks("weight_ih"), blocks("weight_hh")
+        biased = f"{prefix}bias_ih{suffix}" in state_dict
+        biases = list(zip(blocks("bias_ih"), blocks("bias_hh"))) if biased else []
+        for i, (of_x, of_h) in enumerate(self._gates):
+            if of_x == of_h:
+                put(f"weight_{of_x}", torch.cat((input_weights[i], hidden_weights[i]), 1))
+            else:
+                put(f"weight_{of_x}", input_weights[i])
+                put(f"weight_{of_h}", hidden_weights[i])
+            if biases and of_x == of_h:
+                put(f"bias_{of_x}", biases[i][0] + biases[i][1])
+            elif biases:
+                put(f"bias_{of_x}", biases[i][0])
+                put(f"bias_{of_h}", biases[i][1])
+        if f"{prefix}weight_hr{suffix}" in state_dict:
+            put("weight_projection", state_dict.pop(f"{prefix}weight_hr{suffix}"))
+
+
+class LSTM(_LikePyTorch):
+    """Arguments, shapes and results of nn.LSTM, whose state dict it takes; the cell is ours.
+
+    nn's two bias vectors of a gate become their sum. With `proj_size` the cell is
+    :data:`hoconv.recurrent.projected_lstm`. See :class:`RNN`.
+    """
+
+    _gates = (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: dict[str, Any] = {} if bias else {"bias": False}
+        if proj_size:
+            options["proj_size"] = proj_size
+        super().__init__(
+            cells.projected_lstm if proj_size else cells.lstm,
+            input_size,
+            hidden_size,
+            num_layers,
+            bidirectional,
+            dropout,
+            batch_first,
+            impl,
+            device,
+            dtype,
+            **options,
+        )
+
+
+class GRU(_LikePyTorch):
+    """Arguments, shapes and results of nn.GRU, whose state dict it takes; the cell is ours.
+
+    See :class:`RNN`.
+    """
+
+    _gates = (("r", "r"), ("z", "z"), ("n", "m"))
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = {} if bias else {"bias": False}
+        super().__init__(
+            cells.gru,
+            input_size,
+            hidden_size,
+            num_layers,
+            bidirectional,
+            dropout,
+            batch_first,
+            impl,
+            device,
+            dtype,
+            **options,
+        )

@@ -1,0 +1,103 @@
+"""The definition of a recurrent layer in one direction: the cell, called at every time step.
+
+B batch, I input size, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent import evaluate, random
+from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.language import Frame, Row
+
+
+class _Step(Frame):
+    """One time step on tensors.
+
+    Products are computed in the dtype of the parameters, everything else in float32 at least.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        hidden_size: int,
+        dtype: torch.dtype,
+        batch: int,
+        step: int,
+        seed: Tensor | None,
+    ) -> None:
+        self.training = seed is not None
+        self.parameters = parameters
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.batch = batch
+        self.at = step
+        self.seed = seed
+        self.draws = 0
+
+    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row:
+        weight = self.parameters[f"weight_{name}"]
+        added = self.parameters[f"bias_{name}"] if bias else None
+        parts = weight.split([operand.shape[-1] for operand in operands], 1)
+        result: Row = 0.0
+        for operand, part in zip(operands, parts, strict=True):
+            result = result + evaluate.linear(operand, part, added).to(self.dtype)
+            added = None
+        return result
+
+    def parameter(self, name: str, size: int | None, init: float | None) -> Row:
+        return self.parameters[name].to(self.dtype)[None]
+
+    def keep(self, probability: float, size: int) -> Row:
+        assert self.seed is not None
+        self.draws += 1
+        return random.keep(probability, self.draws - 1, size, self.batch, self.at, self.seed)
+
+    def apply(self, kind: str, *operands: Row | float) -> Row:
+        return evaluate.elementwise(kind, *operands, dtype=self.dtype)
+
+
+def recurrent(
+    cell: BoundCell,
+    x: Tensor,
+    states: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    valid: Tensor | None = None,
+    seed: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs a cell over a sequence.
+
+    Args:
+        x: (T, B, I).
+        states: (B, n) of each state, before the first step.
+        parameters: by the names that the cell declares, in the dtype of x.
+        valid: (T, B, 1) bool: where it is false the states stay as they are and the output is 0.
+        seed: int64 scalar on the device of x, of the random masks; None in evaluation.
+        reverse: whether the first step is the last of x.
+
+    Returns:
+        The outputs (T, B, n), and the states (B, n) after the last step; in the dtype of x. States
+        are kept in float32 at least from step to step.
+    """
+    T, B = x.shape[:2]
+    dtype = evaluate.accumulate_dtype(x.dtype)
+    now = [state.to(dtype) for state in states]
+    outputs: list[Tensor] = []
+    for t in reversed(range(T)) if reverse else range(T):
+        frame = _Step(parameters, cell.hidden_size, dtype, B, t, seed)
+        output, following = cell.step(frame, x[t].to(dtype), now)
+        if valid is None:
+            now = list(following.values())
+        else:
+            now = [torch.where(valid[t], b, a) for a, b in zip(now, following.values())]
+            output = torch.where(valid[t], output, 0.0)
+        outputs.append(output.to(x.dtype))
+    if reverse:
+        outputs.reverse()
+    return torch.stack(outputs), [state.to(x.dtype) for state in now]

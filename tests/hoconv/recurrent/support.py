@@ -1,0 +1,52 @@
+"""What the tests of recurrent cells share: every ready cell, and layers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoconv import recurrent as rnn
+from hoconv.recurrent.cell import BoundCell, Cell
+
+READY: Mapping[str, tuple[Cell, dict[str, Any]]] = {
+    "lstm": (rnn.lstm, {}),
+    "gru": (rnn.gru, {}),
+    "elman": (rnn.elman, {}),
+    "peephole_lstm": (rnn.peephole_lstm, {}),
+    "layernorm_lstm": (rnn.layernorm_lstm, {}),
+    "coupled_lstm": (rnn.coupled_lstm, {}),
+    "minimal_gated": (rnn.minimal_gated, {}),
+    "projected_lstm": (rnn.projected_lstm, {"proj_size": 3}),
+}
+
+
+def bound(name: str, input_size: int = 3, hidden_size: int = 4) -> BoundCell:
+    cell, options = READY[name]
+    return cell.bind(input_size, hidden_size, options)
+
+
+def layer(name: str, **arguments: Any) -> rnn.RNN:
+    """A small layer in float64 whose parameters are all random."""
+    cell, options = READY[name]
+    made = rnn.RNN(cell, 3, 4, dtype=torch.float64, **options, **arguments)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def sequence(*shape: int) -> Tensor:
+    return torch.randn(shape or (5, 2, 3), dtype=torch.float64)
+
+
+def gradients(made: nn.Module, x: Tensor, *arguments: Any) -> list[Tensor]:
+    """The output, the final states and all gradients, of a function that uses all of them."""
+    x = x.detach().requires_grad_()
+    output, state = made(x, *arguments)
+    states = state if isinstance(state, tuple) else (state,)
+    loss = sum(t.sin().sum() * (i + 1) for i, t in enumerate((output, *states)))
+    assert isinstance(loss, Tensor)
+    found = torch.autograd.grad(loss, [x, *made.parameters()])
+    return [t.detach() for t in (output, *states, *found)]

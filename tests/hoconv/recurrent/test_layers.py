@@ -1,0 +1,260 @@
+"""rnn.RNN, rnn.LSTM and rnn.GRU against torch.nn and against loops written out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from hoconv import recurrent as rnn
+from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
+
+
+def pair(kind: str, *sizes: int, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours and PyTorch's, of one state dict."""
+    theirs = getattr(nn, kind)(*sizes, dtype=torch.float64, **options)
+    ours = getattr(rnn, kind)(*sizes, dtype=torch.float64, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_exactly_the_state_dict_of_pytorch_is_taken() -> None:
+    theirs = nn.LSTM(3, 4).state_dict()
+    before = dict(theirs)
+    rnn.LSTM(3, 4).load_state_dict(theirs)
+    assert theirs.keys() == before.keys()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        rnn.LSTM(3, 4, 2).load_state_dict(theirs)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        rnn.LSTM(3, 5).load_state_dict(theirs)
+    ours = nn.Sequential(rnn.LSTM(3, 4))
+    ours.load_state_dict(nn.Sequential(nn.LSTM(3, 4)).state_dict())
+
+
+@given(
+    kind=st.sampled_from(["LSTM", "GRU"]),
+    T=st.integers(1, 5),
+    B=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 5), st.integers(2, 5), st.integers(1, 3)),
+    options=st.fixed_dictionaries(
+        {"bidirectional": st.booleans(), "bias": st.booleans(), "batch_first": st.booleans()}
+    ),
+)
+def test_equals_pytorch(
+    kind: str, T: int, B: int, sizes: tuple[int, int, int], options: dict[str, bool]
+) -> None:
+    ours, theirs = pair(kind, *sizes, **options)
+    x = sequence(*((B, T) if options["batch_first"] else (T, B)), sizes[0])
+    same(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("kind", "states"), [("LSTM", 2), ("GRU", 1)])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_equals_pytorch_packed_with_two_layers_and_directions(
+    kind: str, states: int, enforce_sorted: bool
+) -> None:
+    ours, theirs = pair(kind, 3, 4, 2, bidirectional=True)
+    lengths = [6, 4, 4, 1] if enforce_sorted else [4, 1, 6, 4]
+    packed = pack_padded_sequence(sequence(6, 4, 3), lengths, enforce_sorted=enforce_sorted)
+    drawn = [sequence(4, 4, 4) for _ in range(states)]
+    initial = tuple(drawn) if states > 1 else drawn[0]
+    same(ours(packed, initial), theirs(packed, initial))
+
+
+def test_projections_equal_pytorch() -> None:
+    ours, theirs = pair("LSTM", 3, 5, 2, bidirectional=True, proj_size=2)
+    x = sequence()
+    same(ours(x), theirs(x))
+    output, (h, c) = ours(x)
+    assert (output.shape[-1], h.shape[-1], c.shape[-1]) == (4, 2, 5)
+
+
+def test_one_sequence_needs_no_batch() -> None:
+    ours, theirs = pair("LSTM", 3, 4, 2, bidirectional=True)
+    x, state = sequence(5, 3), (sequence(4, 4), sequence(4, 4))
+    same(ours(x), theirs(x))
+    same(ours(x, state), theirs(x, state))
+
+
+def test_gradients_equal_pytorch() -> None:
+    ours, theirs = pair("GRU", 3, 4)
+    x, state = sequence(), sequence(1, 2, 4)
+    mine, others = gradients(ours, x, state), gradients(theirs, x, state)
+    same(mine[:3], others[:3])
+
+
+@pytest.mark.parametrize("name", READY)
+def test_gradients_agree_with_finite_differences(name: str) -> None:
+    made = layer(name, bidirectional=True)
+    x = sequence(3, 2, 3).requires_grad_()
+    states = tuple(sequence(2, 2, n).requires_grad_() for n in made.runs[0][0].state_sizes.values())
+
+    def function(x: Tensor, *tensors: Tensor) -> Any:
+        given: Any = tensors[: len(states)]
+        parameters = dict(zip(dict(made.named_parameters()), tensors[len(states) :]))
+        arguments = (x, given if len(given) > 1 else given[0], [3, 2])
+        return torch.func.functional_call(made, parameters, arguments)[0]
+
+    inputs = (x, *states, *made.parameters())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_lengths_are_as_sequences_one_by_one(name: str) -> None:
+    made = layer(name, num_layers=2, bidirectional=True)
+    x, lengths = sequence(6, 4, 3), [3, 6, 1, 5]
+    output, state = made(x, lengths=lengths)
+    states = state if isinstance(state, tuple) else (state,)
+    for b, n in enumerate(lengths):
+        alone, final = made(x[:n, b])
+        same(output[:n, b], alone)
+        assert not output[n:, b].any()
+        finals = final if isinstance(final, tuple) else (final,)
+        same([s[:, b] for s in states], list(finals))
+    same(made(x, lengths=torch.tensor(lengths)), (output, state))
+
+
+def test_packed_sequences_give_what_lengths_give() -> None:
+    made = layer("coupled_lstm", bidirectional=True)
+    x, lengths = sequence(6, 3, 3), [3, 6, 2]
+    packed, state = made(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    assert isinstance(packed, PackedSequence)
+    output, expected = made(x, lengths=lengths)
+    same(nn.utils.rnn.pad_packed_sequence(packed)[0], output)
+    same(state, expected)
+
+
+def test_detached_states_cut_the_gradient() -> None:
+    made = layer("gru")
+    x = sequence(6, 2, 3).requires_grad_()
+    whole = made(x)
+    first, state = made(x[:3])
+    second, last = made(x[3:], state)
+    same((torch.cat((first, second)), last), whole)
+    same(torch.autograd.grad(last.sum(), x, retain_graph=True)[0][:3].any(), torch.tensor(True))
+    _, last = made(x[3:], state.detach())
+    assert not torch.autograd.grad(last.sum(), x)[0][:3].any()
+
+
+@rnn.cell(state=("h",))
+def noisy(x: Any, h: Any, *, p: float = 0.5) -> Any:
+    new = rnn.tanh(rnn.linear("i", rnn.dropout(x, p), rnn.dropout(h, p)))
+    h = rnn.zoneout(new, h, p)
+    return h, dict(h=h)
+
+
+def test_noise_is_in_training_only_and_repeats_with_the_seed() -> None:
+    made = rnn.RNN(noisy, 3, 8)
+    x = torch.randn(5, 2, 3)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(made(x)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    made.eval()
+    assert torch.equal(made(x)[0], made(x)[0])
+    quiet = rnn.RNN(noisy, 3, 8, p=0.0)
+    quiet.load_state_dict(made.state_dict())
+    assert torch.equal(quiet(x)[0], quiet.eval()(x)[0])
+
+
+def test_dropout_is_between_layers_and_in_training_only() -> None:
+    made = rnn.LSTM(3, 4, 2, dropout=1.0)
+    still = rnn.LSTM(3, 4, 2)
+    still.load_state_dict(made.state_dict())
+    x = torch.randn(5, 2, 3)
+    first = made(x)[1][0]
+    torch.testing.assert_close(first[0], still(x)[1][0][0])
+    assert not torch.allclose(first[1], still(x)[1][0][1])
+    torch.testing.assert_close(made.eval()(x), still(x))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("name", READY)
+def test_half_precision_is_near_and_autocast_is_the_same(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    exact = layer(name).float()
+    half = copy.deepcopy(exact).to(dtype)
+    x = torch.randn(8, 2, 3).to(dtype)
+    output, state = half(x)
+    states = state if isinstance(state, tuple) else (state,)
+    assert {t.dtype for t in (output, *states)} == {dtype}
+    torch.testing.assert_close(output.float(), exact(x.float())[0], atol=tolerance, rtol=tolerance)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(exact(x)[0], output)
+        for gradient in gradients(exact, x.float())[-len(list(exact.parameters())) :]:
+            assert gradient.dtype == torch.float32
+
+
+def test_one_state_dict_serves_copies_and_pickles() -> None:
+    made = layer("peephole_lstm")
+    x = sequence()
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        same(other(x), made(x))
+
+
+def test_parameters_have_names_like_pytorchs() -> None:
+    made = rnn.RNN(rnn.layernorm_lstm, 3, 4, 2, bidirectional=True)
+    names = dict(made.named_parameters())
+    assert names["weight_i_l0"].shape == (4, 7)
+    assert names["weight_i_l1_reverse"].shape == (4, 12)
+    assert torch.equal(names["norm_c_gain_l1"], torch.ones(4))
+    assert not names["norm_c_shift_l0_reverse"].any()
+    assert (names["weight_i_l0"].abs() <= 0.5).all()
+    assert names["weight_i_l0"].abs().max() > 0.25
+
+
+def test_it_says_what_it_is() -> None:
+    made = rnn.RNN(rnn.projected_lstm, 3, 4, num_layers=2, bidirectional=True, proj_size=2)
+    shown = "RNN(projected_lstm, 3, 4, num_layers=2, bidirectional=True, proj_size=2)"
+    assert repr(made) == shown
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for arguments, message in (
+        ({"input_size": 0}, "input_size: expected an int of at least 1, got 0"),
+        ({"hidden_size": 1.5}, "hidden_size: expected an int of at least 1, got 1.5"),
+        ({"num_layers": True}, "num_layers: expected an int of at least 1, got True"),
+        ({"dropout": 2.0}, "dropout: expected a probability from 0 to 1, got 2.0"),
+        ({"impl": "fast"}, "impl: expected one of .*; got 'fast'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rnn.RNN(**{"cell": rnn.lstm, "input_size": 3, "hidden_size": 4, **arguments})
+    with pytest.raises(TypeError, match=r"decorated with @rnn\.cell"):
+        rnn.RNN(lambda x, h: (h, dict(h=h)), 3, 4)  # pyright: ignore[reportArgumentType]
+
+
+def test_wrong_inputs_are_refused() -> None:
+    made = rnn.LSTM(3, 4)
+    x = torch.randn(5, 2, 3)
+    h, c = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    packed = pack_padded_sequence(x, [5, 3])
+    for arguments, message in (
+        ((x[..., :2],), r"x: expected \(T, B, 3\) or \(T, 3\), got shape \(5, 2, 2\)"),
+        ((x[:0],), "x: expected at least one time step"),
+        ((x, h), r"state: expected 2 \(h, c\), got 1"),
+        ((x, (h, c[..., :2])), r"state c: expected shape \(1, 2, 4\), got \(1, 2, 2\)"),
+        ((x, None, [5]), "lengths: expected 2 ints, as many as sequences"),
+        ((x, None, torch.tensor([1.0, 2.0])), "lengths: expected 2 ints"),
+        ((x, None, [6, 1]), r"lengths: expected 1 to the 5 steps of x, got \[6, 1\]"),
+        ((x, None, torch.tensor([5, 0])), "lengths: expected 1 to the 5 steps"),
+        ((packed, None, [5, 3]), "lengths: a PackedSequence has its own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(*arguments)
+    with pytest.raises(TypeError, match=r"x: expected the dtype of the parameters, torch\.float32"):
+        made(x.double())
