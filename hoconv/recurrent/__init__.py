@@ -40,6 +40,7 @@ from hoconv.recurrent.language import sum as sum
 from hoconv.recurrent.language import tanh as tanh
 from hoconv.recurrent.language import where as where
 from hoconv.recurrent.language import zoneout as zoneout
-from hoconv.recurrent.layers import GRU as GRU
-from hoconv.recurrent.layers import LSTM as LSTM
 from hoconv.recurrent.layers import RNN as RNN
+from hoconv.recurrent.schedule import SCHEDULES as SCHEDULES
+from hoconv.recurrent.torch_layers import GRU as GRU
+from hoconv.recurrent.torch_layers import LSTM as LSTM

@@ -16,9 +16,10 @@ LOGIC = ("and", "or", "not")
 ELEMENTWISE = (*UNARY, *BINARY, *COMPARISONS, *LOGIC, "where", "cast")
 # Over the features of a row; the result has one feature.
 REDUCTIONS = ("sum", "max")
-# slice: attrs (start, stop). keep: attrs (probability, site, n), true with that probability, drawn
-# by a counter: hoconv.recurrent.random.
-ROWWISE = (*ELEMENTWISE, *REDUCTIONS, "slice", "cat", "keep")
+# slice: attrs (start, stop). fill: attrs (value, n), n times the same number. keep: attrs
+# (probability, site, n), true with that probability, drawn by a counter: hoconv.recurrent.random.
+SOURCES = ("fill", "keep")
+ROWWISE = (*ELEMENTWISE, *REDUCTIONS, *SOURCES, "slice", "cat")
 # linear(x, W, b or nothing) = x W^T + b; linear_t(g, W) = g W.
 PRODUCTS = ("linear", "linear_t")
 # On whole sequences, summed over time and batch: outer(g, x) = g^T x; total(g), the sum of rows.
@@ -50,8 +51,8 @@ def result_shape(
         return (max(sizes),)
     if kind in REDUCTIONS:
         return (1,)
-    if kind == "keep":
-        return (int(attrs[2]),)
+    if kind in SOURCES:
+        return (int(attrs[-1]),)
     if kind == "slice":
         start, stop = attrs
         if not 0 <= start < stop <= shapes[0][0]:

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from hoconv.recurrent import cells, reference
+from hoconv.recurrent import reference
 from hoconv.recurrent.cell import Cell
+from hoconv.recurrent.explain import explain
+from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.recurrent.trace import trace
 
 State = Tensor | tuple[Tensor, ...]
@@ -37,6 +39,8 @@ class RNN(nn.Module):
         dropout: in training, the probability with which an element that one layer gives to the
             next is zero.
         batch_first: whether inputs and outputs are (B, T, ...); states are not.
+        schedule: the rung of :data:`hoconv.recurrent.SCHEDULES` at which the compiler stops; by
+            default the fastest. The reference has none.
         impl: ``"auto"`` or ``"reference"``.
         options: the cell's own options, by name.
 
@@ -58,6 +62,7 @@ class RNN(nn.Module):
         bidirectional: bool = False,
         dropout: float = 0.0,
         batch_first: bool = False,
+        schedule: str = "auto",
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -75,6 +80,8 @@ class RNN(nn.Module):
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
         if impl not in _IMPLEMENTATIONS:
             raise ValueError(f"impl: expected one of {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
         self.input_size = input_size
@@ -83,6 +90,7 @@ class RNN(nn.Module):
         self.bidirectional = bidirectional
         self.dropout = dropout
         self.batch_first = batch_first
+        self.schedule = schedule
         self.impl = impl
         self.options = options
         self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
@@ -267,11 +275,24 @@ class RNN(nn.Module):
             raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
         return (torch.arange(T, device=x.device)[:, None] < steps).unsqueeze(2)
 
+    def explain(self) -> str:
+        """What the compiler makes of each layer, in words.
+
+        What was hoisted out of the time loop, which products were combined, how many kernels and
+        products a step has, what is saved for the gradient, and why.
+        """
+        dtype = next(self.parameters()).dtype
+        directions = 1 + self.bidirectional
+        return "\n".join(
+            f"layer {layer}: {explain(plan(bound, dtype, self.schedule, training=self.training))}"
+            for layer, (bound, _) in enumerate(self.runs[::directions])
+        )
+
     def extra_repr(self) -> str:
         shown = f"{self.cell.name}, {self.input_size}, {self.hidden_size}"
         for name, default in (
             ("num_layers", 1), ("bidirectional", False), ("dropout", 0.0), ("batch_first", False),
-            ("impl", "auto"),
+            ("schedule", "auto"), ("impl", "auto"),
         ):  # fmt: skip
             if getattr(self, name) != default:
                 shown += f", {name}={getattr(self, name)!r}"
@@ -290,122 +311,3 @@ def _packed_like(packed: PackedSequence, outputs: Tensor, lengths: Tensor) -> Pa
         outputs, lengths = outputs.index_select(1, order), lengths[order.to(lengths.device)]
     data = pack_padded_sequence(outputs, lengths).data
     return PackedSequence(data, packed.batch_sizes, order, packed.unsorted_indices)
-
-
-class _LikePyTorch(RNN):
-    """A layer that also takes the state dict of its namesake in torch.nn."""
-
-    # Of each block of rows of nn's weights: the linear map it belongs to, of x and of h.
-    _gates: tuple[tuple[str, str], ...]
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for _, suffix in self.runs:
-            if f"{prefix}weight_ih{suffix}" in state_dict:
-                self._convert(state_dict, prefix, suffix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _convert(self, state_dict: Any, prefix: str, suffix: str) -> None:
-        """nn's weights and two biases of one layer and direction, as the cell names them."""
-
-        def blocks(name: str) -> tuple[Tensor, ...]:
-            return state_dict.pop(f"{prefix}{name}{suffix}").chunk(len(self._gates))
-
-        def put(name: str, value: Tensor) -> None:
-            state_dict[f"{prefix}{name}{suffix}"] = value
-
-        input_weights, hidden_weights = blocks("weight_ih"), blocks("weight_hh")
-        biased = f"{prefix}bias_ih{suffix}" in state_dict
-        biases = list(zip(blocks("bias_ih"), blocks("bias_hh"))) if biased else []
-        for i, (of_x, of_h) in enumerate(self._gates):
-            if of_x == of_h:
-                put(f"weight_{of_x}", torch.cat((input_weights[i], hidden_weights[i]), 1))
-            else:
-                put(f"weight_{of_x}", input_weights[i])
-                put(f"weight_{of_h}", hidden_weights[i])
-            if biases and of_x == of_h:
-                put(f"bias_{of_x}", biases[i][0] + biases[i][1])
-            elif biases:
-                put(f"bias_{of_x}", biases[i][0])
-                put(f"bias_{of_h}", biases[i][1])
-        if f"{prefix}weight_hr{suffix}" in state_dict:
-            put("weight_projection", state_dict.pop(f"{prefix}weight_hr{suffix}"))
-
-
-class LSTM(_LikePyTorch):
-    """Arguments, shapes and results of nn.LSTM, whose state dict it takes; the cell is ours.
-
-    nn's two bias vectors of a gate become their sum. With `proj_size` the cell is
-    :data:`hoconv.recurrent.projected_lstm`. See :class:`RNN`.
-    """
-
-    _gates = (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        *,
-        impl: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options: dict[str, Any] = {} if bias else {"bias": False}
-        if proj_size:
-            options["proj_size"] = proj_size
-        super().__init__(
-            cells.projected_lstm if proj_size else cells.lstm,
-            input_size,
-            hidden_size,
-            num_layers,
-            bidirectional,
-            dropout,
-            batch_first,
-            impl,
-            device,
-            dtype,
-            **options,
-        )
-
-
-class GRU(_LikePyTorch):
-    """Arguments, shapes and results of nn.GRU, whose state dict it takes; the cell is ours.
-
-    See :class:`RNN`.
-    """
-
-    _gates = (("r", "r"), ("z", "z"), ("n", "m"))
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        *,
-        impl: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options = {} if bias else {"bias": False}
-        super().__init__(
-            cells.gru,
-            input_size,
-            hidden_size,
-            num_layers,
-            bidirectional,
-            dropout,
-            batch_first,
-            impl,
-            device,
-            dtype,
-            **options,
-        )

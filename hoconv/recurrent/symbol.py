@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from hoconv.recurrent.errors import caller_in_cell, located
 from hoconv.recurrent.ir import Op, Operand, Rate, Type, Value
-from hoconv.recurrent.kinds import ShapeError, is_boolean, result_shape
+from hoconv.recurrent.kinds import SOURCES, SUMS, ShapeError, is_boolean, result_shape
 
 _LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / < <= > >= == != & | ~ **"
 
@@ -24,18 +24,22 @@ def fail(message: str) -> NoReturn:
 
 
 class Builder:
-    """Appends ops to a region; what depends on parameters alone goes to `before`.
+    """Appends ops to a region.
 
     Args:
         rate: of the region's results: ``step``, or ``sequence`` where whole sequences are read.
         dtype: of the region's numbers.
+
+    Attributes:
+        ops: those of the region.
+        before: those of a step that depend on parameters alone.
     """
 
     def __init__(self, rate: Rate = "step", dtype: str = "real") -> None:
         self.rate: Rate = rate
         self.dtype = dtype
         self.ops: list[Op] = []
-        self.before: list[Op] = []
+        self.before: list[Op] = [] if rate == "step" else self.ops
 
     def apply(
         self, kind: str, *operands: Any, attrs: tuple[int | float, ...] = (), dtype: str = ""
@@ -51,11 +55,17 @@ class Builder:
         except ShapeError as error:
             fail(str(error))
         values = [i for i in inputs if isinstance(i, Value)]
-        once = kind != "keep" and all(v.type.rate == "once" for v in values)
+        once = kind not in SOURCES and all(v.type.rate == "once" for v in values)
+        once = once or kind in SUMS
         dtype = "bool" if is_boolean(kind, inputs) else dtype or self.dtype
         result = Value(Type("once" if once else self.rate, shape, dtype))
         (self.before if once else self.ops).append(Op(kind, inputs, result, attrs))
         return Symbol(self, result)
+
+    def cast(self, symbol: Symbol, dtype: str) -> Symbol:
+        """The symbol in another dtype; itself where that is its own."""
+        same = symbol.value.type.dtype == dtype
+        return symbol if same else self.apply("cast", symbol, dtype=dtype)
 
     def _operand(self, kind: str, operand: Any) -> Operand:
         if isinstance(operand, Symbol):

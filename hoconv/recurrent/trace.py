@@ -55,22 +55,25 @@ class _Tracer(Frame):
             fail(f"linear({name!r}): size: expected an int of at least 1, got {size!r}")
         sizes = [operand.shape[-1] for operand in operands]
         weight = self._declare(f"weight_{name}", (size, sum(sizes)))
-        # The bias joins an operand that does not recur, if there is one: the sum of both can then
-        # be computed for all steps at once.
+        # The bias joins the product of an operand that does not recur, if there is one: the sum of
+        # both can then be computed for all steps at once.
         constant = [self._constant(operand.value) for operand in operands]
-        biased = constant.index(True) if True in constant else 0
+        added = None
+        if bias:
+            declared = self._declare(f"bias_{name}", (size,))
+            added = self._param((size,), f"{name}.bias", Piece(declared))
         result, start = None, 0
         for i, operand in enumerate(operands):
             columns = (start, start + sizes[i])
             start = columns[1]
             part = self._param((size, sizes[i]), f"{name}.{i}", Piece(weight, columns))
-            inputs = [operand, part]
-            if bias and i == biased:
-                declared = self._declare(f"bias_{name}", (size,))
-                inputs.append(self._param((size,), f"{name}.bias", Piece(declared)))
+            inputs: list[Row] = [operand, part]
+            if added is not None and constant[i]:
+                inputs.append(added)
+                added = None
             product = self.builder.apply("linear", *inputs)
             result = product if result is None else result + product
-        return result
+        return result if added is None else result + Symbol(self.builder, added)
 
     def parameter(self, name: str, size: int | None, init: float | None) -> Row:
         shape = (self.cell.hidden_size if size is None else size,)

@@ -230,6 +230,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"hidden_size": 1.5}, "hidden_size: expected an int of at least 1, got 1.5"),
         ({"num_layers": True}, "num_layers: expected an int of at least 1, got True"),
         ({"dropout": 2.0}, "dropout: expected a probability from 0 to 1, got 2.0"),
+        ({"schedule": "best"}, "schedule: expected one of naive, .*, auto; got 'best'"),
         ({"impl": "fast"}, "impl: expected one of .*; got 'fast'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,95 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from hoconv.recurrent.ir import Group, Op, Program, Value, flat
+from hoconv.recurrent.kinds import PRODUCTS, ROWWISE, SUMS
+from hoconv.recurrent.schedule import Plan
+
+_WHY = {
+    "naive": "every op by itself, at every step",
+    "combined": "products of one operand are one product",
+    "fused": "and what is between products is one kernel",
+    "hoisted": "and what depends on the input alone is computed before the loop",
+    "graph": "and the whole loop is one call",
+    "auto": "the same as graph: every rung of the ladder, none of which costs anything",
+}
+_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1}
+
+
+def explain(plan: Plan) -> str:
+    """What a plan does: what left the loop, what a step costs, what is saved, and why."""
+    forward, backward = plan.forward, plan.backward
+    lines = [
+        f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
+        f"  before the loop, once for all steps: {_work(forward.before)}",
+        f"  each step: {_work(forward.step)}",
+        f"  each step backwards: {_work(backward.step)}",
+        f"  after the loop backwards, once for all steps: {_work(backward.after)}",
+    ]
+    lines += [f"  combined into one product: {names}" for names in _combined(forward)]
+    lines.append(f"  saved for backward: {_saved(forward)}")
+    return "\n".join(lines)
+
+
+def _work(region: Iterable[Op | Group]) -> str:
+    """Products with their sizes, and kernels with how many ops they hold."""
+    parts = []
+    items = list(region)
+    for item in items:
+        if isinstance(item, Op) and item.kind in (*PRODUCTS, "outer"):
+            first, second = (v.type for v in item.values[:2])
+            if item.kind == "outer":
+                parts.append(f"the gradient of a weight ({first.size} x {second.size})")
+            else:
+                parts.append(f"a product ({first.size} to {item.result.type.size} features)")
+    if totals := sum(isinstance(i, Op) and i.kind == "total" for i in items):
+        parts.append(_count(totals, "sum", "for the gradients of vectors"))
+    alone = sum(isinstance(i, Op) and i.kind in ROWWISE for i in items)
+    if alone:
+        parts.append(_count(alone, "kernel", "of one op each"))
+    for item in items:
+        if isinstance(item, Group):
+            parts.append(f"a kernel of {_count(len(item.ops), 'op')}")
+    shown = [f"{n} times {part}" if n > 1 else part for part, n in Counter(parts).items()]
+    launches = sum(isinstance(i, Group) or i.kind in (*ROWWISE, *PRODUCTS, *SUMS) for i in items)
+    return f"{', '.join(shown)}; {_count(launches, 'call')}" if shown else "nothing"
+
+
+def _combined(program: Program) -> Iterable[str]:
+    """The names of the linear maps whose weights are packed."""
+    read = [op for op in flat((*program.before, *program.step)) if op.kind == "linear"]
+    params = {p.value: p for p in program.params}
+    for op in read:
+        pieces = params[op.values[1]].pieces
+        if len(pieces) > 1:
+            names = ", ".join(p.parameter.removeprefix("weight_") for p in pieces)
+            operand = op.values[0].hint or "a value of the step"
+            yield f"{names} of {operand}"
+
+
+def _saved(program: Program) -> str:
+    made_by = {op.result: op.kind for op in flat(program.step)}
+    states = {s.value: s.name for s in program.states}
+    saved = [y.source for y in program.yields if y.name.startswith("saved")]
+    named = [f"the state {states[v]}" for v in saved if v in states]
+    counted = Counter(made_by[v] for v in saved if v in made_by)
+    named += [f"{n} result{'s' * (n > 1)} of {kind}" for kind, n in counted.items()]
+    kept = [v for name, v in program.results if name.startswith("kept")]
+    if kept:
+        named.append(_count(len(kept), "sequence", "made before the loop"))
+    if not named:
+        return "nothing"
+    total = sum(_row_bytes(v) for v in (*saved, *kept) if v.type.rate != "once")
+    return f"{', '.join(named)}; {total} bytes a step and row"
+
+
+def _row_bytes(value: Value) -> int:
+    return _BYTES[value.type.dtype] * value.type.size
+
+
+def _count(n: int, noun: str, rest: str = "") -> str:
+    return f"{n} {noun}{'s' * (n != 1)}{' ' * bool(rest)}{rest}"

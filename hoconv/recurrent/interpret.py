@@ -1,0 +1,119 @@
+"""Runs a program of any stage op by op in PyTorch: what passes and generated code are tested with.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent import evaluate, random
+from hoconv.recurrent.evaluate import DTYPES
+from hoconv.recurrent.ir import Op, Param, Program, Value, flat
+
+
+def packed(param: Param, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A parameter as a program reads it."""
+    pieces = []
+    for piece in param.pieces:
+        tensor = parameters[piece.parameter]
+        pieces.append(tensor if piece.columns is None else tensor[:, slice(*piece.columns)])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def interpret(
+    program: Program,
+    params: list[Tensor],
+    sequences: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    seed: Tensor | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Runs a program.
+
+    Args:
+        params: one for each of the program's, see :func:`packed`.
+        sequences: what it reads, by name: (T, B, n) or, of a parameter's, (n,).
+        states: (B, n) before the first step, by name.
+        seed: int64 scalar, of the random masks.
+
+    Returns:
+        The program's results, and the states after the last step, by name.
+    """
+    values: dict[Value, Tensor] = {p.value: t for p, t in zip(program.params, params, strict=True)}
+    values |= {value: sequences[name] for name, value in program.sequences}
+    T = next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
+    B = next(iter(states.values())).shape[0]
+    for op in flat(program.before):
+        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
+
+    written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
+    now = {s.value: states[s.name].to(DTYPES[s.value.type.dtype]) for s in program.states}
+    for t in reversed(range(T)) if program.reverse else range(T):
+        local: dict[Value, Tensor] = dict(now)
+
+        def at_step(operand: Any, t: int = t, local: dict = local) -> Any:
+            if not isinstance(operand, Value):
+                return operand
+            if operand.type.rate == "step":
+                return local[operand]
+            tensor = values[operand]
+            return tensor[t] if operand.type.rate == "sequence" else tensor
+
+        for op in flat(program.step):
+            if op.kind == "keep":
+                assert seed is not None, "a program with random masks needs a seed"
+                probability, site, size = op.attrs
+                local[op.result] = random.keep(
+                    probability, int(site), int(size), B, t, seed.to(device=values_device(values))
+                )
+            else:
+                local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], B)
+        for each in program.yields:
+            written[each.sequence][t] = at_step(each.source)
+        now = {s.value: at_step(s.next) for s in program.states}
+
+    values |= {sequence: torch.stack(steps) for sequence, steps in written.items()}
+    for op in flat(program.after):
+        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
+    results = {name: values[value] for name, value in program.results}
+    return results, {s.name: now[s.value] for s in program.states}
+
+
+def values_device(values: Mapping[Value, Tensor]) -> torch.device:
+    """Where a program's tensors are."""
+    return next(iter(values.values())).device
+
+
+def _read(operand: Any, values: Mapping[Value, Tensor]) -> Any:
+    return values[operand] if isinstance(operand, Value) else operand
+
+
+def _evaluate(op: Op, operands: list[Any], batch: int | None = None) -> Tensor:
+    """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
+    dtype = DTYPES[op.result.type.dtype]
+    match op.kind:
+        case "linear":
+            return evaluate.linear(*operands)
+        case "linear_t":
+            return operands[0] @ operands[1]
+        case "outer":
+            g, x = (t.flatten(0, 1) for t in operands)
+            return g.mT @ x
+        case "total":
+            return operands[0].sum((0, 1), dtype=dtype)
+        case "slice":
+            start, stop = op.attrs
+            return operands[0][..., int(start) : int(stop)]
+        case "cat":
+            return evaluate.cat(operands)
+        case "cast":
+            return operands[0].to(dtype)
+        case "fill":
+            return torch.full((batch or 1, int(op.attrs[1])), op.attrs[0], dtype=dtype)
+    constants = next((o.dtype for o in operands if isinstance(o, Tensor) and o.is_floating_point()),
+                     dtype)  # fmt: skip
+    return evaluate.elementwise(op.kind, *operands, dtype=constants)

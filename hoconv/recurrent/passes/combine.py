@@ -1,0 +1,55 @@
+"""Independent products of one operand become one, with their weights on top of each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Op, Param, Program, Type, Value, flat
+
+
+def combine(program: Program) -> Program:
+    """Makes one ``linear`` of all that read the same value and have a bias, or have none."""
+    params = {p.value: p for p in program.params}
+    before, params = _region(program.before, params)
+    step, params = _region(program.step, params)
+    return replace(program, before=before, step=step, params=tuple(params.values()))
+
+
+def _region(items: tuple, params: dict[Value, Param]) -> tuple[tuple[Op, ...], dict[Value, Param]]:
+    ops = list(flat(items))
+    together: dict[tuple, list[Op]] = defaultdict(list)
+    for op in ops:
+        if op.kind == "linear" and all(v in params for v in op.values[1:]):
+            together[op.values[0], len(op.inputs)].append(op)
+    first = {same[0]: same for same in together.values() if len(same) > 1}
+    gone = {op for same in first.values() for op in same}
+    params = dict(params)
+    result = []
+    for op in ops:
+        if op in first:
+            result += _combined(first[op], params)
+        elif op not in gone:
+            result.append(op)
+    return tuple(result), params
+
+
+def _combined(same: list[Op], params: dict[Value, Param]) -> list[Op]:
+    """The product of the packed weights, and its slices; packs the parameters."""
+    inputs = [same[0].values[0]]
+    for column in range(1, len(same[0].inputs)):
+        packed = [params.pop(op.values[column]) for op in same]
+        rows = sum(p.value.type.shape[0] for p in packed)
+        type_ = replace(packed[0].value.type, shape=(rows, *packed[0].value.type.shape[1:]))
+        hint = "+".join(p.value.hint for p in packed)
+        pieces = tuple(piece for p in packed for piece in p.pieces)
+        inputs.append(Value(type_, hint))
+        params[inputs[-1]] = Param(inputs[-1], pieces)
+    result = same[0].result.type
+    product = Value(Type(result.rate, (inputs[1].type.shape[0],), result.dtype))
+    ops, start = [Op("linear", tuple(inputs), product)], 0
+    for op in same:
+        stop = start + op.result.type.size
+        ops.append(Op("slice", (product,), op.result, (start, stop)))
+        start = stop
+    return ops

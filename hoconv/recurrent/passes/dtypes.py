@@ -1,0 +1,77 @@
+"""Dtypes of all values, and casts where they meet.
+
+Sequences, parameters and products have the layer's dtype; states and everything else are computed
+in float32 at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hoconv.recurrent.evaluate import NAMES, accumulate_dtype
+from hoconv.recurrent.ir import Op, Operand, Param, Program, State, Value, Yield, flat
+from hoconv.recurrent.kinds import PRODUCTS
+
+
+def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
+    """The program for sequences and parameters of a dtype.
+
+    Args:
+        program: a traced one, without groups.
+        dtype: float64, float32, bfloat16 or float16.
+    """
+    narrow, wide = NAMES[dtype], NAMES[accumulate_dtype(dtype)]
+    typed: dict[Value, Value] = {}
+    casts: dict[tuple[Value, str], Value] = {}
+
+    def give(value: Value, name: str) -> Value:
+        name = "bool" if value.type.dtype == "bool" else name
+        typed[value] = Value(replace(value.type, dtype=name), value.hint)
+        return typed[value]
+
+    def cast(value: Value, name: str, ops: list[Op]) -> Value:
+        if value.type.dtype in (name, "bool"):
+            return value
+        if (value, name) not in casts:
+            casts[value, name] = Value(replace(value.type, dtype=name))
+            ops.append(Op("cast", (value,), casts[value, name]))
+        return casts[value, name]
+
+    def region(given: tuple, ops: list[Op]) -> list[Op]:
+        for op in flat(given):
+            product = op.kind in PRODUCTS
+            inputs: list[Operand] = [
+                cast(typed[i], narrow if product else wide, ops) if isinstance(i, Value) else i
+                for i in op.inputs
+            ]
+            ops.append(Op(op.kind, tuple(inputs), give(op.result, narrow if product else wide),
+                          op.attrs))  # fmt: skip
+        return ops
+
+    params = tuple(Param(give(p.value, narrow), p.pieces) for p in program.params)
+    sequences = tuple((name, give(v, narrow)) for name, v in program.sequences)
+    states = [give(s.value, wide) for s in program.states]
+    before = region(program.before, [])
+    # Casts of parameters are made where they are used first: in the step, when it is there.
+    step = region(program.step, [])
+    following = [cast(typed[s.next], wide, step) for s in program.states]
+    written = [cast(typed[y.source], narrow, step) for y in program.yields]
+    hoisted = [op for op in step if op.result.type.rate == "once"]
+    return replace(
+        program,
+        params=params,
+        sequences=sequences,
+        states=tuple(
+            State(s.name, value, after)
+            for s, value, after in zip(program.states, states, following, strict=True)
+        ),
+        before=(*before, *hoisted),
+        step=tuple(op for op in step if op.result.type.rate != "once"),
+        yields=tuple(
+            Yield(y.name, source, give(y.sequence, narrow))
+            for y, source in zip(program.yields, written, strict=True)
+        ),
+        results=tuple((name, typed[value]) for name, value in program.results),
+    )

@@ -1,0 +1,49 @@
+"""Runs of ops between products become groups: one kernel each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Group, Op, Program, Value, flat
+from hoconv.recurrent.kinds import ROWWISE
+
+
+def fuse(program: Program) -> Program:
+    """Puts all ops that work row by row into as few groups as the products between them allow."""
+    return replace(
+        program,
+        before=_region(program.before),
+        step=_region(program.step),
+        after=_region(program.after),
+    )
+
+
+def _region(items: tuple) -> tuple[Op | Group, ...]:
+    """Alternating levels: products at odd ones, groups at even ones.
+
+    An op's level is the lowest at which its inputs are there. One that is first needed later moves
+    there: its inputs are read where its result would be.
+    """
+    ops = list(flat(items))
+    level: dict[Value, int] = {}
+    for op in ops:
+        lowest = max((level.get(v, 0) for v in op.values), default=0)
+        rowwise = _in_group(op)
+        level[op.result] = lowest + (lowest % 2 == (1 if rowwise else 0))
+    for op in reversed(ops):
+        users = [level[u.result] - (not _in_group(u)) for u in ops if op.result in u.values]
+        if _in_group(op) and users:
+            level[op.result] = max(level[op.result], min(users))
+    result: list[Op | Group] = []
+    for at in range(max(level.values(), default=-1) + 1):
+        here = tuple(op for op in ops if level[op.result] == at)
+        if at % 2:
+            result += here
+        elif here:
+            result.append(Group(here))
+    return tuple(result)
+
+
+def _in_group(op: Op) -> bool:
+    """Parameters alone are no rows: what is made of them is computed by itself."""
+    return op.kind in ROWWISE and op.result.type.rate != "once"

@@ -1,0 +1,27 @@
+"""What depends on the input alone leaves the time loop: one product for all steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Program, Type, Value, flat
+from hoconv.recurrent.kinds import SOURCES
+from hoconv.recurrent.passes.rewrite import substituted, with_outputs
+
+
+def hoist(program: Program) -> Program:
+    """Moves ops that read no state from the step to before it, on whole sequences.
+
+    Random masks stay: they are made from a counter, and would have to be stored.
+    """
+    values: dict[Value, Value] = {}
+    before, step = list(program.before), []
+    for given in flat(program.step):
+        op = substituted(given, values)
+        if op.kind in SOURCES or any(v.type.rate == "step" for v in op.values):
+            step.append(op)
+            continue
+        whole = Value(Type("sequence", op.result.type.shape, op.result.type.dtype), op.result.hint)
+        values[op.result] = whole
+        before.append(replace(op, result=whole))
+    return with_outputs(replace(program, before=tuple(before), step=tuple(step)), values)

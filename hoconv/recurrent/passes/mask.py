@@ -1,0 +1,34 @@
+"""Sequences of different lengths: past its last step a sequence's states stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Program, State, Type, Value, Yield
+from hoconv.recurrent.language import where
+from hoconv.recurrent.symbol import Builder, Symbol
+
+
+def mask(program: Program) -> Program:
+    """Reads another sequence, ``valid`` (T, B, 1) bool; where it is false, outputs are 0."""
+    valid = Value(Type("sequence", (1,), "bool"), "valid")
+    builder = Builder()
+    inside = Symbol(builder, valid)
+
+    def kept(state: State) -> State:
+        following = where(inside, Symbol(builder, state.next), Symbol(builder, state.value))
+        return State(state.name, state.value, following.value)
+
+    def zeroed(each: Yield) -> Yield:
+        source = where(inside, Symbol(builder, each.source), 0.0)
+        return Yield(each.name, source.value, each.sequence)
+
+    states = tuple(kept(state) for state in program.states)
+    yields = tuple(zeroed(each) for each in program.yields)
+    return replace(
+        program,
+        sequences=(*program.sequences, ("valid", valid)),
+        states=states,
+        yields=yields,
+        step=(*program.step, *builder.ops),
+    )

@@ -1,0 +1,90 @@
+"""Common subexpressions, trivial ops and dead code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Op, Operand, Program, Value, Yield, flat, step_outputs
+from hoconv.recurrent.passes.rewrite import substituted, with_outputs
+
+
+def simplify(program: Program) -> Program:
+    """The same program without what is computed twice, for nothing, or not at all."""
+    return _live(_shared(program))
+
+
+def _shared(program: Program) -> Program:
+    values: dict[Value, Value] = {}
+    seen: dict[tuple, Value] = {}
+    made_by: dict[Value, Op] = {}
+
+    def region(items: tuple) -> tuple[Op, ...]:
+        ops = []
+        for given in flat(items):
+            op = substituted(given, values)
+            key = (op.kind, op.inputs, op.attrs, op.result.type)
+            same = seen.get(key) or _trivial(op, made_by)
+            if same is not None:
+                values[op.result] = same
+                continue
+            seen[key] = op.result
+            made_by[op.result] = op
+            ops.append(op)
+        return tuple(ops)
+
+    before, step = region(program.before), region(program.step)
+    yields: dict[Value, Yield] = {}
+    for each in program.yields:
+        source = values.get(each.source, each.source)
+        values[each.sequence] = yields.setdefault(source, each).sequence
+    after = region(program.after)
+    program = replace(program, yields=tuple(yields.values()))
+    return with_outputs(replace(program, before=before, step=step, after=after), values)
+
+
+def _trivial(op: Op, made_by: dict[Value, Op]) -> Value | None:
+    """A value that is there already and equals the op's result."""
+
+    def same(operand: Operand | None) -> Value | None:
+        if isinstance(operand, Value) and operand.type == op.result.type:
+            return operand
+        return None
+
+    a, b, *_ = (*op.inputs, None, None)
+    source = made_by.get(a) if isinstance(a, Value) else None
+    if op.kind == "mul" and 1.0 in (a, b):
+        return same(b if a == 1.0 else a)
+    if op.kind == "add" and 0.0 in (a, b):
+        return same(b if a == 0.0 else a)
+    if op.kind == "cat" and len(op.inputs) == 1:
+        return same(a)
+    if op.kind == "slice" and source is not None and source.kind == "cat":
+        start = 0
+        for part in source.values:
+            if op.attrs == (start, start + part.type.size):
+                return same(part)
+            start += part.type.size
+    if op.kind == "slice":
+        return same(a)
+    if op.kind == "cast" and source is not None and source.kind == "cast":
+        return same(source.values[0])  # a wider dtype and back
+    return None
+
+
+def _live(program: Program) -> Program:
+    wanted = {v for _, v in program.results} | {s.next for s in program.states}
+
+    def region(items: tuple) -> tuple[Op, ...]:
+        kept = []
+        for op in reversed(list(flat(items))):
+            if op.result in wanted:
+                wanted.update(op.values)
+                kept.append(op)
+        return tuple(reversed(kept))
+
+    after = region(program.after)
+    yields = tuple(y for y in program.yields if y.sequence in wanted)
+    program = replace(program, yields=yields, after=after)
+    wanted.update(step_outputs(program))
+    step = region(program.step)
+    return replace(program, step=step, before=region(program.before))

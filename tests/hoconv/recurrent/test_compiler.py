@@ -1,0 +1,298 @@
+"""Every pass alone and every schedule: the same outputs and gradients as the cell on tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hoconv import recurrent as rnn
+from hoconv.recurrent import evaluate, kinds, reference
+from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.interpret import interpret, packed
+from hoconv.recurrent.ir import Group, Program
+from hoconv.recurrent.passes.combine import combine
+from hoconv.recurrent.passes.derivatives import RULES
+from hoconv.recurrent.passes.dtypes import infer_dtypes
+from hoconv.recurrent.passes.fuse import fuse
+from hoconv.recurrent.passes.hoist import hoist
+from hoconv.recurrent.passes.simplify import simplify
+from hoconv.recurrent.passes.sink import sink
+from hoconv.recurrent.schedule import SCHEDULES, Plan, plan
+from hoconv.recurrent.trace import trace
+from hoconv.recurrent.verify import VerificationError, verify
+from tests.hoconv.recurrent.random_cells import random_cell
+from tests.hoconv.recurrent.support import READY, bound
+
+CELLS = [*READY, *range(50)]
+
+
+def cell_of(which: str | int) -> BoundCell:
+    return bound(which) if isinstance(which, str) else random_cell(which)
+
+
+class Case:
+    """A cell with random parameters and inputs; what it gives and its gradients, exactly."""
+
+    def __init__(self, which: str | int, *, masked: bool = False, reverse: bool = False) -> None:
+        torch.manual_seed(0)
+        self.cell = cell_of(which)
+        self.options = {"training": True, "masked": masked, "reverse": reverse}
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+        T, B = 4, 3
+        declared = trace(self.cell, training=True).declarations
+        self.parameters = {d.name: draw(*d.shape) for d in declared}
+        self.x = draw(T, B, self.cell.input_size)
+        self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
+        lengths = torch.tensor([2, 4, 1])
+        valid = (torch.arange(T)[:, None] < lengths)[..., None]
+        self.sequences = {"x": self.x, **({"valid": valid} if masked else {})}
+        self.seed = torch.tensor(1234567890123)
+        output, final = reference.recurrent(
+            self.cell, self.x, list(self.states.values()), self.parameters,
+            valid=valid if masked else None, seed=self.seed, reverse=reverse,
+        )  # fmt: skip
+        self.exact = {"output": output, **dict(zip(self.states, final))}
+        self.cotangents = {name: draw(*t.shape).detach() for name, t in self.exact.items()}
+        self.leaves = {"x": self.x, **self.states, **self.parameters}
+        found = torch.autograd.grad(
+            list(self.exact.values()), list(self.leaves.values()),
+            list(self.cotangents.values()), materialize_grads=True, allow_unused=True,
+        )  # fmt: skip
+        self.gradients = dict(zip(self.leaves, found))
+
+    def close(self, got: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+        assert got.keys() == exact.keys()
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
+
+    def run(self, program: Program) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        params = [packed(p, self.parameters) for p in program.params]
+        return interpret(program, params, self.sequences, self.states, self.seed)
+
+    def check(self, program: Program) -> Program:
+        """What a program of any stage gives is exact, and so are its gradients by autograd."""
+        results, final = self.run(verify(program))
+        got = {"output": results["output"], **final}
+        self.close(got, self.exact)
+        found = torch.autograd.grad(
+            list(got.values()), list(self.leaves.values()), list(self.cotangents.values()),
+            materialize_grads=True, allow_unused=True,
+        )  # fmt: skip
+        self.close(dict(zip(self.leaves, found)), self.gradients)
+        return program
+
+    def check_plan(self, made: Plan) -> None:
+        """Its three programs, run: outputs, and all gradients by the backward program."""
+        with torch.no_grad():
+            for program in (made.inference, made.forward, made.backward):
+                verify(program)
+            results, final = self.run(made.inference)
+            self.close({"output": results["output"], **final}, self.exact)
+            results, final = self.run(made.forward)
+            self.close({"output": results.pop("output"), **final}, self.exact)
+            params = [packed(p, self.parameters) for p in made.backward.params]
+            read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
+            sequences = {name: read[name] for name, _ in made.backward.sequences}
+            states = {f"d_{name}": self.cotangents[name] for name in self.states}
+            results, final = interpret(made.backward, params, sequences, states, self.seed)
+        gradients = {"x": results.get("d_x", torch.zeros_like(self.x))}
+        gradients |= {name: final[f"d_{name}"] for name in self.states}
+        for name, parameter in self.parameters.items():
+            gradients[name] = torch.zeros_like(parameter)
+        for i, param in enumerate(made.backward.params):
+            if f"d_{i}" not in results:
+                continue
+            parts = results[f"d_{i}"].split(
+                [self.parameters[p.parameter].shape[0] for p in param.pieces]
+            )
+            for piece, part in zip(param.pieces, parts):
+                columns = slice(None) if piece.columns is None else slice(*piece.columns)
+                gradients[piece.parameter][..., columns] += part
+        self.close(gradients, self.gradients)
+
+
+@pytest.mark.parametrize("which", CELLS)
+def test_every_pass_keeps_outputs_and_gradients(which: str | int) -> None:
+    case = Case(which)
+    program = trace(case.cell, training=True).program
+    program = case.check(infer_dtypes(program, torch.float64))
+    program = case.check(simplify(program))
+    case.check(combine(program))
+    case.check(fuse(program))
+    program = case.check(hoist(program))
+    program = case.check(combine(program))
+    program = case.check(sink(program))
+    program = case.check(fuse(program))
+
+
+@pytest.mark.parametrize("which", CELLS)
+def test_the_gradient_is_that_of_the_cell(which: str | int) -> None:
+    case = Case(which)
+    for schedule in ("naive", "auto"):
+        case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("which", READY)
+def test_every_schedule_gives_the_same(which: str, schedule: str) -> None:
+    for options in ({"masked": True}, {"reverse": True}):
+        case = Case(which, **options)
+        case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
+
+
+def products(program: Program, region: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The products of a region, with their weights' shapes."""
+    ops = [op for op in getattr(program, region) if not isinstance(op, Group)]
+    return [(op.kind, op.values[1].type.shape) for op in ops if op.kind in kinds.PRODUCTS]
+
+
+def kernels(program: Program, region: str) -> int:
+    return sum(isinstance(item, Group) for item in getattr(program, region))
+
+
+@pytest.mark.parametrize(
+    ("which", "before", "step", "groups", "back", "back_groups"),
+    [
+        # All gates in one product before the loop, and one a step.
+        ("lstm", [("linear", (16, 3))], [("linear", (16, 4))], 1, [("linear_t", (16, 4))], 1),
+        ("gru", [("linear", (12, 3))], [("linear", (12, 4))], 1, [("linear_t", (12, 4))], 2),
+        ("elman", [("linear", (4, 3))], [("linear", (4, 4))], 1, [("linear_t", (4, 4))], 1),
+        # The second product of h depends on the first.
+        (
+            "minimal_gated", [("linear", (8, 3))], [("linear", (4, 4))] * 2, 2,
+            [("linear_t", (4, 4))] * 2, 3,
+        ),
+        (
+            "projected_lstm", [("linear", (16, 3))], [("linear", (16, 3)), ("linear", (3, 4))], 1,
+            [("linear_t", (3, 4)), ("linear_t", (16, 3))], 2,
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_has_as_few_products_and_kernels_as_can_be(
+    which: str, before: list, step: list, groups: int, back: list, back_groups: int
+) -> None:
+    made = plan(bound(which), torch.float64)
+    assert products(made.forward, "before") == before
+    assert products(made.forward, "step") == step
+    assert kernels(made.forward, "step") == groups
+    assert products(made.backward, "step") == back
+    assert kernels(made.backward, "step") == back_groups
+    assert not [op for op in made.backward.step if getattr(op, "kind", "") in kinds.SUMS]
+
+
+def test_the_rungs_of_the_ladder_add_one_thing_each() -> None:
+    plans = {name: plan(bound("lstm"), torch.float64, name) for name in SCHEDULES}
+    count = {n: (len(p.forward.step), len(products(p.forward, "step"))) for n, p in plans.items()}
+    assert count["naive"][1] == 8
+    assert count["combined"][1] == 2
+    assert count["fused"] == (3, 2)
+    assert count["hoisted"] == (2, 1)
+    assert not plans["fused"].forward.before
+    assert str(plans["auto"].forward) == str(plans["hoisted"].forward)
+
+
+def saved(which: str, **options: Any) -> list[str]:
+    """What made each value that the forward steps save."""
+    program = plan(bound(which), torch.float64, **options).forward
+    made_by = {op.result: op.kind for item in program.step if isinstance(item, Group)
+               for op in item.ops}  # fmt: skip
+    sources = [y.source for y in program.yields if y.name.startswith("saved")]
+    return [made_by.get(v, v.hint) for v in sources]
+
+
+def test_what_is_cheap_is_computed_again_and_the_rest_saved() -> None:
+    assert saved("lstm") == ["h", "c", "sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"]
+    assert saved("elman") == ["h"]  # the tanh is the output
+    # f * h, an operand of a product, is a product of two that are saved.
+    assert saved("minimal_gated") == ["h", "sigmoid", "tanh"]
+
+
+def test_masks_are_drawn_again_and_never_saved() -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x: Any, h: Any) -> Any:
+        h = rnn.dropout(rnn.tanh(rnn.linear("h", x, h)), 0.5)
+        return h, dict(h=h)
+
+    made = plan(noisy.bind(3, 4, {}), torch.float64, training=True)
+    assert "keep(0.5, 0, 4)" in str(made.backward)
+    assert {y.source.type.dtype for y in made.forward.yields} == {"f64"}
+    assert "keep" not in str(plan(noisy.bind(3, 4, {}), torch.float64).forward)
+
+
+def test_nothing_is_computed_twice_or_for_nothing() -> None:
+    @rnn.cell(state=("h",))
+    def wasteful(x: Any, h: Any) -> Any:
+        rnn.exp(h)
+        a, b = rnn.tanh(h + x), rnn.tanh(h + x)
+        h = a * 1.0 + 0.0 + b
+        return h, dict(h=h)
+
+    program = simplify(infer_dtypes(trace(wasteful.bind(3, 3, {})).program, torch.float32))
+    assert [getattr(op, "kind", "") for op in program.step] == ["add", "tanh", "add"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", READY)
+def test_half_precision_is_computed_as_the_definition_says(which: str, dtype: torch.dtype) -> None:
+    cell = bound(which)
+    made = plan(cell, dtype, masked=True)
+    for program in (made.inference, made.forward, made.backward):
+        verify(program)
+    parameters = {d.name: torch.randn(d.shape).to(dtype) for d in trace(cell).declarations}
+    x, valid = torch.randn(4, 3, 3).to(dtype), torch.rand(4, 3, 1) < 0.7
+    states = {name: torch.randn(3, n).to(dtype) for name, n in cell.state_sizes.items()}
+    exact, finals = reference.recurrent(cell, x, list(states.values()), parameters, valid=valid)
+    params = [packed(p, parameters) for p in made.inference.params]
+    got, last = interpret(made.inference, params, {"x": x, "valid": valid}, states)
+    torch.testing.assert_close(got["output"], exact, rtol=2e-2, atol=2e-2)
+    for mine, definition in zip(last.values(), finals, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.to(dtype), definition, rtol=2e-2, atol=2e-2)
+
+
+def test_every_kind_has_a_meaning_and_every_real_function_a_derivative() -> None:
+    assert set(evaluate.ELEMENTWISE) | {"cast"} == {*kinds.ELEMENTWISE, *kinds.REDUCTIONS}
+    without = {*kinds.COMPARISONS, *kinds.LOGIC}
+    assert set(RULES) == {*kinds.ELEMENTWISE, *kinds.REDUCTIONS} - without
+
+
+def test_malformed_programs_are_found() -> None:
+    program = plan(bound("lstm"), torch.float32, "hoisted").stages[2][1]
+    backwards = replace(program, step=program.step[::-1])
+    twice = replace(program, step=(*program.step, program.step[0]))
+    for wrong, message in (
+        (backwards, "reads what is not there"),
+        (twice, "made twice"),
+        (replace(program, step=()), "is not made in it"),
+        (replace(program, results=(("output", program.step[0].result),)), "is not made"),  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        with pytest.raises(VerificationError, match=message):
+            verify(wrong)
+
+
+def test_explanations_say_what_a_plan_does() -> None:
+    layer = rnn.RNN(rnn.lstm, 3, 4)
+    said = layer.explain()
+    assert said.splitlines() == [
+        "layer 0: lstm, schedule auto: the same as graph: every rung of the ladder, none of which "
+        "costs anything",
+        "  before the loop, once for all steps: a product (3 to 16 features); 1 call",
+        "  each step: a product (4 to 16 features), a kernel of 21 ops; 2 calls",
+        "  each step backwards: a product (16 to 4 features), a kernel of 24 ops; 2 calls",
+        "  after the loop backwards, once for all steps: the gradient of a weight (16 x 4), the "
+        "gradient of a weight (16 x 3), a product (16 to 3 features), 1 sum for the gradients of "
+        "vectors; 4 calls",
+        "  combined into one product: i, f, g, o of x",
+        "  combined into one product: i, f, g, o of h",
+        "  saved for backward: the state h, the state c, 3 results of sigmoid, 2 results of tanh; "
+        "112 bytes a step and row",
+    ]
+    naive = rnn.RNN(rnn.lstm, 3, 4, schedule="naive").explain()
+    assert "before the loop, once for all steps: nothing" in naive
+    assert "13 kernels of one op each" in naive
