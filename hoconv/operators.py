@@ -26,11 +26,14 @@ class Implementation:
         devices: the device types it runs on; empty for all of them.
         load: makes `function` callable, by compiling what it needs where that is not done yet;
             returns why it cannot, with the fix, or None.
+        thread_invariant: whether a CPU's results have the same bits with any number of threads;
+            PyTorch's matrix products do not promise it.
     """
 
     function: Callable[..., Tensor]
     devices: tuple[str, ...] = ()
     load: Callable[[], str | None] = lambda: None
+    thread_invariant: bool = True
 
 
 @dataclass(frozen=True)

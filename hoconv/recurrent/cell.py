@@ -80,7 +80,7 @@ def _find(module: str, qualname: str) -> Cell:
     return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BoundCell:
     """A cell with sizes and options. `options` are all of its keyword-only arguments."""
 

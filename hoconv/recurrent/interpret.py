@@ -5,7 +5,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,53 +13,64 @@ from torch import Tensor
 
 from hoconv.recurrent import evaluate, random
 from hoconv.recurrent.evaluate import DTYPES
-from hoconv.recurrent.ir import Op, Param, Program, Value, flat
+from hoconv.recurrent.ir import Op, Program, Value, flat
 
-
-def packed(param: Param, parameters: Mapping[str, Tensor]) -> Tensor:
-    """A parameter as a program reads it."""
-    pieces = []
-    for piece in param.pieces:
-        tensor = parameters[piece.parameter]
-        pieces.append(tensor if piece.columns is None else tensor[:, slice(*piece.columns)])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+Tensors = dict[Value, Tensor]
+# Runs the steps: given a program, what is there before the loop, the states before the first step,
+# and a seed, returns the sequences that the steps write and the states after the last.
+Loop = Callable[[Program, Tensors, list[Tensor], Tensor | None], tuple[Tensors, list[Tensor]]]
 
 
 def interpret(
     program: Program,
-    params: list[Tensor],
+    params: Sequence[Tensor],
     sequences: Mapping[str, Tensor],
     states: Mapping[str, Tensor],
     seed: Tensor | None = None,
+    loop: Loop | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Runs a program.
 
     Args:
-        params: one for each of the program's, see :func:`packed`.
+        params: one for each of the program's, see :mod:`hoconv.recurrent.packing`.
         sequences: what it reads, by name: (T, B, n) or, of a parameter's, (n,).
         states: (B, n) before the first step, by name.
         seed: int64 scalar, of the random masks.
+        loop: runs the steps; op by op in PyTorch by default.
 
     Returns:
         The program's results, and the states after the last step, by name.
     """
-    values: dict[Value, Tensor] = {p.value: t for p, t in zip(program.params, params, strict=True)}
+    values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
-    T = next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
-    B = next(iter(states.values())).shape[0]
     for op in flat(program.before):
         values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
+    initial = [states[s.name].to(DTYPES[s.value.type.dtype]) for s in program.states]
+    written, final = (loop or _steps)(program, values, initial, seed)
+    values |= written
+    for op in flat(program.after):
+        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
+    results = {name: values[value] for name, value in program.results}
+    return results, {s.name: state for s, state in zip(program.states, final, strict=True)}
 
+
+def steps(program: Program, values: Tensors) -> int:
+    """T, that of any sequence that the program reads."""
+    return next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
+
+
+def _steps(
+    program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
+) -> tuple[Tensors, list[Tensor]]:
+    T, B = steps(program, values), initial[0].shape[0]
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
-    now = {s.value: states[s.name].to(DTYPES[s.value.type.dtype]) for s in program.states}
+    now = initial
     for t in reversed(range(T)) if program.reverse else range(T):
-        local: dict[Value, Tensor] = dict(now)
+        local = dict(zip((s.value for s in program.states), now))
 
-        def at_step(operand: Any, t: int = t, local: dict = local) -> Any:
-            if not isinstance(operand, Value):
-                return operand
-            if operand.type.rate == "step":
-                return local[operand]
+        def at_step(operand: Any, t: int = t, local: Tensors = local) -> Any:
+            if not isinstance(operand, Value) or operand.type.rate == "step":
+                return local[operand] if isinstance(operand, Value) else operand
             tensor = values[operand]
             return tensor[t] if operand.type.rate == "sequence" else tensor
 
@@ -67,25 +78,13 @@ def interpret(
             if op.kind == "keep":
                 assert seed is not None, "a program with random masks needs a seed"
                 probability, site, size = op.attrs
-                local[op.result] = random.keep(
-                    probability, int(site), int(size), B, t, seed.to(device=values_device(values))
-                )
+                local[op.result] = random.keep(probability, int(site), int(size), B, t, seed)
             else:
                 local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], B)
         for each in program.yields:
             written[each.sequence][t] = at_step(each.source)
-        now = {s.value: at_step(s.next) for s in program.states}
-
-    values |= {sequence: torch.stack(steps) for sequence, steps in written.items()}
-    for op in flat(program.after):
-        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
-    results = {name: values[value] for name, value in program.results}
-    return results, {s.name: now[s.value] for s in program.states}
-
-
-def values_device(values: Mapping[Value, Tensor]) -> torch.device:
-    """Where a program's tensors are."""
-    return next(iter(values.values())).device
+        now = [at_step(s.next) for s in program.states]
+    return {sequence: torch.stack(each) for sequence, each in written.items()}, now
 
 
 def _read(operand: Any, values: Mapping[Value, Tensor]) -> Any:

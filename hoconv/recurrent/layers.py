@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from hoconv.recurrent import reference
+from hoconv.implementations import resolve
 from hoconv.recurrent.cell import Cell
 from hoconv.recurrent.explain import explain
+from hoconv.recurrent.operator import OPERATOR
+from hoconv.recurrent.ops import RUNS
+from hoconv.recurrent.plans import register, request
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.recurrent.trace import trace
 
 State = Tensor | tuple[Tensor, ...]
-
-
-_IMPLEMENTATIONS = ("auto", "reference")
 
 
 class RNN(nn.Module):
@@ -41,7 +41,7 @@ class RNN(nn.Module):
         batch_first: whether inputs and outputs are (B, T, ...); states are not.
         schedule: the rung of :data:`hoconv.recurrent.SCHEDULES` at which the compiler stops; by
             default the fastest. The reference has none.
-        impl: ``"auto"`` or ``"reference"``.
+        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
         options: the cell's own options, by name.
 
     Parameters: of each layer l and direction ``weight_<name>_l<l>``, ``bias_<name>_l<l>`` of every
@@ -52,6 +52,8 @@ class RNN(nn.Module):
         CellError: a cell that is outside of the language.
         TypeError, ValueError: an argument or option out of its range.
     """
+
+    operator = OPERATOR
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class RNN(nn.Module):
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
-        if impl not in _IMPLEMENTATIONS:
-            raise ValueError(f"impl: expected one of {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
+        if impl not in (allowed := ("auto", *OPERATOR.implementations)):
+            raise ValueError(f"impl: expected one of {', '.join(allowed)}; got {impl!r}")
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
@@ -101,12 +103,17 @@ class RNN(nn.Module):
             traced = trace(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 self.runs.append((bound, suffix))
-                self._names.append([d.name for d in traced.declarations])
+                self._names.append([d.name + suffix for d in traced.declarations])
                 for d in traced.declarations:
                     empty = torch.empty(d.shape, device=device, dtype=dtype)
                     self.register_parameter(d.name + suffix, nn.Parameter(empty))
             size = traced.output_size * (1 + bidirectional)
+        self._cells = [register(bound) for bound, _ in self.runs]
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cells = [register(bound) for bound, _ in self.runs]  # names are a process's own
 
     @property
     def cell(self) -> Cell:
@@ -185,45 +192,43 @@ class RNN(nn.Module):
         self,
         x: Tensor,
         states: list[Tensor],
-        parameters: list[dict[str, Tensor]],
+        parameters: list[list[Tensor]],
         valid: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
         directions = 1 + self.bidirectional
         final: list[list[Tensor]] = []
+        run = RUNS[resolve(OPERATOR.name, self.impl, x.device.type)]
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
             outputs = []
             for direction in range(directions):
-                run = layer * directions + direction
-                output, following = reference.recurrent(
-                    self.runs[run][0],
-                    x,
-                    [s[run] for s in states],
-                    parameters[run],
-                    valid=valid,
-                    seed=torch.empty((), dtype=torch.int64, device=x.device).random_()
-                    if self.training
-                    else None,
-                    reverse=direction == 1,
-                )
+                at = layer * directions + direction
+                seed = None
+                if self.training:
+                    seed = torch.randint(1 << 62, (), device=x.device)
+                plan = request(
+                    self._cells[at], str(x.dtype), self.schedule, self.training,
+                    valid is not None, direction == 1,
+                )  # fmt: skip
+                initial = [state[at] for state in states]
+                output, *following = run(x, initial, parameters[at], valid, seed, plan)
                 outputs.append(output)
                 final.append(following)
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x, [torch.stack(each) for each in zip(*final, strict=True)]
 
-    def _cast(self, x: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def _cast(self, x: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         """x and the parameters of each run in the dtype to compute with."""
-        parameters: list[dict[str, Tensor]] = [
-            {name: self.get_parameter(name + suffix) for name in names}
-            for (_, suffix), names in zip(self.runs, self._names, strict=True)
+        parameters: list[list[Tensor]] = [
+            [getattr(self, name) for name in names] for names in self._names
         ]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            parameters = [{k: _cast(v, dtype) for k, v in of.items()} for of in parameters]
+            parameters = [[_cast(p, dtype) for p in of] for of in parameters]
             x = _cast(x, dtype)
-        own = next(iter(parameters[0].values()), x)
+        own = next(iter(parameters[0]), x)
         if x.dtype != own.dtype:
             raise TypeError(
                 f"x: expected the dtype of the parameters, {own.dtype}, got {x.dtype}; convert "

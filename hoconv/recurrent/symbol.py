@@ -64,8 +64,13 @@ class Builder:
 
     def cast(self, symbol: Symbol, dtype: str) -> Symbol:
         """The symbol in another dtype; itself where that is its own."""
-        same = symbol.value.type.dtype == dtype
-        return symbol if same else self.apply("cast", symbol, dtype=dtype)
+        if symbol.value.type.dtype == dtype:
+            return symbol
+        made = next((op for op in reversed(self.ops) if op.result is symbol.value), None)
+        if made is not None and made.kind == "cat":  # each part where it is made
+            parts = (self.cast(Symbol(self, part), dtype) for part in made.values)
+            return self.apply("cat", *parts, dtype=dtype)
+        return self.apply("cast", symbol, dtype=dtype)
 
     def _operand(self, kind: str, operand: Any) -> Operand:
         if isinstance(operand, Symbol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ def bound(name: str, input_size: int = 3, hidden_size: int = 4) -> BoundCell:
 
 
 def layer(name: str, **arguments: Any) -> rnn.RNN:
-    """A small layer in float64 whose parameters are all random."""
+    """A small layer in float64 whose parameters are all random; the definition by default."""
     cell, options = READY[name]
+    arguments = {"impl": "reference", **arguments}
     made = rnn.RNN(cell, 3, 4, dtype=torch.float64, **options, **arguments)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -41,12 +42,13 @@ def sequence(*shape: int) -> Tensor:
     return torch.randn(shape or (5, 2, 3), dtype=torch.float64)
 
 
-def gradients(made: nn.Module, x: Tensor, *arguments: Any) -> list[Tensor]:
+def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any) -> list[Tensor]:
     """The output, the final states and all gradients, of a function that uses all of them."""
     x = x.detach().requires_grad_()
+    parameters = made.parameters() if isinstance(made, nn.Module) else ()
     output, state = made(x, *arguments)
     states = state if isinstance(state, tuple) else (state,)
     loss = sum(t.sin().sum() * (i + 1) for i, t in enumerate((output, *states)))
     assert isinstance(loss, Tensor)
-    found = torch.autograd.grad(loss, [x, *made.parameters()])
+    found = torch.autograd.grad(loss, [x, *parameters])
     return [t.detach() for t in (output, *states, *found)]

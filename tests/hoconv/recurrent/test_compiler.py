@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from hoconv import recurrent as rnn
 from hoconv.recurrent import evaluate, kinds, reference
 from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.interpret import interpret, packed
+from hoconv.recurrent.interpret import Loop, interpret
 from hoconv.recurrent.ir import Group, Program
+from hoconv.recurrent.packing import packed, unpacked
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.derivatives import RULES
 from hoconv.recurrent.passes.dtypes import infer_dtypes
@@ -32,6 +34,10 @@ CELLS = [*READY, *range(50)]
 
 def cell_of(which: str | int) -> BoundCell:
     return bound(which) if isinstance(which, str) else random_cell(which)
+
+
+def no_loop(program: Program) -> None:
+    """Programs are run op by op."""
 
 
 class Case:
@@ -71,9 +77,11 @@ class Case:
         assert got.keys() == exact.keys()
         torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
 
-    def run(self, program: Program) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        params = [packed(p, self.parameters) for p in program.params]
-        return interpret(program, params, self.sequences, self.states, self.seed)
+    def run(
+        self, program: Program, loop: Loop | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        params = packed(program, self.parameters)
+        return interpret(program, params, self.sequences, self.states, self.seed, loop)
 
     def check(self, program: Program) -> Program:
         """What a program of any stage gives is exact, and so are its gradients by autograd."""
@@ -87,33 +95,25 @@ class Case:
         self.close(dict(zip(self.leaves, found)), self.gradients)
         return program
 
-    def check_plan(self, made: Plan) -> None:
+    def check_plan(self, made: Plan, loop: Callable[[Program], Loop | None] = no_loop) -> None:
         """Its three programs, run: outputs, and all gradients by the backward program."""
         with torch.no_grad():
             for program in (made.inference, made.forward, made.backward):
                 verify(program)
-            results, final = self.run(made.inference)
+            results, final = self.run(made.inference, loop(made.inference))
             self.close({"output": results["output"], **final}, self.exact)
-            results, final = self.run(made.forward)
+            results, final = self.run(made.forward, loop(made.forward))
             self.close({"output": results.pop("output"), **final}, self.exact)
-            params = [packed(p, self.parameters) for p in made.backward.params]
+            params = packed(made.backward, self.parameters)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
             sequences = {name: read[name] for name, _ in made.backward.sequences}
             states = {f"d_{name}": self.cotangents[name] for name in self.states}
-            results, final = interpret(made.backward, params, sequences, states, self.seed)
+            results, final = interpret(
+                made.backward, params, sequences, states, self.seed, loop(made.backward)
+            )
         gradients = {"x": results.get("d_x", torch.zeros_like(self.x))}
         gradients |= {name: final[f"d_{name}"] for name in self.states}
-        for name, parameter in self.parameters.items():
-            gradients[name] = torch.zeros_like(parameter)
-        for i, param in enumerate(made.backward.params):
-            if f"d_{i}" not in results:
-                continue
-            parts = results[f"d_{i}"].split(
-                [self.parameters[p.parameter].shape[0] for p in param.pieces]
-            )
-            for piece, part in zip(param.pieces, parts):
-                columns = slice(None) if piece.columns is None else slice(*piece.columns)
-                gradients[piece.parameter][..., columns] += part
+        gradients |= unpacked(made.backward, results, self.parameters)
         self.close(gradients, self.gradients)
 
 
@@ -248,7 +248,7 @@ def test_half_precision_is_computed_as_the_definition_says(which: str, dtype: to
     x, valid = torch.randn(4, 3, 3).to(dtype), torch.rand(4, 3, 1) < 0.7
     states = {name: torch.randn(3, n).to(dtype) for name, n in cell.state_sizes.items()}
     exact, finals = reference.recurrent(cell, x, list(states.values()), parameters, valid=valid)
-    params = [packed(p, parameters) for p in made.inference.params]
+    params = packed(made.inference, parameters)
     got, last = interpret(made.inference, params, {"x": x, "valid": valid}, states)
     torch.testing.assert_close(got["output"], exact, rtol=2e-2, atol=2e-2)
     for mine, definition in zip(last.values(), finals, strict=True):

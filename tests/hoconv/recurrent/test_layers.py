@@ -20,7 +20,7 @@ from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
 def pair(kind: str, *sizes: int, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Ours and PyTorch's, of one state dict."""
     theirs = getattr(nn, kind)(*sizes, dtype=torch.float64, **options)
-    ours = getattr(rnn, kind)(*sizes, dtype=torch.float64, **options)
+    ours = getattr(rnn, kind)(*sizes, dtype=torch.float64, impl="reference", **options)
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
 
@@ -156,7 +156,7 @@ def noisy(x: Any, h: Any, *, p: float = 0.5) -> Any:
 
 
 def test_noise_is_in_training_only_and_repeats_with_the_seed() -> None:
-    made = rnn.RNN(noisy, 3, 8)
+    made = rnn.RNN(noisy, 3, 8, impl="reference")
     x = torch.randn(5, 2, 3)
     outputs = []
     for seed in (1, 1, 2):
@@ -166,14 +166,14 @@ def test_noise_is_in_training_only_and_repeats_with_the_seed() -> None:
     assert not torch.equal(outputs[0], outputs[2])
     made.eval()
     assert torch.equal(made(x)[0], made(x)[0])
-    quiet = rnn.RNN(noisy, 3, 8, p=0.0)
+    quiet = rnn.RNN(noisy, 3, 8, p=0.0, impl="reference")
     quiet.load_state_dict(made.state_dict())
     assert torch.equal(quiet(x)[0], quiet.eval()(x)[0])
 
 
 def test_dropout_is_between_layers_and_in_training_only() -> None:
-    made = rnn.LSTM(3, 4, 2, dropout=1.0)
-    still = rnn.LSTM(3, 4, 2)
+    made = rnn.LSTM(3, 4, 2, dropout=1.0, impl="reference")
+    still = rnn.LSTM(3, 4, 2, impl="reference")
     still.load_state_dict(made.state_dict())
     x = torch.randn(5, 2, 3)
     first = made(x)[1][0]

@@ -1,0 +1,172 @@
+// The functions that generated kernels call, for C++ and CUDA.
+//
+// On a CPU exponentials are written out, without branches, so that loops over them become vector
+// instructions; the relative error is a few units in the last place. Philox4x32-10 (Salmon et al.,
+// SC 2011) is that of hoconv/recurrent/random.py.
+#pragma once
+
+#if defined(__CUDACC__)
+#define HOCONV_INLINE __device__ __forceinline__
+#else
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#define HOCONV_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace hoconv::recurrent {
+
+HOCONV_INLINE uint32_t philox(int64_t seed, int64_t feature, int64_t row, int64_t step,
+                              int64_t site) {
+  uint32_t c0 = static_cast<uint32_t>(feature), c1 = static_cast<uint32_t>(row);
+  uint32_t c2 = static_cast<uint32_t>(step), c3 = static_cast<uint32_t>(site);
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{0xD2511F53u} * c0, p1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return c0;
+}
+
+// As in PyTorch, NaN wins.
+template <typename A>
+HOCONV_INLINE A minimum(A a, A b) {
+  return a < b || a != a ? a : b;
+}
+template <typename A>
+HOCONV_INLINE A maximum(A a, A b) {
+  return a > b || a != a ? a : b;
+}
+template <typename A>
+HOCONV_INLINE A relu(A x) {
+  return x < A(0) ? A(0) : x;
+}
+
+#if defined(__CUDACC__)
+
+template <typename A>
+HOCONV_INLINE A lowest() {
+  return -A(INFINITY);
+}
+HOCONV_INLINE float absolute(float x) { return fabsf(x); }
+HOCONV_INLINE double absolute(double x) { return fabs(x); }
+HOCONV_INLINE float logarithm(float x) { return logf(x); }
+HOCONV_INLINE double logarithm(double x) { return log(x); }
+HOCONV_INLINE float square_root(float x) { return sqrtf(x); }
+HOCONV_INLINE double square_root(double x) { return sqrt(x); }
+HOCONV_INLINE float exponential(float x) { return expf(x); }
+HOCONV_INLINE double exponential(double x) { return exp(x); }
+HOCONV_INLINE float hyperbolic_tangent(float x) { return tanhf(x); }
+HOCONV_INLINE double hyperbolic_tangent(double x) { return tanh(x); }
+HOCONV_INLINE float error_function(float x) { return erff(x); }
+HOCONV_INLINE double error_function(double x) { return erf(x); }
+HOCONV_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+HOCONV_INLINE double softplus(double x) { return x > 20.0 ? x : log1p(exp(x)); }
+
+#else
+
+template <typename A>
+HOCONV_INLINE A lowest() {
+  return -std::numeric_limits<A>::infinity();
+}
+template <typename A>
+HOCONV_INLINE A absolute(A x) {
+  return std::abs(x);
+}
+template <typename A>
+HOCONV_INLINE A logarithm(A x) {
+  return std::log(x);
+}
+template <typename A>
+HOCONV_INLINE A square_root(A x) {
+  return std::sqrt(x);
+}
+template <typename A>
+HOCONV_INLINE A error_function(A x) {
+  return std::erf(x);
+}
+
+// exp(x) = scale * (1 + rest), with scale a power of two in two factors: none of them overflows
+// where their product does not.
+template <typename A>
+struct Power {
+  A first, second, rest;
+};
+
+HOCONV_INLINE Power<float> power(float x) {
+  x = x > 90.0f ? 90.0f : x < -105.0f ? -105.0f : x;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  const float shifted = x * 1.44269504f + magic;
+  const int32_t n = __builtin_bit_cast(int32_t, shifted) - 0x4B400000;
+  const float k = shifted - magic;
+  const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+  float p = 1.0f / 5040;
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  const int32_t half = n >> 1;
+  return {__builtin_bit_cast(float, (half + 127) << 23),
+          __builtin_bit_cast(float, (n - half + 127) << 23), p * r * r + r};
+}
+
+HOCONV_INLINE Power<double> power(double x) {
+  x = x > 710.0 ? 710.0 : x < -746.0 ? -746.0 : x;
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52
+  const double shifted = x * 1.4426950408889634 + magic;
+  const int64_t n = __builtin_bit_cast(int64_t, shifted) - 0x4338000000000000;
+  const double k = shifted - magic;
+  const double r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6;
+  double p = 1.0 / 6227020800;
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  // Halved without an arithmetic shift of 64 bits, which AVX2 does not have.
+  const int64_t half = static_cast<int64_t>(static_cast<uint64_t>(n + 4096) >> 1) - 2048;
+  return {__builtin_bit_cast(double, (half + 1023) << 52),
+          __builtin_bit_cast(double, (n - half + 1023) << 52), p * r * r + r};
+}
+
+template <typename A>
+HOCONV_INLINE A exponential(A x) {
+  const auto e = power(x);
+  return (e.first + e.first * e.rest) * e.second;
+}
+
+// (exp(2|x|) - 1) / (exp(2|x|) + 1): the small numerator without cancellation.
+template <typename A>
+HOCONV_INLINE A hyperbolic_tangent(A x) {
+  const A y = absolute(x) > A(20) ? A(40) : A(2) * absolute(x);
+  const auto e = power(y != y ? x : y);
+  const A scale = e.first * e.second;
+  const A above = scale * e.rest + (scale - A(1));
+  const A t = above / (above + A(2));
+  return x < A(0) ? -t : t;
+}
+
+template <typename A>
+HOCONV_INLINE A softplus(A x) {
+  return x > A(20) ? x : std::log1p(exponential(x));
+}
+
+#endif
+
+template <typename A>
+HOCONV_INLINE A sigmoid(A x) {
+  return A(1) / (A(1) + exponential(-x));
+}
+
+}  // namespace hoconv::recurrent

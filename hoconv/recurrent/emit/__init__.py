@@ -1,0 +1,1 @@
+"""From programs to source code: where values are, loops over features, expressions, targets."""

@@ -1,0 +1,93 @@
+"""A kernel's loops as statements in the C family, but for what differs between targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hoconv.recurrent.emit.expressions import TYPES, expression, initial, reduced
+from hoconv.recurrent.emit.loops import Kernel, Load, Memory, Reduce, Statement, Store
+from hoconv.recurrent.ir import Op, Value
+
+
+class Target(ABC):
+    """How a target runs over the features of a row."""
+
+    @abstractmethod
+    def loop(self, size: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:
+        """Runs a body for each feature ``j`` below size; `sums` are the reductions in it."""
+
+    @abstractmethod
+    def scalars(self, body: Sequence[str]) -> list[str]:
+        """Runs statements that define scalars; stores among them happen once a row."""
+
+    @abstractmethod
+    def section_end(self) -> list[str]:
+        """Lets a row's next section read what this one wrote."""
+
+
+class KernelWriter:
+    """Writes the statements for one row, whose index is ``row``, its step ``t``."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.names: dict[Value, str] = {}
+
+    def row(self, kernel: Kernel) -> list[str]:
+        """Everything that is done for a row."""
+        lines = self.target.scalars(self._statements(kernel.first, "0")) if kernel.first else []
+        for i, section in enumerate(kernel.sections):
+            for size, statements in sorted(section.loops.items()):
+                sums = [s.op for s in statements if isinstance(s, Reduce)]
+                for op in sums:
+                    own = TYPES[op.result.type.dtype]
+                    lines.append(f"{own} {self._name(op.result)} = {initial(op)};")
+                named = [(op, self._name(op.result)) for op in sums]
+                lines += self.target.loop(size, named, self._statements(statements, "j"))
+            if section.scalars:
+                lines += self.target.scalars(self._statements(section.scalars, "0"))
+            if i + 1 < len(kernel.sections):
+                lines += self.target.section_end()
+        return lines
+
+    def _name(self, value: Value) -> str:
+        return self.names.setdefault(value, f"v{len(self.names)}")
+
+    def _statements(self, statements: Sequence[Statement], feature: str) -> list[str]:
+        return [self._statement(s, feature) for s in statements]
+
+    def _statement(self, s: Statement, feature: str) -> str:
+        if isinstance(s, Reduce):
+            total, value = self._name(s.op.result), self._name(s.op.values[0])
+            return f"{total} = {reduced(s.op, total, value)};"
+        if isinstance(s, Store):
+            return f"{element(s.memory, feature, s.offset)} = {self._name(s.value)};"
+        value = s.value if isinstance(s, Load) else s.op.result
+        own = TYPES[value.type.dtype]
+        if isinstance(s, Load):
+            given = element(s.memory, feature, s.offset)
+        else:
+            given = expression(s.op, {v: self._name(v) for v in s.op.values}, feature)
+        return f"const {own} {self._name(value)} = {given};"
+
+
+def pointer(memory: Memory) -> str:
+    """The variable that points to a row."""
+    if memory.place is None:
+        return f"scratch{memory.scratch}"
+    return f"{memory.place.buffer.name}{'_after' * memory.place.after}"
+
+
+def element(memory: Memory, feature: str, offset: int) -> str:
+    """A feature of the row."""
+    index = f"{feature} + {offset}" if offset and feature != "0" else str(offset or feature)
+    return f"{pointer(memory)}[{index}]"
+
+
+def memories(kernel: Kernel) -> list[Memory]:
+    """What a kernel reads and writes, each once."""
+    lists = [kernel.first]
+    for section in kernel.sections:
+        lists += [*section.loops.values(), section.scalars]
+    found = {pointer(s.memory): s.memory for ss in lists for s in ss if isinstance(s, Load | Store)}
+    return list(found.values())

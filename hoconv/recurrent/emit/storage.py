@@ -1,0 +1,150 @@
+"""Where the values of a program's steps are kept.
+
+A value that leaves the kernel that makes it has a home in memory, from which everything else reads
+it. A state has room for two steps, or, where what the steps read of it is saved, for all: then
+nothing is copied to save it.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hoconv.recurrent.ir import Group, Op, Program, Type, Value, Yield
+from hoconv.recurrent.kinds import ROWWISE
+
+Kind = Literal["once", "sequence", "step", "state", "history"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that a run is given.
+
+    Attributes:
+        name: an identifier.
+        kind: ``once``, shaped as its type; ``sequence``, (T, B, n); ``step``, (B, n); ``state``,
+            (2, B, n), of which steps take turns; ``history``, (T + 1, B, n): a state before step
+            t in row t, and after the last step in row T.
+        type: of its elements and features.
+    """
+
+    name: str
+    kind: Kind
+    type: Type
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows in a buffer at the present step: those of a state before it, or `after` it."""
+
+    buffer: Buffer
+    after: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """The buffers of a program's steps.
+
+    Attributes:
+        items: the step, everything but products in groups. The last group may be empty: it copies.
+        homes: where a value is read from; parameters, sequences and states have one, too.
+        stores: where the step writes a value, the home first.
+        params, sequences, states, yields: buffers, in the order of the program's.
+        temporaries: the other buffers, one for each value that is read by another item.
+    """
+
+    items: tuple[Op | Group, ...]
+    homes: Mapping[Value, Place]
+    stores: Mapping[Value, Sequence[Place]]
+    params: tuple[Buffer, ...]
+    sequences: tuple[Buffer, ...]
+    states: tuple[Buffer, ...]
+    yields: tuple[Buffer, ...]
+    temporaries: tuple[Buffer, ...]
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All of them, each once; those of a saved state are among the states."""
+        own = tuple(b for b in self.yields if b.kind != "history")
+        return (*self.params, *self.sequences, *self.states, *own, *self.temporaries)
+
+
+def place(program: Program) -> Storage:
+    """Finds a home for every value that needs one."""
+    items = [
+        item if isinstance(item, Group) or item.kind not in ROWWISE else Group((item,))
+        for item in program.step
+    ]
+    params = tuple(Buffer(f"param{i}", "once", p.value.type) for i, p in enumerate(program.params))
+    sequences = tuple(
+        Buffer(f"read{i}", "once" if v.type.rate == "once" else "sequence", v.type)
+        for i, (_, v) in enumerate(program.sequences)
+    )
+    before = tuple(
+        Buffer(f"made{i}", "once" if v.type.rate == "once" else "sequence", v.type)
+        for i, v in enumerate(outside_made(program))
+    )
+    saved = _saved_states(program)
+    states = tuple(
+        Buffer(f"state{i}", "history" if s.value in saved else "state", s.value.type)
+        for i, s in enumerate(program.states)
+    )
+    history = dict(zip((s.value for s in program.states), states))
+    yields = tuple(
+        history[y.source]
+        if saved.get(y.source) is y
+        else Buffer(f"written{i}", "sequence", y.sequence.type)
+        for i, y in enumerate(program.yields)
+    )
+    given = (*(p.value for p in program.params), *(v for _, v in program.sequences),
+             *outside_made(program))  # fmt: skip
+    homes = {v: Place(b) for v, b in zip(given, (*params, *sequences, *before))}
+    homes |= {s.value: Place(b) for s, b in zip(program.states, states)}
+
+    stores: dict[Value, list[Place]] = defaultdict(list)
+    for each, buffer in zip(program.yields, yields):
+        if buffer.kind != "history":
+            stores[each.source].append(Place(buffer))
+    for state, buffer in zip(program.states, states):
+        stores[state.next].append(Place(buffer, after=True))
+
+    temporaries = []
+    for i, item in enumerate(items):
+        for made in _results(item):
+            elsewhere = any(
+                made in _read(other) for j, other in enumerate(items) if j != i
+            )  # fmt: skip
+            if elsewhere and not stores[made]:
+                temporaries.append(Buffer(f"step{len(temporaries)}", "step", made.type))
+                stores[made].append(Place(temporaries[-1]))
+            if stores[made]:
+                homes[made] = stores[made][0]
+    items.append(Group(()))
+    return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
+                   tuple(temporaries))  # fmt: skip
+
+
+def outside_made(program: Program) -> list[Value]:
+    """What is made before the loop and read in it."""
+    read = {v for item in program.step for v in _read(item)}
+    read |= {s.next for s in program.states} | {y.source for y in program.yields}
+    made = [v for item in program.before for v in _results(item)]
+    return [v for v in made if v in read]
+
+
+def _saved_states(program: Program) -> dict[Value, Yield]:
+    """Of each state that is written to a sequence as a step reads it: which yield does."""
+    states = {s.value for s in program.states}
+    return {y.source: y for y in program.yields if y.source in states}
+
+
+def _results(item: Op | Group) -> list[Value]:
+    return [op.result for op in (item.ops if isinstance(item, Group) else (item,))]
+
+
+def _read(item: Op | Group) -> set[Value]:
+    return {v for op in (item.ops if isinstance(item, Group) else (item,)) for v in op.values}

@@ -1,0 +1,178 @@
+"""The recurrent layer in one direction: the operator's declaration.
+
+B batch, H hidden size, I input size, T time steps, n features of a state.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hoconv import build
+from hoconv.implementations import resolve
+from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.recurrent import cells, ops
+from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.recurrent.plans import register, request
+from hoconv.recurrent.trace import trace
+
+_TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 6e-2,
+}
+_CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
+    "lstm": (cells.lstm, {}),
+    "gru": (cells.gru, {}),
+    "elman": (cells.elman, {}),
+    "peephole_lstm": (cells.peephole_lstm, {}),
+    "layernorm_lstm": (cells.layernorm_lstm, {}),
+    "coupled_lstm": (cells.coupled_lstm, {}),
+    "minimal_gated": (cells.minimal_gated, {}),
+    "projected_lstm": (cells.projected_lstm, {"proj_size": 2}),
+}
+
+
+def recurrent(
+    x: Tensor,
+    *tensors: Tensor,
+    cell: str,
+    hidden_size: int,
+    schedule: str = "auto",
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Runs a ready cell over a sequence: what :class:`hoconv.recurrent.RNN` is made of.
+
+    Args:
+        x: (T, B, I); float32, float64, float16 or bfloat16.
+        tensors: the initial states (B, n), then the cell's parameters, in its order; dtype of x.
+        cell: the name of a ready cell.
+        hidden_size: H.
+        schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
+        reverse: whether the first step is the last of x.
+        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+
+    Returns:
+        The elements of the outputs (T, B, n) and of the final states (B, n), one after another.
+
+    Raises:
+        hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
+    """
+    name = resolve("recurrent", impl, x.device.type)
+    run = OPERATOR.implementations[name].function
+    return run(x, tensors, cell, hidden_size, schedule, reverse)
+
+
+def _implementation(run: Callable[..., list[Tensor]]) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int,
+        schedule: str = "auto", reverse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        name = _registered(cell, x.shape[2], hidden_size)
+        plan = request(name, str(x.dtype), schedule, False, False, reverse)
+        n = len(_CELLS[cell][0].states)
+        found = run(x, list(tensors[:n]), list(tensors[n:]), None, None, plan)
+        return torch.cat([t.flatten() for t in found])
+
+    return function
+
+
+def _bound(cell: str, input_size: int, hidden_size: int) -> BoundCell:
+    made, options = _CELLS[cell]
+    return made.bind(input_size, hidden_size, options)
+
+
+def _registered(cell: str, input_size: int, hidden_size: int) -> str:
+    return register(_bound(cell, input_size, hidden_size))
+
+
+_registered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _sample(
+    cell: str, T: int, B: int, n: int, H: int, device: torch.device, dtype: torch.dtype,
+    name: str = "", **options: object,
+) -> Sample:  # fmt: skip
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, dtype=torch.float64) * scale).to(device, dtype)
+
+    bound = _bound(cell, n, H)
+    states = [draw(B, size) for size in bound.state_sizes.values()]
+    parameters = [draw(*d.shape, scale=H**-0.5) for d in trace(bound).declarations]
+    kwargs = {"cell": cell, "hidden_size": H, **options}
+    return Sample((draw(T, B, n), *states, *parameters), kwargs, name or cell)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Few: each is compiled, in each dtype. tests/hoconv/recurrent has every cell."""
+    yield _sample("lstm", 2, 2, 2, 3, device, dtype)
+    yield _sample("layernorm_lstm", 2, 1, 3, 3, device, dtype)
+    yield _sample("projected_lstm", 2, 3, 2, 4, device, dtype, "backwards", reverse=True)
+    yield _sample("gru", 1, 1, 1, 2, device, dtype, "one step and row")
+    x, *tensors = (sample := _sample("lstm", 2, 3, 2, 3, device, dtype)).args
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    yield Sample((strided, *tensors), sample.kwargs, "(B, T)")
+
+
+def _cost(sample: Sample) -> Cost:
+    x, *tensors = sample.args
+    products = [t for t in tensors if t.dim() == 2 and t.shape[0] != x.shape[1]]
+    bound = _bound(sample.kwargs["cell"], x.shape[2], sample.kwargs["hidden_size"])
+    n = trace(bound).output_size
+    states = sum(t.nbytes for t in tensors[: len(bound.state_sizes)])
+    read = x.nbytes + sum(t.nbytes for t in tensors)
+    written = x.shape[0] * x.shape[1] * n * x.element_size() + states
+    flops = 2 * x.shape[0] * x.shape[1] * sum(math.prod(t.shape) for t in products)
+    return Cost(
+        forward_bytes=read + written,
+        backward_bytes=2 * read + written,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+    )
+
+
+def _benchmark_sample(hidden_size: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    name = f"T=100, B=64, I=H={hidden_size}"
+    return _sample("lstm", 100, 64, hidden_size, hidden_size, device, dtype, name)
+
+
+def _nn_lstm(x: Tensor, h: Tensor, c: Tensor, *parameters: Tensor, **_: object) -> Tensor:
+    """PyTorch's own LSTM with these parameters."""
+    weights, biases = parameters[::2], parameters[1::2]
+    ih, hh = torch.cat(weights).split([x.shape[2], h.shape[1]], 1)
+    bias = torch.cat(biases)
+    flat = [ih.contiguous(), hh.contiguous(), bias, torch.zeros_like(bias)]
+    output, *final = torch._VF.lstm(x, (h[None], c[None]), flat, True, 1, 0.0, True, False, False)
+    return torch.cat([t.flatten() for t in (output, *final)])
+
+
+OPERATOR = declare(
+    Operator(
+        name="recurrent",
+        function=recurrent,
+        implementations={
+            "reference": Implementation(_implementation(ops.run_reference)),
+            "cpp": Implementation(
+                _implementation(ops.run_cpp),
+                devices=("cpu",),
+                thread_invariant=False,
+                load=functools.partial(build.obstacle, "cpu"),
+            ),
+        },
+        samples=_samples,
+        tolerances=_TOLERANCES,
+        cost=_cost,
+        benchmark=Benchmark(
+            axis="hidden size (LSTM, T = 100, B = 64)",
+            sizes=(128, 256, 512),
+            sample=_benchmark_sample,
+            baselines={"nn.LSTM": _nn_lstm},
+        ),
+    )
+)

@@ -1,0 +1,93 @@
+"""Cells and plans by name: an op takes strings, and torch.compile sees constants."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.cpp import CppLoop
+from hoconv.recurrent.ir import Program
+from hoconv.recurrent.schedule import Plan, plan
+from hoconv.recurrent.trace import trace
+
+_cells: dict[str, BoundCell] = {}
+_parameters: dict[str, tuple[str, ...]] = {}
+
+
+def register(cell: BoundCell) -> str:
+    """A name for a cell with its sizes and options, in this process."""
+    for name, known in _cells.items():
+        if known == cell:
+            return name
+    name = f"{cell.name}#{len(_cells)}"
+    _cells[name] = cell
+    _parameters[name] = tuple(d.name for d in trace(cell).declarations)
+    return name
+
+
+def registered(name: str) -> BoundCell:
+    """The cell of a name."""
+    return _cells[name]
+
+
+class Request(NamedTuple):
+    """Which plan of a cell."""
+
+    cell: str
+    dtype: str
+    schedule: str
+    training: bool
+    masked: bool
+    reverse: bool
+
+
+def request(
+    cell: str, dtype: str, schedule: str, training: bool, masked: bool, reverse: bool
+) -> str:
+    """A plan as a text. Constants in, a constant out: torch.compile does not trace it."""
+    return "/".join(
+        map(str, (cell, dtype.removeprefix("torch."), schedule, training, masked, reverse))
+    )
+
+
+request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def parsed(text: str) -> Request:
+    """The request of a text."""
+    cell, dtype, schedule, *flags = text.split("/")
+    training, masked, reverse = (flag == "True" for flag in flags)
+    return Request(cell, dtype, schedule, training, masked, reverse)
+
+
+@functools.cache
+def planned(text: str) -> Plan:
+    """The plan of a request."""
+    r = parsed(text)
+    return plan(
+        registered(r.cell), getattr(torch, r.dtype), r.schedule,
+        training=r.training, masked=r.masked, reverse=r.reverse,
+    )  # fmt: skip
+
+
+def parameter_names(cell: str) -> tuple[str, ...]:
+    """The parameters of a cell, in the order in which an op takes them."""
+    return _parameters[cell]
+
+
+def program_of(text: str, which: str) -> Program:
+    """One of a plan's programs: ``inference``, ``forward`` or ``backward``."""
+    return getattr(planned(text), which)
+
+
+@functools.cache
+def compiled(text: str, which: str) -> CppLoop:
+    """The compiled loop of one of a plan's programs.
+
+    Raises:
+        hoconv.build.BuildError: there is no compiler, or it failed.
+    """
+    return CppLoop(program_of(text, which))

@@ -1,0 +1,247 @@
+"""Generated C++: its kernels and loops against the definition, and the op around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from hoconv import recurrent as rnn
+from hoconv.build import obstacle
+from hoconv.recurrent.cpp import CppLoop
+from hoconv.recurrent.ops import op
+from hoconv.recurrent.plans import register, request
+from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.support import READY, bound, gradients, layer, sequence
+from tests.hoconv.recurrent.test_compiler import Case
+
+pytestmark = pytest.mark.skipif(obstacle("cpu") is not None, reason=str(obstacle("cpu")))
+
+
+def check(which: str | int, schedule: str, **options: bool) -> None:
+    case = Case(which, **options)
+    made = plan(case.cell, torch.float64, schedule, **case.options)
+    programs = (made.inference, made.forward, made.backward)
+    with ThreadPoolExecutor(2) as pool:
+        loops = dict(zip(programs, pool.map(CppLoop, programs)))
+    case.check_plan(made, loops.get)
+
+
+@pytest.mark.parametrize("which", READY)
+def test_compiled_loops_are_exact(which: str) -> None:
+    check(which, "auto", masked=True)
+
+
+@pytest.mark.parametrize("which", [0, 9])
+def test_compiled_loops_of_random_cells_are_exact(which: int) -> None:
+    check(which, "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(50))
+def test_compiled_loops_of_all_random_cells_are_exact(which: int) -> None:
+    check(which, "auto", reverse=which % 2 == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", rnn.SCHEDULES)
+@pytest.mark.parametrize("which", READY)
+def test_compiled_loops_of_every_schedule_are_exact(which: str, schedule: str) -> None:
+    check(which, schedule, reverse=True)
+
+
+def pair(name: str, **arguments: Any) -> tuple[rnn.RNN, rnn.RNN]:
+    """The same layer, compiled and as the definition."""
+    ours = layer(name, impl="cpp", **arguments)
+    reference = layer(name, impl="reference", **arguments)
+    reference.load_state_dict(ours.state_dict())
+    return ours, reference
+
+
+@pytest.mark.parametrize("name", ["lstm", "projected_lstm", "layernorm_lstm"])
+def test_layers_equal_the_definition_with_all_that_a_layer_has(name: str) -> None:
+    ours, reference = pair(name, num_layers=2, bidirectional=True)
+    x = sequence(5, 3, 3)
+    states = tuple(sequence(4, 3, n) for n in ours.runs[0][0].state_sizes.values())
+    arguments = (states, [5, 2, 3])
+    for mine, exact in zip(gradients(ours, x, *arguments), gradients(reference, x, *arguments)):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_equal_pytorch_with_two_layers_and_directions_packed(kind: str) -> None:
+    theirs = getattr(nn, kind)(3, 4, 2, bidirectional=True)
+    ours = getattr(rnn, kind)(3, 4, 2, bidirectional=True, impl="cpp")
+    ours.load_state_dict(theirs.state_dict())
+    packed = pack_padded_sequence(torch.randn(6, 4, 3), [4, 1, 6, 4], enforce_sorted=False)
+    torch.testing.assert_close(ours(packed), theirs(packed))
+
+
+def test_noise_is_that_of_the_definition() -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x: Any, h: Any) -> Any:
+        new = rnn.tanh(rnn.linear("i", rnn.dropout(x, 0.3), rnn.dropout(h, 0.5)))
+        h = rnn.zoneout(new, h, 0.2)
+        return h, dict(h=h)
+
+    ours = rnn.RNN(noisy, 3, 16, dtype=torch.float64, impl="cpp")
+    reference = rnn.RNN(noisy, 3, 16, dtype=torch.float64, impl="reference")
+    reference.load_state_dict(ours.state_dict())
+    x = sequence(6, 5, 3)
+    found = []
+    for made in (ours, reference):
+        torch.manual_seed(7)
+        found.append(gradients(made, x))
+    for mine, exact in zip(*found):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_functions_are_exact_over_their_range_and_at_its_ends() -> None:
+    @rnn.cell(state=("h",))
+    def functions(x: Any, h: Any) -> Any:
+        values = (rnn.exp(x), rnn.sigmoid(x), rnn.tanh(x), rnn.softplus(x), rnn.relu(x),
+                  rnn.gelu(x), rnn.silu(x), rnn.abs(x), rnn.log(x), rnn.sqrt(x))  # fmt: skip
+        return rnn.cat(*values), dict(h=h)
+
+    special = [0.0, -0.0, 1e-30, -1e-30, 1e-3, 88.7, 89.5, -88, -104, 709.7, -745, 1000, -1000]
+    special += [float("inf"), float("-inf"), float("nan")]
+    for dtype, tolerance in ((torch.float32, 3e-7), (torch.float64, 6e-16)):
+        x = torch.cat((torch.linspace(-30, 30, 4096 - len(special), dtype=torch.float64),
+                       torch.tensor(special, dtype=torch.float64))).to(dtype)  # fmt: skip
+        found = []
+        for impl in ("cpp", "reference"):
+            made = rnn.RNN(functions, 4096, 1, impl=impl, dtype=dtype)
+            found.append(made(x.view(1, 1, -1))[0].view(10, 4096))
+        for i, (mine, exact) in enumerate(zip(*found)):
+            atol = 0 if i < 5 else 1e-15  # what underflows is exact
+            torch.testing.assert_close(mine, exact, rtol=10 * tolerance, atol=atol * 40,
+                                       equal_nan=True, msg=lambda m, i=i: f"{i}: {m}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)],
+)
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_dtypes_are_near_the_definition_in_float64(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    ours, reference = pair(name)
+    x = sequence(6, 3, 3).to(dtype)
+    ours.to(dtype)
+    reference.load_state_dict(ours.state_dict())
+    for mine, exact in zip(gradients(ours, x), gradients(reference, x.double())):
+        assert mine.dtype == dtype
+        assert (mine.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def test_gradients_of_gradients_are_those_of_the_definition() -> None:
+    ours, _ = pair("peephole_lstm")
+    x = sequence(2, 2, 3).requires_grad_()
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(dict(ours.named_parameters()), parameters))
+        return torch.func.functional_call(ours, named, (x,))[0]
+
+    inputs = (x, *ours.parameters())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+def test_torch_compile_sees_one_op_a_layer_and_direction() -> None:
+    ours, _ = pair("gru", num_layers=2, bidirectional=True)
+    x = sequence()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(x), ours(x))
+    calls = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("recurrent.cpp" in call for call in calls) == 4
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, x), gradients(ours, x))
+
+
+# opcheck looks at the gradients of views among its inputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("which", ["inference", "forward"])
+def test_torch_library_finds_no_fault(which: str) -> None:
+    cell = register(bound("lstm"))
+    plan = request(cell, "float64", "auto", False, True, True)
+    parameters = [t.detach().requires_grad_() for t in layer("lstm").parameters()]
+    valid = torch.tensor([[1, 1], [1, 0], [1, 0]], dtype=torch.bool)[..., None]
+    sequences = [sequence(3, 2, 3).requires_grad_(which == "forward"), valid]
+    states = [sequence(2, 4), sequence(2, 4)]
+    arguments = (sequences, states, parameters, None, plan, which)
+    tests = ("test_schema", "test_faketensor")
+    if which == "forward":
+        tests += ("test_autograd_registration", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_a_new_length_or_batch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair("gru")
+    gradients(ours, sequence(5, 2, 3))
+    monkeypatch.setattr("hoconv.recurrent.plans.CppLoop", None)
+    gradients(ours, sequence(9, 4, 3))
+
+
+def test_odd_sizes_and_strides() -> None:
+    for T, B in ((1, 1), (1, 70), (3, 1), (2, 33)):
+        ours, reference = pair("lstm")
+        x = sequence(B, T, 3).transpose(0, 1)
+        for mine, exact in zip(gradients(ours, x), gradients(reference, x)):
+            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_states_can_be_each_other_and_the_input() -> None:
+    @rnn.cell(state={"now": "input_size", "before": "input_size"})
+    def shifted(x: Any, now: Any, before: Any) -> Any:
+        return before, dict(now=x, before=now)
+
+    x = sequence(6, 2, 3)
+    for reverse in (False, True):
+        made = rnn.RNN(shifted, 3, 3, bidirectional=reverse, dtype=torch.float64, impl="cpp")
+        output, (now, before) = made(x)
+        torch.testing.assert_close(output[2:, :, :3], x[:-2])
+        torch.testing.assert_close((now[0], before[0]), (x[-1], x[-2]))
+        if reverse:
+            torch.testing.assert_close(output[:-2, :, 3:], x[2:])
+        leaf = x.clone().requires_grad_()
+        weights = torch.randn_like(output)
+        (gradient,) = torch.autograd.grad((made(leaf)[0] * weights).sum(), leaf)
+        torch.testing.assert_close(gradient[0], weights[2, :, :3])
+
+
+def test_copies_and_pickles_work() -> None:
+    ours, _ = pair("peephole_lstm")
+    x = sequence()
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(other(x), ours(x))
+
+
+def test_it_learns_to_remember() -> None:
+    torch.manual_seed(0)
+    made = rnn.LSTM(1, 16, impl="cpp")
+    head = nn.Linear(16, 1)
+    optimizer = torch.optim.Adam([*made.parameters(), *head.parameters()], 0.02)
+    losses = []
+    for _ in range(60):
+        x = torch.rand(8, 32, 1).round()
+        loss = (head(made(x)[0][-1]) - x[0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
