@@ -1,0 +1,87 @@
+"""A recurrent network that reads an image step by step.
+
+B batch, C channels, H height, W width, T time steps, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from hoconv import recurrent as rnn
+
+
+class ImageReader(nn.Module):
+    """A recurrent layer over the rows or the pixels of an image, and a classifier of its end.
+
+    Rows of MNIST are 28 steps of 28 numbers; pixels, 784 steps of one, a test of memory (Le, Jaitly
+    and Hinton, A Simple Way to Initialize Recurrent Networks of Rectified Linear Units, 2015).
+
+    Args:
+        image_shape: (C, H, W) of an image.
+        num_classes: K.
+        cell: the name of a ready cell of :mod:`hoconv.recurrent`.
+        steps: ``"rows"``, T = H steps of C * W numbers, or ``"pixels"``, T = H * W steps of C.
+        hidden_size: of the recurrent layers.
+        num_layers: how many.
+        schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
+        impl: ``auto``, ``reference`` or ``cpp``.
+
+    Where the cell has a forget gate, of the name "f", it starts open enough to remember for about T
+    steps: its biases as in Tallec and Ollivier, Can Recurrent Neural Networks Warp Time?, 2018.
+
+    Shape: (B, C, H, W) to logits (B, K), floating point.
+
+    Raises:
+        ValueError: no such cell or steps.
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int],
+        num_classes: int,
+        cell: str = "lstm",
+        steps: Literal["rows", "pixels"] = "rows",
+        hidden_size: int = 128,
+        num_layers: int = 1,
+        schedule: str = "auto",
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        known = getattr(rnn, cell, None)
+        if not isinstance(known, rnn.Cell):
+            names = sorted(n for n, v in vars(rnn).items() if isinstance(v, rnn.Cell))
+            raise ValueError(f"cell: expected one of {', '.join(names)}; got {cell!r}")
+        if steps not in ("rows", "pixels"):
+            raise ValueError(f"steps: expected 'rows' or 'pixels', got {steps!r}")
+        channels, height, width = image_shape
+        self.steps = steps
+        by_row = steps == "rows"
+        options: dict[str, Any] = (
+            {"proj_size": hidden_size // 2} if "proj_size" in known.options else {}
+        )
+        self.recurrent = rnn.RNN(
+            known,
+            channels * width if by_row else channels,
+            hidden_size,
+            num_layers,
+            schedule=schedule,
+            impl=impl,
+            **options,
+        )
+        for name, parameter in self.recurrent.named_parameters():
+            if name.startswith("bias_f_"):
+                longest = height if by_row else height * width
+                nn.init.uniform_(parameter, 0.0, math.log(max(2, longest - 1)))
+        self.classifier = nn.Linear(options.get("proj_size", hidden_size), num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.steps == "rows":
+            sequence = x.permute(2, 0, 1, 3).flatten(2)  # (T, B, C * W)
+        else:
+            sequence = x.permute(2, 3, 0, 1).flatten(0, 1)  # (T, B, C)
+        output, _ = self.recurrent(sequence)
+        return self.classifier(output[-1])
