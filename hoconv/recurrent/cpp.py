@@ -6,29 +6,38 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoconv.build.generated import compile_text
-from hoconv.recurrent.emit.cpp import emit_cpp
+from hoconv.recurrent.emit.cpp import HEADER, Source, emit_cpp
 from hoconv.recurrent.emit.storage import Buffer, outside_made
 from hoconv.recurrent.evaluate import DTYPES
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
 
 
-class CppLoop:
-    """Runs the steps of one program; compiled when it is made.
+def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
+    """Compiles the time loops of programs, under their names, into one library.
 
     Raises:
         hoconv.build.BuildError: there is no compiler, or it failed.
     """
+    sources = {name: emit_cpp(program, name) for name, program in programs.items()}
+    text = "\n\n".join((HEADER, *(source.text for source in sources.values())))
+    library = ctypes.CDLL(str(compile_text("recurrent", text)))
+    return {name: CppLoop(source, library[name]) for name, source in sources.items()}
 
-    def __init__(self, program: Program) -> None:
-        self.source = emit_cpp(program)
-        library = ctypes.CDLL(str(compile_text("recurrent", self.source.text)))
-        self.function = library.hoconv_run
+
+class CppLoop:
+    """Runs the steps of one program."""
+
+    def __init__(self, source: Source, function: Any) -> None:
+        self.source = source
+        self.function = function
         self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 2
 
     def __call__(

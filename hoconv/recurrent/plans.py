@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.cpp import CppLoop
+from hoconv.recurrent.cpp import CppLoop, compile_loops
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.recurrent.trace import trace
@@ -83,11 +83,16 @@ def program_of(text: str, which: str) -> Program:
     return getattr(planned(text), which)
 
 
-@functools.cache
 def compiled(text: str, which: str) -> CppLoop:
     """The compiled loop of one of a plan's programs.
 
     Raises:
         hoconv.build.BuildError: there is no compiler, or it failed.
     """
-    return CppLoop(program_of(text, which))
+    return _library(text, which != "inference")[which]
+
+
+@functools.cache
+def _library(text: str, differentiable: bool) -> dict[str, CppLoop]:
+    names = ("forward", "backward") if differentiable else ("inference",)
+    return compile_loops({name: program_of(text, name) for name in names})

@@ -50,7 +50,7 @@ HOCONV_INLINE A relu(A x) {
 
 template <typename A>
 HOCONV_INLINE A lowest() {
-  return -A(INFINITY);
+  return static_cast<A>(__longlong_as_double(0xfff0000000000000ll));
 }
 HOCONV_INLINE float absolute(float x) { return fabsf(x); }
 HOCONV_INLINE double absolute(double x) { return fabs(x); }

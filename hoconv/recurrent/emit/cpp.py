@@ -1,6 +1,6 @@
 """A program's time loop as C++: products by PyTorch, everything else by generated kernels.
 
-B batch, T time steps, n features.
+B batch, T time steps, i steps done before this one, t the place of this one in time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.emit.expressions import TYPES
-from hoconv.recurrent.emit.kernels import KernelWriter, Target, memories, pointer
-from hoconv.recurrent.emit.loops import Kernel, lower
-from hoconv.recurrent.emit.storage import Buffer, Place, Storage, place
-from hoconv.recurrent.ir import Group, Op, Program
+from hoconv.recurrent.emit.kernels import KernelWriter, Target
+from hoconv.recurrent.emit.loops import Kernel
+from hoconv.recurrent.emit.steps import Steps, lower_steps, offset, pointers, row_pointers
+from hoconv.recurrent.emit.storage import Place, Storage
+from hoconv.recurrent.ir import Op, Program
 
+HEADER = '#include "recurrent/loop.h"'
 # Elements that are worth waking a thread for.
 _GRAIN = 1 << 14
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -42,8 +44,8 @@ class Source:
     """A time loop in C++.
 
     Attributes:
-        text: of ``int hoconv_run(T, B, seed, buffers, scratch)``, which returns 0, or 1 where
-            PyTorch failed; `buffers` are pointers in the order of the storage's.
+        text: of ``int <name>(T, B, seed, buffers, scratch)``, which returns 0, or 1 where PyTorch
+            failed; `buffers` are pointers in the order of the storage's. It needs :data:`HEADER`.
         storage: what the buffers are.
         scratch_bytes: how many each row needs.
     """
@@ -53,120 +55,64 @@ class Source:
     scratch_bytes: int
 
 
-def emit_cpp(program: Program) -> Source:
-    """The source of a program's time loop."""
-    storage = place(program)
-    kernels: dict[Group, Kernel] = {}
-    made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
-    products = {item.result for item in storage.items if isinstance(item, Op)}
-    copies = [
-        v for v, places in storage.stores.items()
-        if v not in made and len(places) > (v in products)
-    ]  # fmt: skip
-    last = storage.items[-1]
-    for item in storage.items:
-        if isinstance(item, Group):
-            kernels[item] = lower(item, storage, copies if item is last else ())
-    items = [
-        i for i in storage.items if isinstance(i, Op) or kernels[i].first or kernels[i].sections
-    ]
-    lines = ['#include "recurrent/loop.h"', "", "namespace {", "using namespace hoconv::recurrent;"]
+def emit_cpp(program: Program, name: str) -> Source:
+    """The source of a program's time loop, a function of this name."""
+    steps = lower_steps(program)
+    lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
     lines += ["", "// The rows of the present step.", "struct Step {", "  int64_t t, seed;"]
-    lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, name in _pointers(storage)]
+    lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, _, name in pointers(steps.storage)]
     lines += ["  char* scratch;", "};"]
-    names: dict[Group, str] = {}
-    for item in items:
-        if isinstance(item, Group):
-            names[item] = f"kernel{len(names)}"
-            lines += ["", *_kernel(names[item], kernels[item])]
-    lines += ["}  // namespace", "", *_loop(program, storage, items, names, kernels)]
-    most = max((k.scratch_bytes for k in kernels.values()), default=0)
-    return Source("\n".join(lines) + "\n", storage, most)
-
-
-def _pointers(storage: Storage) -> list[tuple[Buffer, str]]:
-    """Of each buffer: its present rows, and of a state's those that come after."""
-    found = []
-    for buffer in storage.buffers:
-        found.append((buffer, buffer.name))
-        if buffer.kind in ("state", "history"):
-            found.append((buffer, f"{buffer.name}_after"))
-    return found
+    for kernel_name, kernel in steps.kernels.values():
+        lines += ["", *_kernel(kernel_name, kernel)]
+    lines += ["}  // namespace", "", *_loop(name, program, steps), f"}}  // namespace {name}_step"]
+    return Source("\n".join(lines) + "\n", steps.storage, steps.scratch_bytes)
 
 
 def _kernel(name: str, kernel: Kernel) -> list[str]:
-    lines = [
+    return [
         f"void {name}(const Step& s, int64_t begin, int64_t end) {{",
         "  [[maybe_unused]] const int64_t t = s.t, seed = s.seed;",
         "  for (int64_t row = begin; row < end; ++row) {",
+        *(f"    {line}" for line in row_pointers(kernel)),
+        *(f"    {line}" for line in KernelWriter(_Simd()).row(kernel)),
+        "  }",
+        "}",
     ]
-    for memory in memories(kernel):
-        own, n = TYPES[memory.type.dtype], memory.type.size
-        if memory.place is None:
-            start = f"s.scratch + row * {kernel.scratch_bytes} + {memory.scratch}"
-            at = f"reinterpret_cast<{own}*>({start})"
-        elif memory.place.buffer.kind == "once":
-            at = f"s.{pointer(memory)}"
-        else:
-            at = f"s.{pointer(memory)} + row * {n}"
-        lines.append(f"    {own}* __restrict {pointer(memory)} = {at};")
-    lines += [f"    {line}" for line in KernelWriter(_Simd()).row(kernel)]
-    return [*lines, "  }", "}"]
 
 
-def _loop(
-    program: Program,
-    storage: Storage,
-    items: Sequence[Op | Group],
-    names: dict[Group, str],
-    kernels: dict[Group, Kernel],
-) -> list[str]:
-    lines = [
-        'extern "C" int hoconv_run(int64_t T, int64_t B, int64_t seed, void** buffers,',
-        "                          char* scratch) {",
-    ]
+def _loop(name: str, program: Program, steps: Steps) -> list[str]:
+    storage = steps.storage
     index = {buffer: i for i, buffer in enumerate(storage.buffers)}
-    for item in items:
+    lines = [
+        f'extern "C" int {name}(int64_t T, int64_t B, int64_t seed, void** buffers,',
+        "    char* scratch) {",
+    ]
+    for item in steps.items:
         if isinstance(item, Op):
             buffer = storage.homes[item.values[1]].buffer
             rows, columns = buffer.type.shape
-            shape = f"{columns}, {rows}, 1, {columns}" if item.kind == "linear" else (
-                f"{rows}, {columns}, {columns}, 1"
-            )  # fmt: skip
+            transposed = f"{columns}, {rows}, 1, {columns}"
+            shape = transposed if item.kind == "linear" else f"{rows}, {columns}, {columns}, 1"
             dtype = f"aoti_torch_dtype_{_DTYPES[buffer.type.dtype]}()"
-            name = f"by_{buffer.name}"
-            lines.append(f"  const Matrix {name}(buffers[{index[buffer]}], {shape}, {dtype});")
+            lines.append(
+                f"  const Matrix by_{buffer.name}(buffers[{index[buffer]}], {shape}, {dtype});"
+            )
     lines.append("  for (int64_t i = 0; i < T; ++i) {")
     lines.append(f"    const int64_t t = {'T - 1 - i' if program.reverse else 'i'};")
     lines += ["    Step s;", "    s.t = t, s.seed = seed, s.scratch = scratch;"]
-    for buffer, name in _pointers(storage):
-        at = _at(buffer, name.endswith("_after"), program.reverse)
-        own = TYPES[buffer.type.dtype]
-        lines.append(f"    s.{name} = static_cast<{own}*>(buffers[{index[buffer]}]){at};")
-    for item in items:
-        if isinstance(item, Op):
-            lines += _product(item, storage)
-        else:
-            size = sum(n * len(s) for x in kernels[item].sections for n, s in x.loops.items())
-            lines.append(
-                f"    if (!for_rows(B, {max(1, _GRAIN // max(1, size))}, [&](int64_t begin, "
-                f"int64_t end) {{ {names[item]}(s, begin, end); }})) return 1;"
-            )
+    for buffer, after, name in pointers(storage):
+        start = f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{index[buffer]}])"
+        lines.append(f"    s.{name} = {start}{offset(buffer, after, program.reverse)};")
+    for item in steps.items:
+        lines += _product(item, storage) if isinstance(item, Op) else _call(*steps.kernels[item])
     return [*lines, "  }", "  return 0;", "}"]
 
 
-def _at(buffer: Buffer, after: bool, reverse: bool) -> str:
-    """The offset of a step's rows."""
-    rows = f"B * {buffer.type.size}"
-    match buffer.kind:
-        case "sequence":
-            return f" + t * {rows}"
-        case "state":
-            return f" + (i + {int(after)}) % 2 * {rows}"
-        case "history":
-            following = "(t + T) % (T + 1)" if reverse else "(t + 1)"
-            return f" + {following if after else 't'} * {rows}"
-    return ""
+def _call(name: str, kernel: Kernel) -> list[str]:
+    statements = sum(n * len(s) for section in kernel.sections for n, s in section.loops.items())
+    grain = max(1, _GRAIN // max(1, statements))
+    call = f"[&](int64_t begin, int64_t end) {{ {name}(s, begin, end); }}"
+    return [f"    if (!for_rows(B, {grain}, {call})) return 1;"]
 
 
 def _product(op: Op, storage: Storage) -> list[str]:
@@ -174,10 +120,10 @@ def _product(op: Op, storage: Storage) -> list[str]:
     by = storage.homes[weight].buffer
     out, operand = _variable(storage.homes[op.result]), _variable(storage.homes[x])
     added = f"s.{storage.homes[bias[0]].buffer.name}" if bias else "nullptr"
-    own = TYPES[by.type.dtype]
+    dtype = f"aoti_torch_dtype_{_DTYPES[by.type.dtype]}()"
     return [
-        f"    if (!multiply<{own}>({out}, {operand}, by_{by.name}, {added}, B, {x.type.size}, "
-        f"{op.result.type.size}, aoti_torch_dtype_{_DTYPES[by.type.dtype]}()))",
+        f"    if (!multiply<{TYPES[by.type.dtype]}>({out}, {operand}, by_{by.name}, {added}, B, "
+        f"{x.type.size}, {op.result.type.size}, {dtype}))",
         "      return 1;",
     ]
 
