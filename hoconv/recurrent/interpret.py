@@ -45,13 +45,21 @@ def interpret(
     values |= {value: sequences[name] for name, value in program.sequences}
     for op in flat(program.before):
         values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
-    initial = [states[s.name].to(DTYPES[s.value.type.dtype]) for s in program.states]
+    like = next(iter(states.values()))
+    initial = [
+        (
+            states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
+        ).to(DTYPES[s.value.type.dtype])
+        for s in program.states
+    ]
     written, final = (loop or _steps)(program, values, initial, seed)
     values |= written
+    last = dict(zip(program.states, final, strict=True))
+    values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
     for op in flat(program.after):
         values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
     results = {name: values[value] for name, value in program.results}
-    return results, {s.name: state for s, state in zip(program.states, final, strict=True)}
+    return results, {s.name: state for s, state in last.items() if s.total is None}
 
 
 def steps(program: Program, values: Tensors) -> int:

@@ -98,11 +98,16 @@ class Param:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What recurs: `value` is read by a step and `next` by the step after it."""
+    """What recurs: `value` is read by a step and `next` by the step after it.
+
+    A sum over the steps has a `total`: it begins with zeros, and after the loop it is read as a
+    sequence of one step, (1, B, n).
+    """
 
     name: str
     value: Value
     next: Value
+    total: Value | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +125,8 @@ class Program:
 
     Attributes:
         sequences: what is read, by name: (T, B, n).
-        states: given at the first step, by name: (B, n); those after the last step are results.
+        states: given at the first step, by name: (B, n); those after the last step are results,
+            but for sums.
         yields: sequences that the steps write.
         results: what else is returned, by name: values of rate ``sequence`` or ``once``.
         reverse: whether the steps run from the last to the first.
@@ -196,12 +202,17 @@ class _Printer:
             pieces = ", ".join(map(str, param.pieces))
             lines.append(f"  param {self.typed(param.value)} = {pieces}")
         lines += [f"  read {name} = {self.typed(v)}" for name, v in p.sequences]
-        lines += [f"  state {s.name} = {self.typed(s.value)}" for s in p.states]
+        lines += [
+            f"  {'state' if s.total is None else 'sum'} {s.name} = {self.typed(s.value)}"
+            for s in p.states
+        ]
         lines += self.region("before", p.before)
         order = "each step, from the last to the first" if p.reverse else "each step"
         lines += self.region(order, p.step) or [f"  {order}"]
         lines += [f"    next {s.name} = {self.name(s.next)}" for s in p.states]
         lines += [f"    {self.typed(y.sequence)} <- {self.name(y.source)}" for y in p.yields]
+        lines += [f"    {self.typed(s.total)} <- {self.name(s.next)}, the last"
+                  for s in p.states if s.total is not None]  # fmt: skip
         lines += self.region("after", p.after)
         lines += [f"  return {name} = {self.name(v)}" for name, v in p.results]
         return "\n".join(lines)

@@ -46,7 +46,7 @@ def _run(
         program,
         packed(program, named),
         dict(zip((name for name, _ in program.sequences), sequences, strict=True)),
-        dict(zip((s.name for s in program.states), states, strict=True)),
+        dict(zip((s.name for s in program.states if s.total is None), states, strict=True)),
         seed,
         plans.compiled(plan, which),
     )

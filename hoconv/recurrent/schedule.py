@@ -18,6 +18,7 @@ import torch
 
 from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.ir import Program, flat
+from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
@@ -91,7 +92,7 @@ def plan(
         program = stage("sink", sink(program))
     forward, backward = differentiate(program)
     fused = fuse if rung >= SCHEDULES.index("fused") else lambda p: p
-    forward, backward = trim(forward, backward)
+    forward, backward = trim(forward, accumulate(backward))
     inference = stage("fuse", fused(program)) if rung >= SCHEDULES.index("fused") else program
     stage("gradient", backward)
     forward, backward = fused(forward), stage("fuse the gradient", fused(backward))

@@ -48,6 +48,9 @@ def verify(program: Program) -> Program:
     known = outside
     for each in program.yields:
         define(each.sequence, each.name)
+    for state in program.states:
+        if state.total is not None:
+            define(state.total, state.name)
     _region("after", program.after, ("once", "sequence"), known, define, program)
     for name, value in program.results:
         if value not in known:

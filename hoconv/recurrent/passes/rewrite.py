@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Operand, Program, State, Value, Yield
+from hoconv.recurrent.ir import Op, Operand, Program, Value, Yield
 
 
 def mapped(operand: Operand, values: Mapping[Value, Value]) -> Operand:
@@ -24,7 +24,7 @@ def with_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
     """A program whose next states, yields and results are other values."""
     return replace(
         program,
-        states=tuple(State(s.name, s.value, values.get(s.next, s.next)) for s in program.states),
+        states=tuple(replace(s, next=values.get(s.next, s.next)) for s in program.states),
         yields=tuple(
             Yield(y.name, values.get(y.source, y.source), y.sequence) for y in program.yields
         ),

@@ -213,6 +213,13 @@ def test_what_is_cheap_is_computed_again_and_the_rest_saved() -> None:
     assert saved("minimal_gated") == ["h", "sigmoid", "tanh"]
 
 
+def test_gradients_of_vectors_are_summed_in_the_loop() -> None:
+    made = plan(bound("layernorm_lstm"), torch.float64).backward
+    assert [y.sequence.type.size for y in made.yields] == [16]  # of the gates: products read it
+    assert sum(s.total is not None for s in made.states) == 10
+    assert not [s for s in plan(bound("lstm"), torch.float64).backward.states if s.total]
+
+
 def test_masks_are_drawn_again_and_never_saved() -> None:
     @rnn.cell(state=("h",))
     def noisy(x: Any, h: Any) -> Any:

@@ -1,0 +1,42 @@
+"""Sequences that are written only to be summed over time become sums that recur.
+
+The gradient of a vector of parameters is such a sum: (B, n) that stay in the cache, instead of
+(T, B, n) in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Op, Program, State, Value, Yield, flat
+from hoconv.recurrent.passes.rewrite import substituted
+
+
+def accumulate(program: Program) -> Program:
+    """Makes a state of every yield that nothing but ``total`` reads."""
+    wide = program.states[0].value.type.dtype
+    step, states = list(flat(program.step)), list(program.states)
+    yields: list[Yield] = []
+    totals: dict[Value, Value] = {}
+    returned = {value for _, value in program.results}
+    for each in program.yields:
+        users = [op for op in flat(program.after) if each.sequence in op.values]
+        if each.sequence in returned or any(op.kind != "total" for op in users):
+            yields.append(each)
+            continue
+        source, type_ = each.source, replace(each.source.type, rate="step", dtype=wide)
+        if source.type.dtype != wide:
+            step.append(Op("cast", (source,), Value(type_)))
+            source = step[-1].result
+        before = Value(type_)
+        step.append(Op("add", (before, source), Value(type_)))
+        total = Value(replace(type_, rate="sequence"))
+        states.append(State(f"sum_{len(totals)}", before, step[-1].result, total))
+        totals[each.sequence] = total
+    return replace(
+        program,
+        step=tuple(step),
+        states=tuple(states),
+        yields=tuple(yields),
+        after=tuple(substituted(op, totals) for op in flat(program.after)),
+    )
