@@ -207,6 +207,22 @@ def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
     assert not grad.isnan().any()
 
 
+@matmul_everywhere
+@every_multiplier
+@pytest.mark.parametrize("small", [2.0**-60, 2.0**-100])
+def test_an_infinite_number_among_small_ones(place: Place, multiplier: str, small: float) -> None:
+    """Their exponents add up to one that a product may have."""
+    for infinite, finite in (
+        (torch.randn(9, 70), torch.randn(70, 33) * small),
+        (torch.randn(9, 70) * small, torch.randn(70, 33)),
+    ):
+        (infinite if infinite.abs().max() > 1e-3 else finite)[-1, 0] = torch.inf
+        finite[torch.rand(finite.shape) < 0.3] = 0
+        got = place.call(infinite.to(place.device), finite.to(place.device), multiplier)
+        expected = approx.matmul(infinite, finite, multiplier, impl="reference")
+        assert torch.equal(bits(got), bits(expected))
+
+
 # As an operator of PyTorch
 
 

@@ -165,6 +165,7 @@ struct LogarithmicLanes {
   static constexpr int32_t kNonzero = 0x7f800000;  // a bit of it is set, or a product is zero
   // No product over- or underflows, even by a carry and a correction, and no power is subnormal.
   static bool fast(const Range& a, const Range& b) {
+    if (a.special() || b.special()) return false;
     return a.least + b.least > 127 && a.most + b.most < 127 + 252 && b.least > 8;
   }
   // Every product is zero.
