@@ -1,0 +1,192 @@
+// The approximate convolution and its two gradients as matrix products of views: see gemm.cu.
+//
+// B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW
+// of the output, R x S the kernel.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+
+#include "approx/cuda/view.cuh"
+#include "approx/problem.h"
+
+namespace hoconv::approx {
+namespace {
+
+const float* data(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
+
+void check_sizes(const Conv2d& p) {
+  for (const int64_t size : {p.H + 2 * p.padding[0], p.W + 2 * p.padding[1], p.OH, p.OW,
+                             p.R * p.dilation[0], p.S * p.dilation[1], p.stride[0], p.stride[1]})
+    STD_TORCH_CHECK(size < (1 << 30),
+                    "height, width, kernel, stride, padding and dilation: expected "
+                    "less than 2^30");
+}
+
+// (C / G, R, S) or (O / G, R, S) of the weight; `channels` is the dimension of the first.
+Axis taps(const Conv2d& p, const Tensor& weight, int channels) {
+  return {Digits(p.R, p.S), weight.stride(channels), 1, 1, 0, 0};
+}
+View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
+  return {data(weight),
+          p.out_channels() * weight.stride(0),
+          weight.stride(2),
+          weight.stride(3),
+          static_cast<int>(p.R),
+          static_cast<int>(p.S),
+          1,
+          1,
+          {Digits(1, 1), weight.stride(rows), 0, 0, 0, 0},
+          taps(p, weight, columns),
+          false,
+          true};
+}
+
+// Of windows of x: their pixels (B, OH, OW), and their elements (C / G, R, S).
+Axis pixels(const Conv2d& p, const Tensor& x) {
+  return {Digits(p.OH, p.OW),
+          x.stride(0),
+          static_cast<int>(p.stride[0]),
+          static_cast<int>(p.stride[1]),
+          -static_cast<int>(p.padding[0]),
+          -static_cast<int>(p.padding[1])};
+}
+Axis elements(const Conv2d& p, const Tensor& x) {
+  return {Digits(p.R, p.S),
+          x.stride(1),
+          static_cast<int>(p.dilation[0]),
+          static_cast<int>(p.dilation[1]),
+          0,
+          0};
+}
+View windows(const Conv2d& p, const Tensor& x, const Axis& rows, const Axis& columns) {
+  return {data(x),
+          p.in_channels() * x.stride(1),
+          x.stride(2),
+          x.stride(3),
+          static_cast<int>(p.H),
+          static_cast<int>(p.W),
+          1,
+          1,
+          rows,
+          columns,
+          false,
+          false};
+}
+
+Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding, Ints dilation,
+               int64_t groups, std::string multiplier) {
+  const Conv2d p(sizes(x), sizes(weight), stride, padding, dilation, groups);
+  check_float(x, "x");
+  check_alike(weight, x, "weight");
+  check_sizes(p);
+  Tensor out = torch::stable::new_empty(x, {p.B, p.O, p.OH, p.OW});
+  const Launch launch(x);
+  gemm(multiplier,
+       {windows(p, x, pixels(p, x), elements(p, x)),
+        weights(p, weight, 0, 1),
+        {static_cast<float*>(out.mutable_data_ptr()),
+         p.out_channels() * out.stride(1),
+         Digits(p.OH, p.OW),
+         Digits(1, 1),
+         {out.stride(0), out.stride(2), out.stride(3)},
+         {out.stride(1), 0, 0}},
+        p.G,
+        p.B * p.OH * p.OW,
+        p.out_channels(),
+        p.in_channels() * p.R * p.S},
+       x, launch.stream);
+  return out;
+}
+
+Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints stride,
+                      Ints padding, Ints dilation, int64_t groups, std::string multiplier) {
+  const Conv2d p(size, sizes(weight), stride, padding, dilation, groups);
+  check_float(grad, "grad");
+  check_alike(weight, grad, "weight");
+  p.check_grad(grad);
+  check_sizes(p);
+  Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
+  const Launch launch(grad);
+  // Where a pixel of x (B, H, W) meets an element of the weight (O / G, R, S) there is an output,
+  // or none: then the term is left out.
+  const View outputs{data(grad),
+                     p.out_channels() * grad.stride(1),
+                     grad.stride(2),
+                     grad.stride(3),
+                     static_cast<int>(p.OH),
+                     static_cast<int>(p.OW),
+                     static_cast<int>(p.stride[0]),
+                     static_cast<int>(p.stride[1]),
+                     {Digits(p.H, p.W), grad.stride(0), 1, 1, static_cast<int>(p.padding[0]),
+                      static_cast<int>(p.padding[1])},
+                     {Digits(p.R, p.S), grad.stride(1), -static_cast<int>(p.dilation[0]),
+                      -static_cast<int>(p.dilation[1]), 0, 0},
+                     true,
+                     false};
+  gemm(multiplier,
+       {outputs,
+        weights(p, weight, 1, 0),
+        {static_cast<float*>(out.mutable_data_ptr()),
+         p.in_channels() * out.stride(1),
+         Digits(p.H, p.W),
+         Digits(1, 1),
+         {out.stride(0), out.stride(2), out.stride(3)},
+         {out.stride(1), 0, 0}},
+        p.G,
+        p.B * p.H * p.W,
+        p.in_channels(),
+        p.out_channels() * p.R * p.S},
+       grad, launch.stream);
+  return out;
+}
+
+Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stride, Ints padding,
+                       Ints dilation, int64_t groups, std::string multiplier) {
+  const Conv2d p(sizes(x), size, stride, padding, dilation, groups);
+  check_float(grad, "grad");
+  check_alike(x, grad, "x");
+  p.check_grad(grad);
+  check_sizes(p);
+  Tensor out = torch::stable::new_empty(x, {p.O, p.in_channels(), p.R, p.S});
+  const Launch launch(grad);
+  const View outputs{data(grad),
+                     p.out_channels() * grad.stride(1),
+                     grad.stride(2),
+                     grad.stride(3),
+                     static_cast<int>(p.OH),
+                     static_cast<int>(p.OW),
+                     1,
+                     1,
+                     {Digits(1, 1), grad.stride(1), 0, 0, 0, 0},
+                     {Digits(p.OH, p.OW), grad.stride(0), 1, 1, 0, 0},
+                     false,
+                     true};
+  View images = windows(p, x, elements(p, x), pixels(p, x));
+  images.along_columns = true;
+  gemm(multiplier,
+       {outputs,
+        images,
+        {static_cast<float*>(out.mutable_data_ptr()),
+         p.out_channels() * out.stride(0),
+         Digits(1, 1),
+         Digits(p.R, p.S),
+         {out.stride(0), 0, 0},
+         {out.stride(1), out.stride(2), out.stride(3)}},
+        p.G,
+        p.out_channels(),
+        p.in_channels() * p.R * p.S,
+        p.B * p.OH * p.OW},
+       grad, launch.stream);
+  return out;
+}
+
+}  // namespace
+}  // namespace hoconv::approx
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("approx_conv2d.cuda", TORCH_BOX(&hoconv::approx::forward));
+  m.impl("approx_conv2d_backward_input.cuda", TORCH_BOX(&hoconv::approx::backward_input));
+  m.impl("approx_conv2d_backward_weight.cuda", TORCH_BOX(&hoconv::approx::backward_weight));
+}

@@ -1,0 +1,97 @@
+// What a multiplier makes of its operands before they meet, and a product of two that are prepared,
+// added to a sum: the definition's bits in a few instructions.
+//
+// For the logarithmic multipliers the bits of the operands, as integers, add up to those of the
+// product without its correction: exponents add, a carry of the mantissas increments the exponent,
+// signs give their exclusive or. The correction is the same real number whether there was a carry
+// or not, so adding it is one multiplication of powers of two and addition, rounded towards zero;
+// but where a carry and the correction together overflow the mantissa there is none. This holds
+// where no exponent leaves its range.
+#pragma once
+
+#include "approx/cuda/view.cuh"
+
+namespace hoconv::approx {
+
+constexpr int kOne = 127 << 23;  // the bits of 1.0
+
+// Exponents of the numbers of a tile that are not zero: 1 to 254; 255 is infinite or NaN.
+struct Range {
+  int least = 255, most = 0;
+  __device__ void take(float value) {
+    const int e = exponent(float_bits(value));
+    if (e != 0) least = min(least, e), most = max(most, e);
+  }
+  __device__ bool special() const { return most == 255; }
+};
+
+template <typename Multiplier>
+struct Lane;
+
+template <>
+struct Lane<Exact> {
+  struct Left {
+    float value;
+  };
+  using Right = Left;
+  __device__ static Left left(float value) { return {value}; }
+  __device__ static Right right(float value) { return {value}; }
+  __device__ static bool holds(const Range&, const Range&) { return true; }
+  __device__ static float original(const Left& a) { return a.value; }
+  __device__ static void add(float& sum, const Left& a, const Right& b) {
+    sum = __fadd_rn(sum, __fmul_rn(a.value, b.value));
+  }
+};
+
+template <int keep, bool corrected>
+struct Lane<Logarithmic<keep, corrected>> {
+  using Definition = Logarithmic<keep, corrected>;
+  static constexpr int kTop = Definition::kMantissa + 1;
+  static constexpr int kCorrection = Definition::kCorrection & Definition::kKept;
+  static constexpr int kAfterCarry = (Definition::kCorrection >> 1) & Definition::kKept;
+  static_assert(kCorrection == 2 * kAfterCarry);
+
+  struct alignas(16) Left {
+    int bits, mantissa;
+    float power, exists;  // power: signed, of two; exists: 1, or 0 for zero
+  };
+  struct alignas(16) Right {
+    int bits, carries;  // less those of 1.0; least mantissa whose product is not corrected
+    float power;        // times the correction
+    int exists;
+  };
+
+  __device__ static int kept(int bits) {
+    return (bits & (~Definition::kMantissa | Definition::kKept)) | Definition::kSet;
+  }
+  __device__ static Left left(float value) {
+    const int bits = float_bits(value);
+    if (exponent(bits) == 0) return {kOne, 0, 0.0f, 0.0f};
+    return {kept(bits), kept(bits) & Definition::kMantissa,
+            bits_float(bits & ~Definition::kMantissa), 1.0f};
+  }
+  __device__ static Right right(float value) {
+    const int bits = float_bits(value);
+    if (exponent(bits) == 0) return {0, INT32_MAX, 0.0f, 0};
+    return {kept(bits) - kOne, 2 * kTop - kAfterCarry - (kept(bits) & Definition::kMantissa),
+            bits_float(bits & ~Definition::kMantissa) * (float{kCorrection} / kTop), 1};
+  }
+  // Whether no product of such numbers leaves the range of exponents.
+  __device__ static bool holds(const Range& a, const Range& b) {
+    return a.least + b.least - 127 >= 1 && a.most + b.most - 127 + 1 <= 254;
+  }
+  // A number that gives the same products, of one that is not special.
+  __device__ static float original(const Left& a) {
+    return a.exists == 0 ? 0.0f : bits_float(a.bits);
+  }
+  __device__ static float original(const Right& b) {
+    return b.exists == 0 ? 0.0f : bits_float(b.bits + kOne);
+  }
+  __device__ static void add(float& sum, const Left& a, const Right& b) {
+    float product = bits_float(a.bits * b.exists + b.bits);
+    if (kCorrection != 0 && a.mantissa < b.carries) product = __fmaf_rz(a.power, b.power, product);
+    sum = __fmaf_rn(product, a.exists, sum);
+  }
+};
+
+}  // namespace hoconv::approx
