@@ -21,8 +21,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from datamodules.coco.cache import CacheError
-from datamodules.images import DataNotFoundError
+from datamodules.images import CacheError, DataNotFoundError
 from hoconv.implementations import ImplementationError, choose
 from hoconv.lightning import Throughput
 from hoconv.operators import layers

@@ -19,6 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 Batch = tuple[Tensor, Tensor]
 
 
+class CacheError(OSError):
+    """What was made of a data set cannot be kept; says where, why, and what to do."""
+
+
 class DataNotFoundError(FileNotFoundError):
     """The files of a data set are missing or damaged; says which, where, and what to do."""
 

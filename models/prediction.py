@@ -12,7 +12,6 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.coco.folder import ImageFolder
 from hoconv.implementations import choose
 from hoconv.operators import layers
 from models.build import build
@@ -51,6 +50,8 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
             f"ckpt: {checkpoint} is damaged, or not of the model that is described beside it: "
             f"{' '.join(str(error).split())}"
         ) from error
+    from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
+
     data = ImageFolder(
         config.input, saved.data.image_size, saved.data.batch_size, saved.data.num_workers
     )

@@ -20,9 +20,8 @@ import downloads
 import torchvision
 
 from datamodules.coco import COCO, COCOTiny
-from datamodules.coco.cache import CacheError
 from datamodules.coco.datamodule import TASKS, YEARS
-from datamodules.images import DataNotFoundError
+from datamodules.images import CacheError, DataNotFoundError
 from datamodules.mnist import MD5 as MNIST_MD5
 
 COCO_HOST = "http://images.cocodataset.org"

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from datamodules.images import CacheError
+
 SPARE_BYTES = 2**28  # left free on the disk
-
-
-class CacheError(OSError):
-    """The cache cannot be written; says where, why, and what to do."""
 
 
 class Entry:

@@ -7,9 +7,8 @@ import torch
 from torchvision.io import decode_image
 
 from datamodules.coco import COCO, cache, pixels
-from datamodules.coco.cache import CacheError
 from datamodules.coco.skipped import SkippedWarning
-from datamodules.images import DataNotFoundError
+from datamodules.images import CacheError, DataNotFoundError
 from tests.datamodules.coco.files import Split, rectangle, write_jpeg
 
 
