@@ -156,11 +156,9 @@ def _backward_weight_flops(
     return 2 * math.prod(grad_shape) * math.prod(size[1:])
 
 
-# Implementation -> the devices it runs on, and how it is made ready. The CUDA kernels are there
-# where their sources are.
+# Implementation -> the devices it runs on, and how it is made ready.
 DEVICES: dict[str, tuple[tuple[str, ...], Callable[[], str | None]]] = {
     "reference": ((), lambda: None),
     "cpp": (("cpu",), functools.partial(build.load, "cpu")),
+    "cuda": (("cuda",), functools.partial(build.load, "cuda")),
 }
-if any(build.CSRC.glob("approx/cuda/*.cu")):
-    DEVICES["cuda"] = (("cuda",), functools.partial(build.load, "cuda"))
