@@ -168,23 +168,6 @@ __device__ __forceinline__ typename P::B pixels_operand(const uint32_t* staged, 
   return b;
 }
 
-// Through a softmax over the taps of each of a lane's two pixels.
-template <int N>
-__device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float (&weight)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum += weight[j][i] * dw[j][i] + weight[j][i + 1] * dw[j][i + 1];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) dw[j][i + e] = weight[j][i + e] * (dw[j][i + e] - sum);
-  }
-}
-
 // A sum in float32; compensated (Kahan) it is as exact as one term.
 template <bool compensated>
 struct Sum {

@@ -93,11 +93,6 @@ __device__ __forceinline__ void load_window(const Image<const typename P::T>& x,
   }
 }
 
-// Of lanes `far` apart, the one without that bit gets the sum of `first`, the other of `second`.
-__device__ __forceinline__ float exchange(float first, float second, int far) {
-  const bool bit = threadIdx.x & far;
-  return (bit ? second : first) + __shfl_xor_sync(~0u, bit ? first : second, far);
-}
 __device__ __forceinline__ float total(float value, int far) {
   return value + __shfl_xor_sync(~0u, value, far);
 }

@@ -83,23 +83,6 @@ struct Strips {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Through a softmax over the taps of each of a lane's two pixels.
-template <int N>
-__device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float (&weight)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum += weight[j][i] * dw[j][i] + weight[j][i + 1] * dw[j][i + 1];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) dw[j][i + e] = weight[j][i + e] * (dw[j][i + e] - sum);
-  }
-}
-
 // dW of the lane's pixels as A of a product whose depth is taps, and on its way to the other warps:
 // words of pixels, two of them for a block where words are pairs or four.
 template <typename S>

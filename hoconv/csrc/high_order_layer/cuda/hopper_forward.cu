@@ -52,12 +52,6 @@ __device__ __forceinline__ void load_window(const Image<const typename S::T>& x,
   }
 }
 
-// Of lanes `far` apart, the one without that bit gets the sum of `first`, the other of `second`.
-__device__ __forceinline__ float exchange(float first, float second, int far) {
-  const bool bit = threadIdx.x & far;
-  return (bit ? second : first) + __shfl_xor_sync(~0u, bit ? first : second, far);
-}
-
 // The weights of the 16 pixels of a warp: of a lane's two, columns 8j + 2t and 8j + 2t + 1. `b` is
 // the generator's operand.
 template <typename S, typename Columns, typename W>

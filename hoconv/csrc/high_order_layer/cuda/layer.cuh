@@ -256,6 +256,29 @@ __device__ __forceinline__ void softmax_taps(float (&weight)[N][4], const IsTap&
   }
 }
 
+// Through a softmax over the taps of each of a lane's two pixels.
+template <int N>
+__device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float (&weight)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum += weight[j][i] * dw[j][i] + weight[j][i + 1] * dw[j][i + 1];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) dw[j][i + e] = weight[j][i + e] * (dw[j][i + e] - sum);
+  }
+}
+
+// Of lanes `far` apart, the one without that bit gets the sum of `first`, the other of `second`.
+__device__ __forceinline__ float exchange(float first, float second, int far) {
+  const bool bit = threadIdx.x & far;
+  return (bit ? second : first) + __shfl_xor_sync(~0u, bit ? first : second, far);
+}
+
 // Calls f with the policy of a tensor's dtype.
 template <typename F>
 void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
