@@ -229,7 +229,8 @@ struct GeneratorOperand {
     if (tap < 0) return 0.0f;
     if (c == 0 && (n == Columns::high || n == Columns::low)) {
       const float value = bias == nullptr ? 0.0f : widen<float>(bias[tap * bias_stride]);
-      return n == Columns::high ? P::round(value) : value - P::round(value);
+      const float rest = value - P::round(value);  // NaN of what is infinite
+      return n == Columns::high ? P::round(value) : isfinite(rest) ? rest : 0.0f;
     }
     if (at < 0) return 0.0f;
     return P::round(widen<float>(
