@@ -30,6 +30,14 @@ class Launch {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
+// Of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
 // Calls f with the CUDA type of the elements.
 template <typename F>
 void dispatch_cuda(const Tensor& t, F&& f) {

@@ -36,6 +36,13 @@ struct Matmul {
     STD_TORCH_CHECK(b.size(0) == batch && b.size(1) == K, "b: expected (", batch, ", ", K,
                     ", N) as a is, got (", b.size(0), ", ", b.size(1), ", N)");
   }
+
+  void check_grad(const Tensor& grad) const {
+    check_float(grad, "grad");
+    STD_TORCH_CHECK(
+        grad.dim() == 3 && grad.size(0) == batch && grad.size(1) == M && grad.size(2) == N,
+        "grad: expected the shape of the product, (", batch, ", ", M, ", ", N, ")");
+  }
 };
 
 struct Conv2d {

@@ -278,9 +278,7 @@ void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStre
   if (p.batch * p.M * p.N == 0) return;
   STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
                   "a product's rows, columns and depth: expected less than 2^31 each");
-  int device, multiprocessors;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   // Fewer columns than rows; products of these multipliers do not depend on the operands' order.
   if (p.N > p.M) {
     std::swap(p.left, p.right);

@@ -83,10 +83,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
 Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
                          std::string multiplier) {
   const Matmul p(a, b);
-  check_float(grad, "grad");
-  STD_TORCH_CHECK(
-      grad.dim() == 3 && grad.size(0) == p.batch && grad.size(1) == p.M && grad.size(2) == p.N,
-      "grad: expected the shape of the product, (", p.batch, ", ", p.M, ", ", p.N, ")");
+  p.check_grad(grad);
   Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.K});
   if (out.numel() == 0) return out;
   const Launch launch(a);

@@ -617,9 +617,8 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 
   const auto kernel = backward<P, k, s, Q>;
-  int device, multiprocessors, resident;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  int resident;
 
   // As many warps as the width needs; strips as even as they can be.
   Strips p{};

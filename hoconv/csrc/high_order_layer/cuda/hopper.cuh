@@ -273,12 +273,9 @@ void arrange(const Operand& operand, uint32_t* out, cudaStream_t stream) {
 
 // Whether these kernels compute a layer on the current device.
 inline bool serves(const Layer& l) {
-  int device, major, minor;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  return major == 9 && minor == 0 && (l.C == 1 || l.C == 3) && l.G == 1 && l.s == l.k &&
-         l.dilation == 1;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0 && (l.C == 1 || l.C == 3) &&
+         l.G == 1 && l.s == l.k && l.dilation == 1;
 }
 
 // Backward also where the sums fit the registers.

@@ -421,9 +421,8 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   const auto kernel = l.softmax ? backward<S, true> : backward<S, false>;
   constexpr int bytes = 4 * B::words;
   allow_shared_memory(kernel, bytes);
-  int device, multiprocessors, resident;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  int resident;
   STD_CUDA_CHECK(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * kWarps, bytes));
 

@@ -200,7 +200,9 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
     arrange(generator_operand<Operand>(weight, bias), operand, stream);
     const int across = (l.W + kRegion - 1) / kRegion;
     int rows = kMostRows;  // fewer where that would leave multiprocessors idle
-    while (rows > kWarps && l.B * across * ((l.H + rows - 1) / rows) < 2 * 132) rows /= 2;
+    const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+    while (rows > kWarps && l.B * across * ((l.H + rows - 1) / rows) < 2 * multiprocessors)
+      rows /= 2;
     const int down = (l.H + rows - 1) / rows;
     const int64_t blocks = l.B * across * down;
     STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "x: too large");

@@ -296,10 +296,7 @@ void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
 
 // Bytes that a block may have on the current device.
 inline int most_shared_memory() {
-  int device, bytes;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 template <typename Kernel>
