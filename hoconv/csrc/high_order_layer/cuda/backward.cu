@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
     return {grad_x, grad_weight, grad_bias};
   }
   const Launch launch(x);
-  if (hopper::serves_backward(x, l)) {
+  if (hopper::serves_backward(l)) {
     hopper::backward(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, launch.stream);
     return {grad_x, grad_weight, grad_bias};
   }

@@ -29,21 +29,20 @@ struct Sizes {
   static constexpr int taps = k * k, reach = k / 2;
 };
 
-// Where taps are in the columns of a product, and in its depth for every channel: blocks of 8, of
-// which 2t and 2t + 1 belong to a lane's t. Where words are pairs of neighbours, so are blocks.
+// Where taps are in the columns of a product: blocks of 8, of which 2t and 2t + 1 belong to a
+// lane's t. Where words are pairs of neighbours, so are blocks, with an empty one if need be.
 struct Place {
   int row, column;  // of a tap; there is none from k on
 };
 template <typename S>
-constexpr int blocks_of_channel(int N) {
+constexpr int even_if_pairs(int N) {
   return S::pairs ? N + N % 2 : N;
 }
-// One after the other; pairs end every row. `high` and `low` are free elements of the depth, for
-// the bias: what it is rounded to, and what that takes from it.
+// One after the other; pairs end every row. `high` and `low` are no taps.
 template <typename S>
 struct Compact {
   static constexpr int row = S::pairs ? S::k + 1 : S::k;  // columns of a product
-  static constexpr int N = (row * S::k + 7) / 8, blocks = blocks_of_channel<S>(N);
+  static constexpr int N = (row * S::k + 7) / 8, blocks = even_if_pairs<S>(N);
   static constexpr int high = row * S::k, low = high + 1;
   __host__ __device__ static constexpr Place place(int j, int t, int e) {
     const int n = 8 * j + 2 * t + e;
@@ -53,15 +52,10 @@ struct Compact {
 // A block for every row.
 template <typename S>
 struct Grid {
-  static constexpr int N = S::k, blocks = blocks_of_channel<S>(N);
-  static constexpr int high = S::pairs ? 8 * N : S::k == 7 ? 7 : 3;
-  static constexpr int low = S::pairs ? high + 1 : S::k == 7 ? 15 : 5;
+  static constexpr int N = S::k, blocks = even_if_pairs<S>(N);
+  static constexpr int high = 8 * N, low = high + 1;
   __host__ __device__ static constexpr Place place(int j, int t, int e) {
     return {j, S::pairs ? 2 * t + e : t + 4 * e};
-  }
-  // Where in a block a column of the kernel is.
-  __host__ __device__ static constexpr int inner(int column) {
-    return S::pairs ? column : column % 4 * 2 + column / 4;
   }
 };
 
@@ -75,13 +69,6 @@ __host__ __device__ constexpr int tap_of(int column) {  // or -1
   const int j = column / 8, t = column % 8 / 2, e = column % 2;
   const Place p = Columns::place(j, t, e);
   return is_tap<S, Columns>(j, t, e) ? p.row * S::k + p.column : -1;
-}
-
-// The element of a depth in which columns are ordered that word `word` of a step begins with, or
-// with e = 1 ends with.
-template <typename S>
-__host__ __device__ constexpr int depth_element(int step, int word, int e) {
-  return S::pairs ? 16 * step + 2 * word + e : 8 * step + 2 * (word % 4) + word / 4;
 }
 
 // `rows` rows of x of every channel, in arrays of words. Of 16-bit elements a word is two
@@ -207,70 +194,6 @@ struct Item {
   }
 };
 
-// The generator's parameters as B of the product that generates weights.
-template <typename S, typename Columns_>
-struct GeneratorOperand {
-  using P = typename S::P;
-  using T = typename S::T;
-  using Columns = Columns_;
-  static constexpr int N = Columns::N;
-  static constexpr int channel_steps = Columns::blocks / P::elements, steps = S::C * channel_steps;
-  static constexpr int words = steps * P::terms * N * 64;
-  static_assert(Columns::high < 8 * Columns::blocks && Columns::low < 8 * Columns::blocks);
-  const T* weight;
-  ImageStrides strides;
-  const T* bias;
-  int64_t bias_stride;
-
-  __device__ float element(int step, int column, int word, int e) const {
-    const int c = step / channel_steps;
-    const int n = depth_element<S>(step % channel_steps, word, e);  // of the channel
-    const int tap = tap_of<S, Columns>(column), at = tap_of<S, Columns>(n);
-    if (tap < 0) return 0.0f;
-    if (c == 0 && (n == Columns::high || n == Columns::low)) {
-      const float value = bias == nullptr ? 0.0f : widen<float>(bias[tap * bias_stride]);
-      const float rest = value - P::round(value);  // NaN of what is infinite
-      return n == Columns::high ? P::round(value) : isfinite(rest) ? rest : 0.0f;
-    }
-    if (at < 0) return 0.0f;
-    return P::round(widen<float>(
-        weight[tap * strides.b + c * strides.c + at / S::k * strides.h + at % S::k * strides.w]));
-  }
-};
-
-template <typename Operand>
-Operand generator_operand(const Tensor& weight, const std::optional<Tensor>& bias) {
-  using T = typename Operand::T;
-  return {static_cast<const T*>(weight.const_data_ptr()), image_strides(weight),
-          bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-          bias ? bias->stride(0) : 0};
-}
-
-// Writes an operand as a product reads it: step by step, term by term, blocks of 8 columns, of
-// each the first and the last 4 words.
-template <typename Operand>
-__global__ void arrange_operand(Operand operand, uint32_t* out) {
-  using P = typename Operand::P;
-  constexpr int N = Operand::N;
-  for (int n = blockIdx.x * blockDim.x + threadIdx.x; n < Operand::words / P::terms;
-       n += gridDim.x * blockDim.x) {
-    const int step = n / (64 * N), block = n / 64 % N, inner = n % 64;
-    const int column = 8 * block + inner / 4 % 8, word = inner / 32 * 4 + inner % 4;
-    uint32_t terms[P::terms];
-    P::split(operand.element(step, column, word, 0),
-             P::elements == 2 ? operand.element(step, column, word, 1) : 0.0f, terms);
-    for (int term = 0; term < P::terms; ++term)
-      out[(step * P::terms + term) * 64 * N + n % (64 * N)] = terms[term];
-  }
-}
-
-template <typename Operand>
-void arrange(const Operand& operand, uint32_t* out, cudaStream_t stream) {
-  arrange_operand<<<blocks_for(Operand::words / Operand::P::terms), kThreads, 0, stream>>>(operand,
-                                                                                           out);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 // Whether these kernels compute a layer on the current device.
 inline bool serves(const Layer& l) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
@@ -279,10 +202,7 @@ inline bool serves(const Layer& l) {
 }
 
 // Backward also where the sums fit the registers.
-inline bool serves_backward(const Tensor& x, const Layer& l) {
-  const bool one_term = x.scalar_type() != ScalarType::Float || l.allow_tf32;
-  return serves(l) && one_term && (l.k < 7 || l.C == 1);
-}
+inline bool serves_backward(const Layer& l) { return serves(l) && (l.k < 7 || l.C == 1); }
 
 // Calls f with the sizes of a layer that is served.
 template <typename F>
@@ -315,21 +235,12 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A whole operand from global to shared memory.
-template <int words>
-__device__ __forceinline__ void copy_operand(uint32_t* to, const uint32_t* from) {
-  for (int n = 4 * threadIdx.x; n < words; n += 4 * blockDim.x)
-    *reinterpret_cast<uint4*>(to + n) = __ldg(reinterpret_cast<const uint4*>(from + n));
-  publish_operands();
-}
-
 // Where in the window the words are that a lane's taps look at, if there are any, for its first
 // pixel.
 template <typename S, typename Columns, typename W>
 struct Places {
   static constexpr int words = S::pairs ? 1 : 2;
   const uint32_t* of[Columns::N][words];
-  uint32_t ones[words];  // of the bias
 
   __device__ explicit Places(const uint32_t* window) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -337,18 +248,10 @@ struct Places {
     for (int j = 0; j < Columns::N; ++j)
 #pragma unroll
       for (int e = 0; e < words; ++e) of[j][e] = window + W::of(Columns::place(j, t, e)) + g;
-#pragma unroll
-    for (int e = 0; e < words; ++e) {
-      uint32_t one[S::P::terms];
-      S::P::split(1.0f, 1.0f, one);
-      const int n = 2 * t + e;
-      ones[e] = n == Columns::high % 8 || n == Columns::low % 8 ? one[0] : 0;
-    }
   }
 };
 
-// What a lane's taps look at in channel c, of its two pixels. Where there is no tap, zeros, or ones
-// for the bias.
+// What a lane's taps look at in a channel, of its two pixels. Where there is no tap, zeros.
 template <typename S, typename Columns, typename W>
 struct Pixels {
   using P = typename S::P;
@@ -367,14 +270,13 @@ struct Pixels {
                                is_tap<S, Columns>(j, 2, e) || is_tap<S, Columns>(j, 3, e));
         const bool all = is_tap<S, Columns>(j, 0, e) && is_tap<S, Columns>(j, 1, e) &&
                          is_tap<S, Columns>(j, 2, e) && is_tap<S, Columns>(j, 3, e);
-        const bool bias = c == 0 && (j == Columns::high / 8 || j == Columns::low / 8);
         const bool exists = is_tap<S, Columns>(j, threadIdx.x % 4, e);
         const uint32_t* from = places.of[j < Columns::N ? j : 0][e];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t& word = S::pairs ? a[j / P::elements][j % P::elements * 2 + i]
                                     : a[j / P::elements][e * 2 + i];
-          word = bias ? places.ones[e] : 0;
+          word = 0;
           if (any && (all || exists)) word = from[shift + c * W::channel + i * W::second];
         }
       }
@@ -388,30 +290,7 @@ struct Pixels {
       return __uint_as_float(a[j][e * 2 + pixel]);
     }
   }
-
-  // For a product in TF32.
-  __device__ void round() {
-#pragma unroll
-    for (int step = 0; step < steps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (!S::pairs) a[step][i] += kHalfOfTF32;
-        asm volatile("" : "+r"(a[step][i])::"memory");  // before products begin
-      }
-  }
 };
-
-template <int N>
-__device__ __forceinline__ void fence_sums(float (&c)[N][4]) {
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[j][i])::"memory");
-}
-
-// From an operand's descriptor to the next step's, or term's.
-template <int N>
-constexpr int next_term = 64 * N * 4 / 16;
 
 #endif
 

@@ -15,13 +15,16 @@
 //
 // B batch, C channels, H height, W width, k kernel size and that of the generator.
 
-#include "high_order_layer/cuda/hopper.cuh"
+#include "high_order_layer/cuda/hopper_products.cuh"
 
 namespace hoconv::hopper {
 namespace {
 
 constexpr int kMargin = kBefore;                 // columns on either side that others write
 constexpr int kWritten = kRegion - 2 * kMargin;  // most columns of a strip
+// Rows after which sums of the parameters' gradient are added to those in shared memory: of many
+// numbers that are added one after the other much would be lost to rounding.
+constexpr int kRowsOfSum = 16;
 
 // The generator's parameters as B of dW times parameters: for every channel, depth is taps, columns
 // are displacements.
@@ -46,13 +49,14 @@ struct TransposedOperand {
   }
 };
 
-// dW of all pixels of a row as B of a product whose depth is pixels.
+// dW of all pixels of a row as B of a product whose depth is pixels; column n is tap n.
 template <typename S>
 struct Staged {
-  static constexpr int depth_stride = 36;  // words; not 32, for the banks' sake
+  static constexpr int N = (S::taps + 7) / 8;
+  static constexpr int depth_stride = 32 * N + (S::pairs ? 4 : 16);  // words, for the banks' sake
   static constexpr int groups = kRegion / S::P::elements / 4;
-  static constexpr int column_stride = groups * depth_stride;
-  static constexpr int words = S::k * column_stride;
+  static constexpr int term = groups * depth_stride;
+  static constexpr int words = S::P::terms * term;
   static constexpr int steps = groups / 2;
 };
 
@@ -60,20 +64,23 @@ struct Staged {
 template <typename S>
 struct Backward {
   using Columns = Grid<S>;
-  using Operand = GeneratorOperand<S, Columns>;
-  using Transposed = TransposedOperand<S>;
   static constexpr int slots = S::k + 1;  // rows of x in the ring, each stored twice
   using W = Window<S, 2 * slots>;
+  using Depth = std::conditional_t<S::pairs, ColumnDepth<S, Columns>, RowDepth<S, W>>;
+  using Operand = GeneratorOperand<S, Columns, Depth>;
+  using Transposed = TransposedOperand<S>;
   static constexpr int rows = S::C * S::taps + 1;  // of the parameters' gradient; the last: bias
   static constexpr int M = (rows + 63) / 64;
-  static constexpr int through_pitch = kRegion + 4;
+  static constexpr int through_pitch = kRegion + (S::pairs ? 4 : 8);
   static constexpr int operand = 0, transposed = operand + Operand::words;
   static constexpr int staged = transposed + Transposed::words;
   static constexpr int window = staged + Staged<S>::words;
   static constexpr int ones = window + (W::words + 3) / 4 * 4;
   static constexpr int grad = ones + slots * W::pitch + kRegion;
   static constexpr int through = grad + S::C * kRegion;
-  static constexpr int words = through + S::C * 8 * through_pitch;
+  static constexpr int totals = through + S::C * S::k * through_pitch;
+  static constexpr int words = totals + (rows + 15) / 16 * Staged<S>::N * 4 * 32;
+  static_assert(4 * words <= 113 * 1024, "two blocks share a multiprocessor");
 };
 
 struct Strips {
@@ -83,43 +90,44 @@ struct Strips {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dW of the lane's pixels as A of a product whose depth is taps, and on its way to the other warps:
-// words of pixels, two of them for a block where words are pairs or four.
+// dW of the lane's pixels as A of a product whose depth is taps.
 template <typename S>
-struct Gradient {
+struct Gradient : Words<typename S::P, Grid<S>::blocks / S::P::elements> {
   using P = typename S::P;
-  static constexpr int blocks = Grid<S>::blocks, steps = blocks / P::elements;
-  uint32_t a[steps][4];
+  static constexpr int steps = Grid<S>::blocks / P::elements;
 
   __device__ explicit Gradient(const float (&dw)[S::k][4]) {
 #pragma unroll
     for (int step = 0; step < steps; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (S::pairs) {
-          const int j = 2 * step + i / 2;
-          a[step][i] = j < S::k ? P::pack(dw[j < S::k ? j : 0][2 * (i % 2)],
-                                          dw[j < S::k ? j : 0][2 * (i % 2) + 1])
-                                : 0;
-        } else {
-          a[step][i] = __float_as_uint(roundable(dw[step][2 * (i % 2) + i / 2])) + kHalfOfTF32;
-        }
-        asm volatile("" : "+r"(a[step][i])::"memory");
+        const int j = S::pairs ? 2 * step + i / 2 : step;
+        const auto& row = dw[j < S::k ? j : 0];
+        if constexpr (!S::pairs)
+          this->set(step, i, __float_as_uint(roundable(row[2 * (i % 2) + i / 2])));
+        else
+          this->set(step, i, j < S::k ? P::pack(row[2 * (i % 2)], row[2 * (i % 2) + 1]) : 0);
       }
   }
 
-  // `to`: of the lane's first pixel; `mine`: all ones where a pixel counts.
+  // Hands it to the other warps. `to`: of the lane's first pixel and column; `mine`: all ones where
+  // a pixel counts.
   __device__ void stage(uint32_t* to, const float (&dw)[S::k][4], const uint32_t (&mine)[2]) const {
 #pragma unroll
     for (int j = 0; j < S::k; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        uint32_t* word = to + j * Staged<S>::column_stride + 4 * e;
+        if (!is_tap<S, Grid<S>>(j, threadIdx.x % 4, e)) continue;
+        uint32_t* word = to + 4 * (j * S::k + (S::pairs ? e : 4 * e));
         if constexpr (S::pairs) {
           word[0] = P::pack(dw[j][e], dw[j][e + 2]) & mine[0];
         } else {
-          word[0] = a[j][2 * e] & mine[0];
-          word[2 * Staged<S>::depth_stride] = a[j][2 * e + 1] & mine[1];
+#pragma unroll
+          for (int term = 0; term < P::terms; ++term)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              word[term * Staged<S>::term + 2 * i * Staged<S>::depth_stride] =
+                  this->a[term][j][2 * e + i] & mine[i];
         }
       }
   }
@@ -150,13 +158,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   uint32_t one[P::terms];
   P::split(1.0f, 1.0f, one);
   for (int n = threadIdx.x; n < B::grad - B::ones; n += blockDim.x) shared[B::ones + n] = one[0];
-  const uint64_t operand = operand_descriptor(shared + B::operand, 128, 256);
-  const uint64_t transposed = operand_descriptor(shared + B::transposed, 128, 256);
-  const uint64_t staged = operand_descriptor(shared + B::staged, 4 * Staged<S>::depth_stride,
-                                             4 * Staged<S>::column_stride);
+  const ArrangedSteps<P, N> operand{operand_descriptor(shared + B::operand, 128, 256)};
+  const ArrangedSteps<P, N> transposed{operand_descriptor(shared + B::transposed, 128, 256)};
+  const Steps<2 * Staged<S>::depth_stride, Staged<S>::term> staged{
+      operand_descriptor(shared + B::staged, 4 * Staged<S>::depth_stride, 128)};
   uint32_t* stage = shared + B::staged +
-                    (16 / P::elements * warp + g) / 4 * Staged<S>::depth_stride + 8 * t + g % 4;
+                    (16 / P::elements * warp + g) / 4 * Staged<S>::depth_stride +
+                    (S::pairs ? 8 : 4) * t + g % 4;
   const Places<S, Columns, W> places(window + warp * W::tile_words);
+  const typename B::Depth depth(window + warp * W::tile_words);
 
   // Of the parameters' gradient: the words that a row sums, of x or ones. Rows that do not exist
   // sum anything.
@@ -185,9 +195,21 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   const Image<const T> source{loads_grad ? grad.data : x.data, from_strides};
 
   const int writes_q = threadIdx.x % kRegion;
-  const int through_first = 8 * (threadIdx.x / kRegion) * B::through_pitch + writes_q;
+  const int through_first = S::k * (threadIdx.x / kRegion) * B::through_pitch + writes_q;
 
-  float sum_weight[B::M][N][4] = {};
+  float sum_weight[B::M][Staged<S>::N][4] = {};
+  float* totals = reinterpret_cast<float*>(shared + B::totals) + threadIdx.x % 32;
+  const auto each_total = [&](const auto& f) {
+#pragma unroll
+    for (int m = 0; m < B::M; ++m)
+      if (64 * m + 16 * warp < B::rows)
+#pragma unroll
+        for (int j = 0; j < Staged<S>::N; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            f(totals[(((4 * m + warp) * Staged<S>::N + j) * 4 + i) * 32], m, j, i);
+  };
+  each_total([](float& total, int, int, int) { total = 0; });
   const int64_t units = l.B * strips.across * strips.down;
   for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int64_t b = unit / (strips.across * strips.down);
@@ -244,28 +266,36 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       const int shift = slot * W::pitch;
       const bool owned = y >= top && y < bottom;
       float weight[N][4], dw[N][4] = {}, gradient[S::C][2];
-      fence_sums(weight);
-#pragma unroll
-      for (int c = 0; c < S::C; ++c) {
+      Pixels<S, Columns, W> pixels[S::C];
+      const auto visit = [&](int c) {
         gradient[c][0] = grads[c * kRegion + my_first];
         gradient[c][1] = grads[c * kRegion + my_first + P::apart];
-        Pixels<S, Columns, W> pixels;
-        pixels.load(places, shift, c);
+        pixels[c].load(places, shift, c);
 #pragma unroll
         for (int j = 0; j < N; ++j)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) dw[j][i] += gradient[c][i / 2] * pixels(j, i % 2, i / 2);
-        pixels.round();
-        products_begin();
+          for (int i = 0; i < 4; ++i) dw[j][i] += gradient[c][i / 2] * pixels[c](j, i % 2, i / 2);
+      };
+      {
+        constexpr int steps = B::Depth::steps, group = S::pairs ? steps / S::C : 2;
+        Words<P, group> words[2];
+        sum_products<P, N, steps, group, true>(
+            [&](int) -> auto& { return weight; },
+            [&](int n) -> auto& {
 #pragma unroll
-        for (int step = 0; step < pixels.steps; ++step)
-          multiply<P, N>(weight, pixels.a[step], operand + (c * pixels.steps + step) * next_term<N>,
-                         c + step > 0);
-        products_end();
-        if (c + 1 < S::C) products_wait<1>();  // so that the operands fit the registers
+              for (int c = 0; c < S::C; ++c)
+                if (c >= B::Depth::channels(n * group) && c < B::Depth::channels((n + 1) * group))
+                  visit(c);
+#pragma unroll
+              for (int step = 0; step < group; ++step)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                  if (n * group + step < steps)
+                    words[n % 2].set(step, i, depth.word(pixels, shift, n * group + step, i));
+              return words[n % 2];
+            },
+            [&](int n) { return operand.from(n * group); }, [] {});
       }
-      products_wait<0>();
-      fence_sums(weight);
       if constexpr (softmax)
         softmax_taps(weight, [t](int j, int e) { return is_tap<S, Columns>(j, t, e); });
 
@@ -287,31 +317,23 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       // x's gradient through the generator; the parameters' needs dW of all pixels.
       const Gradient<S> dw_operand(dw);
       if (owned) dw_operand.stage(stage, dw, mine);
-#pragma unroll
-      for (int c = 0; c < S::C; ++c) fence_sums(sum_rows[c]);
-      products_begin();
-#pragma unroll
-      for (int c = 0; c < S::C; ++c)
-#pragma unroll
-        for (int step = 0; step < dw_operand.steps; ++step)
-          multiply<P, N>(sum_rows[c], dw_operand.a[step],
-                         transposed + (c * dw_operand.steps + step) * next_term<N>);
-      products_end();
-      publish_operands();
-      products_wait<0>();
+      sum_products<P, N, S::C * Gradient<S>::steps, Gradient<S>::steps, false>(
+          [&](int c) -> auto& { return sum_rows[c]; },
+          [&](int) -> const auto& { return dw_operand; },
+          [&](int c) { return transposed.from(c * Gradient<S>::steps); }, publish_operands);
 #pragma unroll
       for (int c = 0; c < S::C; ++c) {
-        fence_sums(sum_rows[c]);
-        float* to = through + (8 * c + 2 * t) * B::through_pitch + my_first;
+        const Place first = Columns::place(0, t, 0), second = Columns::place(0, t, 1);
+        float* to = through + (S::k * c + first.column) * B::through_pitch + my_first;
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           if (is_tap<S, Columns>(0, t, e)) {
+            float* at = to + e * (second.column - first.column) * B::through_pitch;
             if constexpr (S::pairs) {
-              *reinterpret_cast<float2*>(to + e * B::through_pitch) = {sum_rows[c][0][e],
-                                                                       sum_rows[c][0][e + 2]};
+              *reinterpret_cast<float2*>(at) = {sum_rows[c][0][e], sum_rows[c][0][e + 2]};
             } else {
-              to[e * B::through_pitch] = sum_rows[c][0][e];
-              to[e * B::through_pitch + P::apart] = sum_rows[c][0][e + 2];
+              at[0] = sum_rows[c][0][e];
+              at[P::apart] = sum_rows[c][0][e + 2];
             }
           }
 #pragma unroll
@@ -322,66 +344,60 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       }
       __syncthreads();
 
-      if (owned) {
-        constexpr int at_once = 4, groups = B::M * Staged<S>::steps / at_once;
-        uint32_t a[2][at_once][4];
+      const auto write = [&] {
+        if (y - reach >= top && writes) {
 #pragma unroll
-        for (int n = 0; n < groups; ++n) {
-          const int m = n * at_once / Staged<S>::steps, first = n * at_once % Staged<S>::steps;
-          auto& words = a[n % 2];
-          if (64 * m + 16 * warp < B::rows) {
+          for (int c = 0; c < S::C; c += 2) {
+            if (c + threadIdx.x / kRegion >= S::C) break;
+            const float* arrived = through + S::k * c * B::through_pitch + through_first;
+            float sum = 0;
 #pragma unroll
-            for (int step = 0; step < at_once; ++step)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                words[step][i] = entries[m][i % 2][shift + 8 * (first + step) + 4 * (i / 2)];
-                if constexpr (!S::pairs) words[step][i] += kHalfOfTF32;
-              }
+            for (int dx = 0; dx < S::k; ++dx) sum += arrived[dx * B::through_pitch + reach - dx];
+            target[c * grad_x.s.c] = narrow<T>(sum);
           }
-#pragma unroll
-          for (int step = 0; step < at_once; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(words[step][i])::"memory");
-          fence_sums(sum_weight[m]);
-          products_begin();
-#pragma unroll
-          for (int step = 0; step < at_once; ++step)
-            multiply<P, N>(sum_weight[m], words[step],
-                           staged + (first + step) * (2 * Staged<S>::depth_stride / 4));
-          products_end();
-          if (n + 1 < groups) products_wait<1>();
         }
+        target += grad_x.s.h;
+      };
+      if (owned) {
+        // As many steps as fit the registers.
+        constexpr int group = P::terms > 1 ? 2 : 4, of_m = Staged<S>::steps / group;
+        Words<P, group> words[2];
+        sum_products<P, Staged<S>::N, B::M * Staged<S>::steps, group, false>(
+            [&](int n) -> auto& { return sum_weight[n / of_m]; },
+            [&](int n) -> auto& {
+              const int m = n / of_m, first = n % of_m * group;
+              if (64 * m + 16 * warp < B::rows) {
+                uint32_t loaded[group][4];
+#pragma unroll
+                for (int step = 0; step < group; ++step)
+#pragma unroll
+                  for (int i = 0; i < 4; ++i)
+                    loaded[step][i] = entries[m][i % 2][shift + 8 * (first + step) + 4 * (i / 2)];
+#pragma unroll
+                for (int step = 0; step < group; ++step)
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) words[n % 2].set(step, i, loaded[step][i]);
+              }
+              return words[n % 2];
+            },
+            [&](int n) { return staged.from(n % of_m * group); }, write);
+      } else {
+        write();
       }
-      if (y - reach >= top && writes) {
-#pragma unroll
-        for (int c = 0; c < S::C; c += 2) {
-          if (c + threadIdx.x / kRegion >= S::C) break;
-          const float* arrived = through + 8 * c * B::through_pitch + through_first;
-          float sum = 0;
-#pragma unroll
-          for (int dx = 0; dx < S::k; ++dx)
-            sum += arrived[Columns::inner(dx) * B::through_pitch + reach - dx];
-          target[c * grad_x.s.c] = narrow<T>(sum);
-        }
-      }
-      target += grad_x.s.h;
-      products_wait<0>();
-#pragma unroll
-      for (int m = 0; m < B::M; ++m) fence_sums(sum_weight[m]);
+      if (y + 1 == bottom || (y - top) % kRowsOfSum == kRowsOfSum - 1)
+        each_total([&](float& total, int m, int j, int i) {
+          total += sum_weight[m][j][i];
+          sum_weight[m][j][i] = 0;
+        });
       slot = slot + 1 == B::slots ? 0 : slot + 1;
     }
   }
 
-  float* to = sums + int64_t{blockIdx.x} * B::rows * 8 * N;
-#pragma unroll
-  for (int m = 0; m < B::M; ++m)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 64 * m + 16 * warp + g + 8 * (i / 2);
-      if (row < B::rows)
-#pragma unroll
-        for (int j = 0; j < N; ++j) to[(row * N + j) * 8 + 2 * t + i % 2] = sum_weight[m][j][i];
-    }
+  float* to = sums + int64_t{blockIdx.x} * B::rows * 8 * Staged<S>::N;
+  each_total([&](float total, int m, int j, int i) {
+    const int row = 64 * m + 16 * warp + g + 8 * (i / 2);
+    if (row < B::rows) to[(row * Staged<S>::N + j) * 8 + 2 * t + i % 2] = total;
+  });
 #endif
 }
 
@@ -391,7 +407,7 @@ constexpr int kSumColumns = 32, kSumParts = 8;
 template <typename S>
 __global__ void sum_parameters(const float* sums, typename S::T* weight, ImageStrides strides,
                                typename S::T* bias, int blocks) {
-  constexpr int size = Backward<S>::rows * 8 * S::k;
+  constexpr int columns = 8 * Staged<S>::N, size = Backward<S>::rows * columns;
   __shared__ double shared[kSumParts][kSumColumns];
   const int n = blockIdx.x * kSumColumns + threadIdx.x;
   double sum = 0;
@@ -402,9 +418,8 @@ __global__ void sum_parameters(const float* sums, typename S::T* weight, ImageSt
   __syncthreads();
   if (threadIdx.y || n >= size) return;
   for (int part = 1; part < kSumParts; ++part) sum += shared[part][threadIdx.x];
-  const int row = n / (8 * S::k), c = row / S::taps, at = row % S::taps;
-  const int tap = tap_of<S, Grid<S>>(n % (8 * S::k));
-  if (tap < 0) return;
+  const int row = n / columns, c = row / S::taps, at = row % S::taps, tap = n % columns;
+  if (tap >= S::taps) return;
   const auto value = narrow<typename S::T>(static_cast<float>(sum));
   if (c == S::C)
     bias[tap] = value;
@@ -440,7 +455,8 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   }
   const int blocks = std::min(l.B * strips.across * strips.down, slots);
 
-  constexpr int operands = B::Operand::words + B::Transposed::words, size = B::rows * 8 * S::k;
+  constexpr int operands = B::Operand::words + B::Transposed::words,
+                size = B::rows * 8 * Staged<S>::N;
   Tensor memory = scratch(x, operands + int64_t{blocks} * size);
   auto* arranged = static_cast<uint32_t*>(memory.mutable_data_ptr());
   auto* sums = reinterpret_cast<float*>(arranged + operands);
@@ -466,7 +482,7 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
               Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
   dispatch_sizes(x, l, [&](auto sizes) {
     using S = decltype(sizes);
-    if constexpr (S::P::terms == 1 && (S::k < 7 || S::C == 1))
+    if constexpr (S::k < 7 || S::C == 1)
       run<S>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, stream);
   });
 }

@@ -5,7 +5,7 @@
 // every fourth row, 16 pixels at a time: it loads what their taps look at, generates the weights
 // from that, multiplies the two, and the four lanes that share pixels add up what they have.
 
-#include "high_order_layer/cuda/hopper.cuh"
+#include "high_order_layer/cuda/hopper_products.cuh"
 
 namespace hoconv::hopper {
 namespace {
@@ -16,7 +16,8 @@ template <typename S>
 struct Forward {
   using W = Window<S, kMostRows + 2 * S::reach>;
   using Columns = Compact<S>;
-  using Operand = GeneratorOperand<S, Columns>;
+  using Depth = ColumnDepth<S, Columns>;
+  using Operand = GeneratorOperand<S, Columns, Depth>;
   static constexpr int words = Operand::words + W::words;
 };
 
@@ -52,67 +53,6 @@ __device__ __forceinline__ void load_window(const Image<const typename S::T>& x,
   }
 }
 
-// The weights of the 16 pixels of a warp: of a lane's two, columns 8j + 2t and 8j + 2t + 1. `b` is
-// the generator's operand.
-template <typename S, typename Columns, typename W>
-__device__ __forceinline__ void generate(float (&out)[Columns::N][4],
-                                         const Pixels<S, Columns, W> (&pixels)[S::C], uint64_t b) {
-  using P = typename S::P;
-  constexpr int N = Columns::N, steps = Pixels<S, Columns, W>::steps;
-  if constexpr (P::terms == 1) {
-    Pixels<S, Columns, W> rounded[S::C];
-#pragma unroll
-    for (int c = 0; c < S::C; ++c) rounded[c] = pixels[c], rounded[c].round();
-    fence_sums(out);
-    products_begin();
-#pragma unroll
-    for (int c = 0; c < S::C; ++c)
-#pragma unroll
-      for (int step = 0; step < steps; ++step)
-        multiply<P, N>(out, rounded[c].a[step], b + (c * steps + step) * next_term<N>,
-                       c + step > 0);
-    products_end();
-    products_wait<0>();
-    fence_sums(out);
-  } else {
-    // Tensor cores truncate their sums: those of a step start at zero, and are added while the next
-    // are under way.
-    float sum[2][N][4];
-    fence_sums(sum[0]);
-    fence_sums(sum[1]);
-    const auto add = [&](int n) {
-      fence_sums(sum[n % 2]);
-#pragma unroll
-      for (int j = 0; j < N; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          out[j][i] = n == 0 ? sum[n % 2][j][i] : out[j][i] + sum[n % 2][j][i];
-    };
-#pragma unroll
-    for (int n = 0; n < S::C * steps; ++n) {
-      uint32_t high[4], low[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float value = pixels[n / steps](n % steps, i / 2, i % 2);
-        high[i] = round_to_tf32(value), low[i] = __float_as_uint(tf32_remainder(value));
-        asm volatile("" : "+r"(high[i]), "+r"(low[i])::"memory");
-      }
-      const uint64_t terms = b + 2 * n * next_term<N>;
-      products_begin();
-      multiply<P, N>(sum[n % 2], low, terms, false);
-      multiply<P, N>(sum[n % 2], high, terms + next_term<N>);
-      multiply<P, N>(sum[n % 2], high, terms);
-      products_end();
-      if (n > 0) {
-        products_wait<1>();
-        add(n - 1);
-      }
-    }
-    products_wait<0>();
-    add(S::C * steps - 1);
-  }
-}
-
 #endif
 
 // That leave as many registers as the pixels of a lane need.
@@ -145,7 +85,9 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
   // Of the pixels that a lane has, the one that it writes.
   const int mine = t / 2, first = left + S::P::first(g) + mine * S::P::apart;
   const Places<S, Columns, W> places(window);
-  const uint64_t operand = operand_descriptor(shared, 128, 256);
+  const typename F::Depth depth(window);
+  constexpr int steps = F::Depth::steps, group = S::P::terms > 1 ? 2 : steps;
+  const ArrangedSteps<typename S::P, N> operand{operand_descriptor(shared, 128, 256)};
   for (int row = warp; top + row - warp < l.H && row < rows; row += kWarps) {
     typename S::T* to = out.at(b, 0, top + row, first);
     for (int tile = 0; tile < tiles; ++tile, to += 16 * out.s.w) {
@@ -154,7 +96,19 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
 #pragma unroll
       for (int c = 0; c < S::C; ++c) pixels[c].load(places, shift, c);
       float weight[N][4];
-      generate<S, Columns, W>(weight, pixels, operand);
+      Words<typename S::P, group> words[2];
+      sum_products<typename S::P, N, steps, group, true>(
+          [&](int) -> auto& { return weight; },
+          [&](int n) -> auto& {
+#pragma unroll
+            for (int step = 0; step < group; ++step)
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+                if (n * group + step < steps)
+                  words[n % 2].set(step, i, depth.word(pixels, shift, n * group + step, i));
+            return words[n % 2];
+          },
+          [&](int n) { return operand.from(n * group); }, [] {});
       if constexpr (softmax)
         softmax_taps(weight, [t](int j, int e) { return is_tap<S, Columns>(j, t, e); });
 
