@@ -1,49 +1,71 @@
-// What generated CUDA kernels call: types, and sums over the threads of a block. Compiled by nvcc,
-// or at run time by NVRTC, which has no C++ library.
+// What generated CUDA kernels call: types, and sums over the threads of a block. Compiled at run
+// time by NVRTC, without any header of a CUDA toolkit or a C++ library.
 #pragma once
 
-#if defined(__CUDACC_RTC__)
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
-#else
-#include <cstdint>
-#endif
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include "recurrent/math.h"
 
 namespace hoconv::recurrent {
 
-using BFloat16 = __nv_bfloat16;
-using Half = __half;
+// Half precision is loaded, stored and converted, to the nearest even; float computes.
+struct BFloat16 {
+  unsigned short bits;
+  BFloat16() = default;
+  __device__ explicit BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ explicit operator float() const { return __uint_as_float(uint32_t{bits} << 16); }
+};
 
-// The same in every thread of the block, and the same bits every time: lanes, then warps, in a
-// fixed order. All threads call it; the block is a whole number of warps.
-template <typename A, typename F>
-__device__ A block_reduce(A value, A neutral, F combine) {
-  __shared__ A warps[32];
+struct Half {
+  unsigned short bits;
+  Half() = default;
+  __device__ explicit Half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ explicit operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+
+// Each of N values over the threads of the block, the same in every thread, and the same bits every
+// time: lanes, then warps, in a fixed order. All threads call it; the block is a whole number of
+// warps.
+template <typename A, int N, typename F>
+__device__ void block_reduce(A (&values)[N], A neutral, F combine) {
+  __shared__ A warps[N][32];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int lanes = 16; lanes > 0; lanes /= 2)
-    value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    for (int n = 0; n < N; ++n)
+      values[n] = combine(values[n], __shfl_xor_sync(0xffffffffu, values[n], lanes));
+  if (blockDim.x == 32) return;
+  if (lane == 0)
+    for (int n = 0; n < N; ++n) warps[n][warp] = values[n];
   __syncthreads();
-  const unsigned lane = threadIdx.x % 32;
-  A total = lane < blockDim.x / 32 ? warps[lane] : neutral;
+  for (int n = 0; n < N; ++n) values[n] = lane < blockDim.x / 32 ? warps[n][lane] : neutral;
   for (int lanes = 16; lanes > 0; lanes /= 2)
-    total = combine(total, __shfl_xor_sync(0xffffffffu, total, lanes));
+    for (int n = 0; n < N; ++n)
+      values[n] = combine(values[n], __shfl_xor_sync(0xffffffffu, values[n], lanes));
   __syncthreads();  // `warps` may be written again
-  return total;
 }
 
-template <typename A>
-__device__ A block_sum(A value) {
-  return block_reduce(value, A(0), [](A a, A b) { return a + b; });
+template <typename A, typename... Rest>
+__device__ void block_sum(A& first, Rest&... rest) {
+  A values[]{first, rest...};
+  block_reduce(values, A(0), [](A a, A b) { return a + b; });
+  int n = 0;
+  first = values[n];
+  ((rest = values[++n]), ...);
 }
-template <typename A>
-__device__ A block_max(A value) {
-  return block_reduce(value, lowest<A>(), [](A a, A b) { return maximum(a, b); });
+template <typename A, typename... Rest>
+__device__ void block_max(A& first, Rest&... rest) {
+  A values[]{first, rest...};
+  block_reduce(values, lowest<A>(), [](A a, A b) { return maximum(a, b); });
+  int n = 0;
+  first = values[n];
+  ((rest = values[++n]), ...);
 }
 
 }  // namespace hoconv::recurrent

@@ -35,7 +35,7 @@ class _Simd(Target):
     def scalars(self, body: Sequence[str]) -> list[str]:
         return list(body)
 
-    def section_end(self) -> list[str]:
+    def barrier(self) -> list[str]:
         return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hoconv.recurrent.emit.expressions import TYPES, expression, initial, reduced
 from hoconv.recurrent.emit.loops import Kernel, Load, Memory, Reduce, Statement, Store
@@ -22,8 +23,8 @@ class Target(ABC):
         """Runs statements that define scalars; stores among them happen once a row."""
 
     @abstractmethod
-    def section_end(self) -> list[str]:
-        """Lets a row's next section read what this one wrote."""
+    def barrier(self) -> list[str]:
+        """Lets what follows read the features of the row that the loops before it wrote."""
 
 
 class KernelWriter:
@@ -44,10 +45,12 @@ class KernelWriter:
                     lines.append(f"{own} {self._name(op.result)} = {initial(op)};")
                 named = [(op, self._name(op.result)) for op in sums]
                 lines += self.target.loop(size, named, self._statements(statements, "j"))
+            if any(isinstance(s, Load) for s in section.scalars):
+                lines += self.target.barrier()
             if section.scalars:
                 lines += self.target.scalars(self._statements(section.scalars, "0"))
             if i + 1 < len(kernel.sections):
-                lines += self.target.section_end()
+                lines += self.target.barrier()
         return lines
 
     def _name(self, value: Value) -> str:
@@ -84,10 +87,33 @@ def element(memory: Memory, feature: str, offset: int) -> str:
     return f"{pointer(memory)}[{index}]"
 
 
+@dataclass(frozen=True)
+class Access:
+    """One way in which a kernel reads or writes memory.
+
+    Attributes:
+        size: the features of the loop that it is in; 1 outside of loops.
+        offset: from the loop's feature to that in memory.
+    """
+
+    memory: Memory
+    size: int
+    offset: int
+    writes: bool
+
+
+def accesses(kernel: Kernel) -> list[Access]:
+    """All that a kernel reads and writes."""
+    loops = [(size, s) for section in kernel.sections for size, s in section.loops.items()]
+    loops += [(1, kernel.first), *((1, section.scalars) for section in kernel.sections)]
+    return [
+        Access(s.memory, size, s.offset, isinstance(s, Store))
+        for size, statements in loops
+        for s in statements
+        if isinstance(s, Load | Store)
+    ]
+
+
 def memories(kernel: Kernel) -> list[Memory]:
     """What a kernel reads and writes, each once."""
-    lists = [kernel.first]
-    for section in kernel.sections:
-        lists += [*section.loops.values(), section.scalars]
-    found = {pointer(s.memory): s.memory for ss in lists for s in ss if isinstance(s, Load | Store)}
-    return list(found.values())
+    return list({pointer(a.memory): a.memory for a in accesses(kernel)}.values())

@@ -5,14 +5,14 @@ B batch, T time steps, i steps done before this one, t the place of this one in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hoconv.recurrent.emit.expressions import TYPES
 from hoconv.recurrent.emit.kernels import memories, pointer
 from hoconv.recurrent.emit.loops import Kernel, lower
 from hoconv.recurrent.emit.storage import Buffer, Storage, place
-from hoconv.recurrent.ir import Group, Op, Program
+from hoconv.recurrent.ir import Group, Op, Program, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,9 @@ class Steps:
     scratch_bytes: int
 
 
-def lower_steps(program: Program) -> Steps:
-    """Gives every value its place and every kernel its loops."""
-    storage = place(program)
+def lower_steps(program: Program, fixed: Collection[Value] = ()) -> Steps:
+    """Gives every value its place, `fixed` as in :func:`place`, and every kernel its loops."""
+    storage = place(program, fixed)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
     # What no kernel makes and has to be written, or a product writes to one of several places.

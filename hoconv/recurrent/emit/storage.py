@@ -2,7 +2,8 @@
 
 A value that leaves the kernel that makes it has a home in memory, from which everything else reads
 it. A state has room for two steps, or, where what the steps read of it is saved, for all: then
-nothing is copied to save it.
+nothing is copied to save it. A target may ask for homes that stay where they are from step to step:
+a saved state is then written to both.
 
 B batch, T time steps, n features.
 """
@@ -10,7 +11,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,11 @@ class Buffer:
     kind: Kind
     type: Type
 
+    def shape(self, T: int, B: int) -> tuple[int, ...]:
+        """The shape of the tensor that it is, of T steps and B rows."""
+        leading = {"sequence": (T, B), "step": (B,), "state": (2, B), "history": (T + 1, B)}
+        return (*leading.get(self.kind, ()), *self.type.shape)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -53,7 +59,8 @@ class Storage:
         items: the step, everything but products in groups. The last group may be empty: it copies.
         homes: where a value is read from; parameters, sequences and states have one, too.
         stores: where the step writes a value, the home first.
-        params, sequences, states, yields: buffers, in the order of the program's.
+        params, sequences, states, yields: buffers, in the order of the program's. A state and a
+            yield may share one.
         temporaries: the other buffers, one for each value that is read by another item.
     """
 
@@ -68,13 +75,18 @@ class Storage:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """All of them, each once; those of a saved state are among the states."""
-        own = tuple(b for b in self.yields if b.kind != "history")
-        return (*self.params, *self.sequences, *self.states, *own, *self.temporaries)
+        """All of them, each once."""
+        found = (*self.params, *self.sequences, *self.states, *self.yields, *self.temporaries)
+        return tuple(dict.fromkeys(found))
 
 
-def place(program: Program) -> Storage:
-    """Finds a home for every value that needs one."""
+def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
+    """Finds a home for every value that needs one.
+
+    Args:
+        fixed: values whose home is to be at the same address at every step, or, of a state, at
+            every other one.
+    """
     items = [
         item if isinstance(item, Group) or item.kind not in ROWWISE else Group((item,))
         for item in program.step
@@ -89,15 +101,18 @@ def place(program: Program) -> Storage:
         for i, v in enumerate(outside_made(program))
     )
     saved = _saved_states(program)
+    still = {s.value for s in program.states if s.value in fixed or s.next in fixed}
     states = tuple(
-        Buffer(f"state{i}", "history" if s.value in saved else "state", s.value.type)
+        Buffer(f"state{i}", "history" if s.value in saved.keys() - still else "state", s.value.type)
         for i, s in enumerate(program.states)
     )
-    history = dict(zip((s.value for s in program.states), states))
+    of_state = dict(zip((s.value for s in program.states), states))
     yields = tuple(
-        history[y.source]
-        if saved.get(y.source) is y
-        else Buffer(f"written{i}", "sequence", y.sequence.type)
+        of_state[y.source]
+        if saved.get(y.source) is y and y.source not in still
+        else Buffer(
+            f"written{i}", "history" if saved.get(y.source) is y else "sequence", y.sequence.type
+        )
         for i, y in enumerate(program.yields)
     )
     given = (*(p.value for p in program.params), *(v for _, v in program.sequences),
@@ -106,21 +121,28 @@ def place(program: Program) -> Storage:
     homes |= {s.value: Place(b) for s, b in zip(program.states, states)}
 
     stores: dict[Value, list[Place]] = defaultdict(list)
+    kept: dict[Value, Buffer] = {}
     for each, buffer in zip(program.yields, yields):
-        if buffer.kind != "history":
+        if buffer.kind == "history":
+            kept[each.source] = buffer
+        else:
             stores[each.source].append(Place(buffer))
     for state, buffer in zip(program.states, states):
-        stores[state.next].append(Place(buffer, after=True))
+        for own in dict.fromkeys((buffer, kept.get(state.value, buffer))):
+            stores[state.next].append(Place(own, after=True))
 
     temporaries = []
     for i, item in enumerate(items):
         for made in _results(item):
-            elsewhere = any(
-                made in _read(other) for j, other in enumerate(items) if j != i
-            )  # fmt: skip
-            if elsewhere and not stores[made]:
+            elsewhere = any(made in _read(other) for j, other in enumerate(items) if j != i)
+            if made in fixed:
+                stores[made].sort(key=lambda place: place.buffer.kind != "state")
+                homeless = [p.buffer.kind for p in stores[made][:1]] != ["state"]
+            else:
+                homeless = elsewhere and not stores[made]
+            if homeless:
                 temporaries.append(Buffer(f"step{len(temporaries)}", "step", made.type))
-                stores[made].append(Place(temporaries[-1]))
+                stores[made].insert(0, Place(temporaries[-1]))
             if stores[made]:
                 homes[made] = stores[made][0]
     items.append(Group(()))

@@ -43,13 +43,21 @@ def no_loop(program: Program) -> None:
 class Case:
     """A cell with random parameters and inputs; what it gives and its gradients, exactly."""
 
-    def __init__(self, which: str | int, *, masked: bool = False, reverse: bool = False) -> None:
+    def __init__(
+        self,
+        which: str | int,
+        device: str = "cpu",
+        /,
+        *,
+        masked: bool = False,
+        reverse: bool = False,
+    ) -> None:
         torch.manual_seed(0)
         self.cell = cell_of(which)
         self.options = {"training": True, "masked": masked, "reverse": reverse}
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.float64).requires_grad_()
+            return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
 
         T, B = 4, 3
         declared = trace(self.cell, training=True).declarations
@@ -57,9 +65,9 @@ class Case:
         self.x = draw(T, B, self.cell.input_size)
         self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
         lengths = torch.tensor([2, 4, 1])
-        valid = (torch.arange(T)[:, None] < lengths)[..., None]
+        valid = (torch.arange(T)[:, None] < lengths)[..., None].to(device)
         self.sequences = {"x": self.x, **({"valid": valid} if masked else {})}
-        self.seed = torch.tensor(1234567890123)
+        self.seed = torch.tensor(1234567890123, device=device)
         output, final = reference.recurrent(
             self.cell, self.x, list(self.states.values()), self.parameters,
             valid=valid if masked else None, seed=self.seed, reverse=reverse,

@@ -1,0 +1,34 @@
+"""Rows of sequences that products of a step read are copied first to where they can stay.
+
+A recorded product finds its operands at the same addresses at every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoconv.recurrent.ir import Group, Op, Program, Value
+from hoconv.recurrent.kinds import PRODUCTS
+from hoconv.recurrent.passes.rewrite import substituted
+
+
+def stage(program: Program) -> Program:
+    """Makes every product of the step read values of the step; a cast to the same dtype copies."""
+    copies: dict[Value, Value] = {}
+    for op in products(program):
+        x = op.values[0]
+        if x.type.rate == "sequence":
+            copies.setdefault(x, Value(replace(x.type, rate="step"), x.hint))
+    if not copies:
+        return program
+    first = Group(tuple(Op("cast", (x,), copy) for x, copy in copies.items()))
+    step = (
+        substituted(item, copies) if isinstance(item, Op) and item.kind in PRODUCTS else item
+        for item in program.step
+    )
+    return replace(program, step=(first, *step))
+
+
+def products(program: Program) -> list[Op]:
+    """The products of a step."""
+    return [op for op in program.step if isinstance(op, Op) and op.kind in PRODUCTS]

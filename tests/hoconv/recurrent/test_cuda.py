@@ -1,0 +1,124 @@
+"""Generated CUDA without a GPU: that it compiles, and what its kernels and loops compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hoconv import recurrent as rnn
+from hoconv.build import obstacle
+from hoconv.build.generated import compile_cuda, nvrtc_obstacle
+from hoconv.recurrent.emit.cuda import Launch, emit_cuda
+from hoconv.recurrent.interpret import interpret
+from hoconv.recurrent.ir import Op, Program
+from hoconv.recurrent.packing import packed
+from hoconv.recurrent.schedule import plan
+from hoconv.recurrent.trace import trace
+from tests.hoconv.recurrent.shim import ShimLoop
+from tests.hoconv.recurrent.support import READY, bound
+from tests.hoconv.recurrent.test_compiler import Case
+
+needs_nvrtc = pytest.mark.skipif(nvrtc_obstacle() is not None, reason=str(nvrtc_obstacle()))
+needs_compiler = pytest.mark.skipif(obstacle("cpu") is not None, reason=str(obstacle("cpu")))
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", READY)
+def test_kernels_of_every_ready_cell_compile(
+    name: str, dtype: torch.dtype, architecture: str
+) -> None:
+    made = plan(bound(name), dtype, masked=True)
+    for program in (made.inference, made.forward, made.backward):
+        assert compile_cuda("recurrent", emit_cuda(program).text, architecture).stat().st_size
+
+
+@needs_nvrtc
+def test_kernels_in_half_precision_compile_and_mistakes_are_shown() -> None:
+    text = emit_cuda(plan(bound("lstm"), torch.bfloat16).backward).text
+    assert compile_cuda("recurrent", text, "sm_80").stat().st_size
+    with pytest.raises(RuntimeError, match=r"NVRTC failed(?s:.*)sigmoyd"):
+        compile_cuda("recurrent", emit_cuda(lstm()).text.replace("sigmoid", "sigmoyd"), "sm_80")
+
+
+def lstm() -> Program:
+    return plan(bound("lstm"), torch.float64).forward
+
+
+def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
+    case = Case(which, **options)
+    made = plan(case.cell, torch.float64, schedule, **case.options)
+    case.check_plan(made, ShimLoop)
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", READY)
+def test_loops_are_exact(which: str) -> None:
+    check(which, masked=True)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(50))
+def test_loops_of_random_cells_are_exact(which: int) -> None:
+    check(which, reverse=which % 2 == 1)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", rnn.SCHEDULES)
+@pytest.mark.parametrize("which", ["lstm", "minimal_gated", "layernorm_lstm"])
+def test_loops_of_every_schedule_are_exact(which: str, schedule: str) -> None:
+    check(which, schedule, reverse=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_chunks_of_steps_serve_every_length_and_batch(dtype: torch.dtype) -> None:
+    cell = bound("minimal_gated")
+    program = plan(cell, dtype).forward
+    loop = ShimLoop(program)
+    params = packed(program, {d.name: torch.randn(d.shape).to(dtype)
+                              for d in trace(cell).declarations})  # fmt: skip
+    for B in (2, 5):
+        for T in (1, 2, 3, 31, 32, 33, 70):
+            x = torch.randn(T, B, 3).to(dtype)
+            states = {"h": torch.randn(B, 4, dtype=torch.promote_types(dtype, torch.float32))}
+            exact = interpret(program, params, {"x": x}, states)
+            # The sums of a product are in another order for another number of rows.
+            found = interpret(program, params, {"x": x}, states, loop=loop)
+            torch.testing.assert_close(found, exact)
+    assert loop.recorded == 2 * 5  # of 2, 4, 8, 16 and 32 steps, for each batch
+
+
+def launches(program: Program) -> list[str]:
+    """The products and kernels of a step, a kernel with the number of parts it is made of."""
+    return [
+        op.kind if isinstance(op, Op) else f"{op.name.count('kernel')} parts"
+        for op in emit_cuda(program).launches
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["lstm", "gru"])
+def test_a_step_is_a_product_and_a_kernel(which: str, dtype: torch.dtype) -> None:
+    made = plan(bound(which), dtype)
+    parts = "1 parts" if dtype == torch.float32 else "2 parts"
+    assert launches(made.forward) == ["linear", parts]
+    back = [launches(made.backward)]
+    assert back[0] in (["linear_t", "2 parts"], ["1 parts", "linear_t"])
+    assert launches(plan(bound(which), torch.float32, "naive").forward).count("linear") > 4
+
+
+def shapes(program: Program) -> list[tuple[int, int]]:
+    launches = emit_cuda(program).launches
+    return [(each.blocks, each.threads) for each in launches if isinstance(each, Launch)]
+
+
+def test_only_threads_that_wait_for_each_other_share_a_block() -> None:
+    assert shapes(plan(bound("lstm", 8, 512), torch.float32).forward) == [(4, 128)]
+    assert shapes(plan(bound("layernorm_lstm", 8, 512), torch.float32).forward) == [(1, 512)]
+    assert shapes(plan(bound("layernorm_lstm", 8, 2048), torch.float32).forward) == [(1, 1024)]
+    assert shapes(plan(bound("gru", 8, 40), torch.bfloat16).backward) == [(1, 64)]
