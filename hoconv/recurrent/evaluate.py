@@ -66,7 +66,8 @@ def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Ten
     if kind in _TENSORS_ONLY:
         device = next(o.device for o in operands if isinstance(o, Tensor))
         operands = tuple(
-            o if isinstance(o, Tensor) else torch.tensor(o, dtype=dtype, device=device)
+            # Not torch.tensor, which would wait for a GPU.
+            o if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
             for o in operands
         )
     return ELEMENTWISE[kind](*operands)

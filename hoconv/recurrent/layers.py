@@ -41,7 +41,7 @@ class RNN(nn.Module):
         batch_first: whether inputs and outputs are (B, T, ...); states are not.
         schedule: the rung of :data:`hoconv.recurrent.SCHEDULES` at which the compiler stops; by
             default the fastest. The reference has none.
-        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
         options: the cell's own options, by name.
 
     Parameters: of each layer l and direction ``weight_<name>_l<l>``, ``bias_<name>_l<l>`` of every
@@ -269,16 +269,16 @@ class RNN(nn.Module):
         if lengths is None:
             return None
         T, B = x.shape[:2]
-        steps = torch.as_tensor(lengths).to(x.device)
+        steps = torch.as_tensor(lengths)
         if steps.shape != (B,) or steps.is_floating_point():
             raise ValueError(
                 f"lengths: expected {B} ints, as many as sequences, got {steps.dtype} of shape "
                 f"{tuple(steps.shape)}"
             )
-        on_host = not isinstance(lengths, Tensor) or lengths.device.type == "cpu"
+        on_host = steps.device.type == "cpu"
         if on_host and not torch.compiler.is_compiling() and ((steps < 1) | (steps > T)).any():
             raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
-        return (torch.arange(T, device=x.device)[:, None] < steps).unsqueeze(2)
+        return (torch.arange(T, device=x.device)[:, None] < steps.to(x.device)).unsqueeze(2)
 
     def explain(self) -> str:
         """What the compiler makes of each layer, in words.

@@ -15,7 +15,7 @@ from torch import Tensor
 from hoconv import build
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.recurrent import cells, ops
+from hoconv.recurrent import cells, cuda, ops
 from hoconv.recurrent.cell import BoundCell, Cell
 from hoconv.recurrent.plans import register, request
 from hoconv.recurrent.trace import trace
@@ -56,7 +56,7 @@ def recurrent(
         hidden_size: H.
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
         reverse: whether the first step is the last of x.
-        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
         The elements of the outputs (T, B, n) and of the final states (B, n), one after another.
@@ -157,12 +157,15 @@ OPERATOR = declare(
         name="recurrent",
         function=recurrent,
         implementations={
-            "reference": Implementation(_implementation(ops.run_reference)),
+            "reference": Implementation(_implementation(ops.RUNS["reference"])),
             "cpp": Implementation(
-                _implementation(ops.run_cpp),
-                devices=("cpu",),
+                _implementation(ops.RUNS["cpp"]),
+                devices=("cpu", "cuda"),
                 thread_invariant=False,
                 load=functools.partial(build.obstacle, "cpu"),
+            ),
+            "cuda": Implementation(
+                _implementation(ops.RUNS["cuda"]), devices=("cuda",), load=cuda.obstacle
             ),
         },
         samples=_samples,

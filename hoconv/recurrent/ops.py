@@ -9,6 +9,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ _library = torch.library.Library("hoconv", "FRAGMENT")
 # the cell, in the order of its declarations. Returns the program's results, the parameters'
 # gradients of `backward`, and the states after the last step.
 _library.define(
-    "recurrent.cpp(Tensor[] sequences, Tensor[] states, Tensor[] parameters, Tensor? seed, "
-    "str plan, str program) -> Tensor[]",
+    "recurrent.compiled(Tensor[] sequences, Tensor[] states, Tensor[] parameters, Tensor? seed, "
+    "str plan, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-op = torch.ops.hoconv.recurrent.cpp
+op = torch.ops.hoconv.recurrent.compiled
 
 
 def _run(
@@ -39,6 +40,7 @@ def _run(
     seed: Tensor | None,
     plan: str,
     which: str,
+    impl: str,
 ) -> list[Tensor]:
     program = plans.program_of(plan, which)
     named = _named(plan, parameters)
@@ -48,7 +50,7 @@ def _run(
         dict(zip((name for name, _ in program.sequences), sequences, strict=True)),
         dict(zip((s.name for s in program.states if s.total is None), states, strict=True)),
         seed,
-        plans.compiled(plan, which),
+        plans.loop(plan, which, impl, sequences[0].device.type),
     )
     if which == "backward":
         rows = results.get("d_x")
@@ -65,10 +67,11 @@ def _run(
     return own
 
 
-_library.impl("recurrent.cpp", _run, "CPU")
+_library.impl("recurrent.compiled", _run, "CPU")
+_library.impl("recurrent.compiled", _run, "CUDA")
 
 
-@torch.library.register_fake("hoconv::recurrent.cpp")
+@torch.library.register_fake("hoconv::recurrent.compiled")
 def _fake(
     sequences: list[Tensor],
     states: list[Tensor],
@@ -76,6 +79,7 @@ def _fake(
     seed: Tensor | None,
     plan: str,
     which: str,
+    impl: str,
 ) -> list[Tensor]:
     program = plans.program_of(plan, which)
     x = sequences[0]
@@ -95,7 +99,7 @@ def _named(plan: str, parameters: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    sequences, states, parameters, seed, ctx.plan, ctx.which = inputs
+    sequences, states, parameters, seed, ctx.plan, ctx.which, ctx.impl = inputs
     ctx.counts = len(sequences), len(states), len(parameters)
     results = output[: len(output) - len(states)]
     ctx.save_for_backward(*sequences, *states, *parameters, seed, *results)
@@ -124,11 +128,11 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
         d_x, *found = op(
             [read[name] for name, _ in backward.sequences], zeroed, parameters, seed, ctx.plan,
-            "backward",
+            "backward", ctx.impl,
         )  # fmt: skip
         d_parameters, d_initial = found[:n_parameters], found[n_parameters:]
     d_sequences = [d_x, *(None for _ in sequences[1:])]
-    return d_sequences, d_initial, d_parameters, None, None, None
+    return d_sequences, d_initial, d_parameters, None, None, None, None
 
 
 def _again(
@@ -159,7 +163,7 @@ def _again(
         )  # fmt: skip
 
 
-torch.library.register_autograd("hoconv::recurrent.cpp", _differentiate, setup_context=_save)
+torch.library.register_autograd("hoconv::recurrent.compiled", _differentiate, setup_context=_save)
 
 
 def run_reference(
@@ -179,7 +183,8 @@ def run_reference(
     return [output, *final]
 
 
-def run_cpp(
+def run_compiled(
+    impl: str,
     x: Tensor,
     states: list[Tensor],
     parameters: list[Tensor],
@@ -187,15 +192,19 @@ def run_cpp(
     seed: Tensor | None,
     plan: str,
 ) -> list[Tensor]:
-    """The plan's loop as compiled C++: the output and the final states."""
+    """The plan's programs in C++ or CUDA: the output and the final states."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *states, *parameters))
     wide = torch.promote_types(x.dtype, torch.float32)
     sequences = [x] if valid is None else [x, valid]
     found = op(
         sequences, [s.to(wide) for s in states], parameters, seed, plan,
-        "forward" if wanted else "inference",
+        "forward" if wanted else "inference", impl,
     )  # fmt: skip
     return [found[0], *(s.to(x.dtype) for s in found[len(found) - len(states) :])]
 
 
-RUNS = {"reference": run_reference, "cpp": run_cpp}
+RUNS = {
+    "reference": run_reference,
+    "cpp": functools.partial(run_compiled, "cpp"),
+    "cuda": functools.partial(run_compiled, "cuda"),
+}

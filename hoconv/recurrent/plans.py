@@ -9,6 +9,8 @@ import torch
 
 from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.cpp import CppLoop, compile_loops
+from hoconv.recurrent.cuda import CudaLoop
+from hoconv.recurrent.interpret import Loop
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.recurrent.trace import trace
@@ -83,13 +85,20 @@ def program_of(text: str, which: str) -> Program:
     return getattr(planned(text), which)
 
 
-def compiled(text: str, which: str) -> CppLoop:
-    """The compiled loop of one of a plan's programs.
+def loop(text: str, which: str, impl: str, device_type: str) -> Loop | None:
+    """What runs the steps of one of a plan's programs; None is PyTorch, op by op.
 
     Raises:
         hoconv.build.BuildError: there is no compiler, or it failed.
     """
-    return _library(text, which != "inference")[which]
+    if impl == "cuda":
+        return _cuda_loop(text, which)
+    return _library(text, which != "inference")[which] if device_type == "cpu" else None
+
+
+@functools.cache
+def _cuda_loop(text: str, which: str) -> CudaLoop:
+    return CudaLoop(program_of(text, which), parsed(text).schedule in ("graph", "auto"))
 
 
 @functools.cache

@@ -122,3 +122,10 @@ def test_only_threads_that_wait_for_each_other_share_a_block() -> None:
     assert shapes(plan(bound("layernorm_lstm", 8, 512), torch.float32).forward) == [(1, 512)]
     assert shapes(plan(bound("layernorm_lstm", 8, 2048), torch.float32).forward) == [(1, 1024)]
     assert shapes(plan(bound("gru", 8, 40), torch.bfloat16).backward) == [(1, 64)]
+
+
+def test_without_a_gpu_the_reason_is_said() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match=r"impl=cuda cannot run recurrent: .*CUDA"):
+        rnn.LSTM(2, 3, impl="cuda")(torch.zeros(1, 1, 2))

@@ -1,0 +1,141 @@
+"""The time loop of a program on a GPU: kernels compiled at run time, products by PyTorch.
+
+Chunks of steps are recorded as CUDA graphs, and launched again for the next steps and for other
+tensors: a new length or batch compiles nothing. What is recorded has fixed addresses: all that
+products read and write is in memory that stays from call to call, a workspace. Kernels read where
+everything else is from memory, which a kernel writes when a call begins: nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv import build
+from hoconv.build.generated import compile_cuda, nvrtc_obstacle
+from hoconv.recurrent.buffers import bind, results
+from hoconv.recurrent.emit.cuda import emit_cuda
+from hoconv.recurrent.interpret import Tensors, steps
+from hoconv.recurrent.ir import Program
+from hoconv.recurrent.workspace import Recorder, Workspace
+
+# How many batch sizes, streams and precisions have a workspace at a time, of each program.
+_KEPT = 8
+
+
+def obstacle() -> str | None:
+    """Why loops cannot run on a GPU here, with the fix. Compiles nothing."""
+    return nvrtc_obstacle() if torch.cuda.is_available() else build.no_gpu()
+
+
+class CudaLoop:
+    """Runs the steps of one program.
+
+    Args:
+        program: the only one that it is called with.
+        recorded: whether chunks of steps are recorded, or every step is launched by itself.
+    """
+
+    def __init__(self, program: Program, recorded: bool) -> None:
+        self.source = emit_cuda(program)
+        self.recorded = recorded
+        self._kernels = functools.cache(self._compiled)
+        self._kept = functools.lru_cache(_KEPT)(self._workspace)
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
+    ) -> tuple[Tensors, list[Tensor]]:
+        """As :data:`hoconv.recurrent.interpret.Loop`."""
+        storage = self.source.steps.storage
+        T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
+        with torch.cuda.device(device), self._lock:
+            stream = torch.cuda.current_stream().cuda_stream
+            # Into a graph that is being captured, whose memory is its own, steps go one by one.
+            captured = torch.cuda.is_current_stream_capturing()
+            make = self._workspace if captured else self._kept
+            workspace = make(B, device, stream, _precision(), self.recorded and not captured)
+            tensors = bind(program, storage, values, initial, workspace.resident)
+            workspace.run(T, seed, tensors)
+            return results(program, storage, tensors, T)
+
+    def _compiled(self, architecture: str) -> _Kernels:
+        return _Kernels(compile_cuda("recurrent", self.source.text, architecture).read_bytes())
+
+    def _workspace(
+        self, B: int, device: torch.device, stream: int, precision: Any, recorded: bool
+    ) -> Workspace:
+        major, minor = torch.cuda.get_device_capability(device)
+        kernels = self._kernels(f"sm_{major}{minor}")
+        record = _recorder(device, stream) if recorded else None
+        return Workspace(self.source, kernels, B, device, record)
+
+
+@functools.cache
+def _recorder(device: torch.device, stream: int) -> Recorder:
+    """Records graphs to run on a stream.
+
+    They run one after another, and share what cuBLAS works in, which belongs to their pool of
+    memory; those of two streams may run at the same time.
+    """
+    side, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def record(launch: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+    return record
+
+
+def _precision() -> tuple[Any, ...]:
+    """The settings that decide how products are computed."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
+class _Kernels:
+    """Launches the kernels of a cubin, on the current device and stream."""
+
+    def __init__(self, code: bytes) -> None:
+        self.driver = driver = importlib.import_module("cuda.bindings.driver")
+        arguments = (code, [], [], 0, [], [], 0)
+        self.library = self._checked(driver.cuLibraryLoadData(*arguments))
+        self._function = functools.cache(self._found)
+
+    def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
+        """As :data:`hoconv.recurrent.workspace.Launcher`."""
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = self.driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        grid, block = (rows, blocks, 1), (threads, 1, 1)
+        self._checked(
+            self.driver.cuLaunchKernel(
+                self._function(name), *grid, *block, 0, stream, ctypes.addressof(addresses), 0
+            )
+        )
+
+    def _found(self, name: str) -> Any:
+        kernel = self._checked(self.driver.cuLibraryGetKernel(self.library, name.encode()))
+        return self.driver.CUfunction(int(kernel))  # a kernel is launched as a function is
+
+    def _checked(self, result: tuple[Any, ...]) -> Any:
+        status, *values = result
+        if status != self.driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"a kernel of a recurrent cell: the CUDA driver says {status.name}")
+        return values[0] if values else None

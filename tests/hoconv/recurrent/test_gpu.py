@@ -1,0 +1,290 @@
+"""The loop on a GPU: every cell, rung and dtype, and graphs that serve more than one call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from hoconv import recurrent as rnn
+from hoconv.implementations import resolve
+from hoconv.recurrent.cuda import CudaLoop, obstacle
+from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
+from tests.hoconv.recurrent.test_compiler import Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and obstacle() is not None, reason=str(obstacle())
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _products_of_float32_are_float32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
+    case = Case(which, "cuda", **options)
+    made = plan(case.cell, torch.float64, schedule, **case.options)
+    case.check_plan(made, lambda program: CudaLoop(program, schedule in ("graph", "auto")))
+
+
+@pytest.mark.parametrize("which", READY)
+def test_ready_cells_are_exact(which: str) -> None:
+    check(which, masked=True)
+    check(which, reverse=True)
+
+
+@pytest.mark.parametrize("which", range(12))
+def test_random_cells_are_exact(which: int) -> None:
+    check(which, reverse=which % 2 == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(12, 50))
+def test_more_random_cells_are_exact(which: int) -> None:
+    check(which, reverse=which % 2 == 1)
+
+
+@pytest.mark.parametrize("schedule", rnn.SCHEDULES)
+@pytest.mark.parametrize("which", ["lstm", "minimal_gated", "layernorm_lstm"])
+def test_every_schedule_is_exact(which: str, schedule: str) -> None:
+    check(which, schedule)
+
+
+def pair(name: str, impl: str = "cuda", **arguments: Any) -> tuple[rnn.RNN, rnn.RNN]:
+    """The same layer on a GPU, compiled and as the definition."""
+    ours = layer(name, impl=impl, **arguments).cuda()
+    reference = layer(name, impl="reference", **arguments).cuda()
+    reference.load_state_dict(ours.state_dict())
+    return ours, reference
+
+
+def same(ours: Any, x: Tensor, reference: Any, *arguments: Any) -> None:
+    found, exact = (gradients(made, x, *arguments) for made in (ours, reference))
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_auto_is_cuda() -> None:
+    assert resolve("recurrent", "auto", "cuda") == "cuda"
+
+
+@pytest.mark.parametrize("impl", ["cpp", "cuda"])
+@pytest.mark.parametrize("name", ["lstm", "projected_lstm", "layernorm_lstm"])
+def test_layers_equal_the_definition_with_all_that_a_layer_has(name: str, impl: str) -> None:
+    ours, reference = pair(name, impl, num_layers=2, bidirectional=True)
+    states = tuple(sequence(4, 3, n).cuda() for n in ours.runs[0][0].state_sizes.values())
+    same(ours, sequence(5, 3, 3).cuda(), reference, states, [5, 2, 3])
+
+
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_equal_pytorch_with_two_layers_and_directions_packed(kind: str, size: int) -> None:
+    theirs = getattr(nn, kind)(3, size, 2, bidirectional=True, device="cuda")
+    ours = getattr(rnn, kind)(3, size, 2, bidirectional=True, device="cuda")
+    ours.load_state_dict(theirs.state_dict())
+    packed = pack_padded_sequence(torch.randn(6, 4, 3), [4, 1, 6, 4], enforce_sorted=False)
+    torch.testing.assert_close(ours(packed.cuda()), theirs(packed.cuda()))
+    x = torch.randn(6, 4, 3, device="cuda")
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("impl", ["cpp", "cuda"])
+def test_noise_is_that_of_the_definition(impl: str) -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x: Any, h: Any) -> Any:
+        new = rnn.tanh(rnn.linear("i", rnn.dropout(x, 0.3), rnn.dropout(h, 0.5)))
+        h = rnn.zoneout(new, h, 0.2)
+        return h, dict(h=h)
+
+    ours = rnn.RNN(noisy, 3, 16, dtype=torch.float64, impl=impl, device="cuda")
+    reference = rnn.RNN(noisy, 3, 16, dtype=torch.float64, impl="reference", device="cuda")
+    reference.load_state_dict(ours.state_dict())
+    found = []
+    for made in (ours, reference):
+        torch.manual_seed(7)
+        found.append(gradients(made, sequence(6, 5, 3).cuda() * 0 + 1))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)],
+)
+@pytest.mark.parametrize("name", ["lstm", "gru", "layernorm_lstm"])
+def test_dtypes_are_near_the_definition_in_float64(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    cell, options = READY[name]
+    ours = rnn.RNN(cell, 48, 320, schedule="graph", impl="cuda", device="cuda", **options)
+    ours.to(dtype)
+    reference = rnn.RNN(cell, 48, 320, impl="reference", device="cuda", **options).double()
+    reference.load_state_dict(ours.state_dict())
+    x = torch.randn(37, 9, 48, device="cuda").to(dtype)
+    for mine, exact in zip(gradients(ours, x), gradients(reference, x.double())):
+        assert mine.dtype == dtype
+        assert (mine.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def test_graphs_serve_every_length_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, reference = pair("gru", bidirectional=True)
+    same(ours, sequence(5, 2, 3).cuda(), reference)
+    monkeypatch.setattr("hoconv.recurrent.cuda.compile_cuda", None)
+    for B in (2, 70):
+        for T in (1, 2, 3, 31, 33, 70, 5):
+            same(ours, sequence(T, B, 3).cuda(), reference)
+
+
+def test_a_known_length_and_batch_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, reference = pair("gru")
+    same(ours, sequence(62, 2, 3).cuda(), reference)  # 32 + 16 + 8 + 4 + 2
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    for T in (7, 1, 64, 99):
+        same(ours, sequence(T, 2, 3).cuda(), reference)
+
+
+def test_workspaces_that_were_dropped_are_made_again() -> None:
+    ours, reference = pair("lstm")
+    for B in (*range(1, 12), 1, 2):
+        same(ours, sequence(3, B, 3).cuda(), reference)
+
+
+def test_streams_have_their_own_workspaces() -> None:
+    ours, reference = pair("lstm", schedule="graph")
+    inputs = [sequence(40, 16, 3).cuda() for _ in range(3)]
+    exact = [gradients(reference, x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for x, stream in zip(inputs, streams):
+        with torch.cuda.stream(stream):
+            found.append(gradients(ours, x))
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_results_of_one_call_outlive_the_next() -> None:
+    ours, reference = pair("lstm")
+    x, y = sequence(6, 3, 3).cuda().requires_grad_(), sequence(6, 3, 3).cuda()
+    first = ours(x)[0]
+    ours(y)
+    exact = reference(x)[0]
+    torch.testing.assert_close(first, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(first.sum(), x), torch.autograd.grad(exact.sum(), x)
+    )
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    ours, _ = pair("layernorm_lstm")
+    x = sequence(20, 7, 3).cuda()
+    torch.testing.assert_close(gradients(ours, x), gradients(ours, x), rtol=0, atol=0)
+
+
+def test_the_precision_of_products_is_pytorchs() -> None:
+    ours = rnn.LSTM(256, 256, schedule="graph", impl="cuda", device="cuda")
+    x = torch.randn(9, 32, 256, device="cuda")
+    exact = ours(x)[0]
+    torch.set_float32_matmul_precision("high")
+    rounded = ours(x)[0]
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=1e-2, atol=1e-2)
+    torch.set_float32_matmul_precision("highest")
+    assert torch.equal(ours(x)[0], exact)
+
+
+def test_a_step_waits_for_nothing() -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x: Any, h: Any) -> Any:
+        h = rnn.dropout(rnn.maximum(rnn.tanh(rnn.linear("i", x, h)), -0.5), 0.5)
+        return h, dict(h=h)
+
+    made = [
+        rnn.RNN(noisy, 3, 4, impl="cuda", device="cuda"),
+        rnn.LSTM(3, 4, schedule="graph", impl="cuda", device="cuda"),
+    ]
+    x = torch.randn(9, 4, 3, device="cuda", requires_grad=True)
+    lengths = torch.tensor([9, 3, 1, 5], device="cuda")
+
+    def step() -> None:
+        for each in made:
+            each(x, None, lengths)[0].sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_user_captures_a_training_step() -> None:
+    ours, reference = pair("peephole_lstm", num_layers=2)
+    x = sequence(11, 3, 3).cuda()
+    other = sequence(11, 3, 3).cuda()
+    gradients(ours, x)  # compiles
+    leaf, parameters = x.clone().requires_grad_(), tuple(ours.parameters())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, _ = ours(leaf)
+        found = torch.autograd.grad(output.square().sum(), (leaf, *parameters))
+    gradients(ours, sequence(30, 3, 3).cuda())  # in between, and of the same batch size
+    with torch.no_grad():
+        leaf.copy_(other)
+    graph.replay()
+    exact, _ = reference(other.requires_grad_())
+    wanted = torch.autograd.grad(exact.square().sum(), (other, *reference.parameters()))
+    torch.testing.assert_close(output, exact)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "graph"])
+def test_torch_compile_sees_one_op_a_layer_and_direction(schedule: str) -> None:
+    ours, _ = pair("gru", num_layers=2, bidirectional=True, schedule=schedule)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    same(compiled, sequence().cuda(), ours)
+
+
+@pytest.mark.slow
+def test_graphs_of_torch_compile_contain_the_loop() -> None:
+    ours, _ = pair("lstm", schedule="graph")
+    torch.compiler.reset()
+    compiled = torch.compile(ours, mode="reduce-overhead")
+    for _ in range(4):
+        same(compiled, sequence().cuda(), ours)
+
+
+def test_gradients_of_gradients_are_those_of_the_definition() -> None:
+    ours, _ = pair("peephole_lstm")
+    x = sequence(2, 2, 3).cuda().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: ours(x)[0], (x,), fast_mode=True)
+
+
+def test_autocast_computes_products_in_half_precision() -> None:
+    ours = rnn.LSTM(16, 32, impl="cuda", device="cuda")
+    x = torch.randn(5, 4, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        output, _ = ours(x)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    half = copy.deepcopy(ours).bfloat16()(x.bfloat16())[0]
+    torch.testing.assert_close(output, half)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+def test_odd_sizes_and_strides() -> None:
+    for T, B in ((1, 1), (1, 70), (3, 1), (2, 33)):
+        ours, reference = pair("lstm")
+        same(ours, sequence(B, T, 3).cuda().transpose(0, 1), reference)
