@@ -203,8 +203,23 @@ def run_compiled(
     return [found[0], *(s.to(x.dtype) for s in found[len(found) - len(states) :])]
 
 
+def run_cuda(
+    x: Tensor,
+    states: list[Tensor],
+    parameters: list[Tensor],
+    valid: Tensor | None,
+    seed: Tensor | None,
+    plan: str,
+) -> list[Tensor]:
+    """The plan's programs in CUDA, or the library's function that does the same."""
+    # torch.compile sees one op.
+    if not torch.compiler.is_compiling() and (library := plans.planned(plan).library):
+        return library.run(x, states, _named(plan, parameters), plans.parsed(plan).reverse)
+    return run_compiled("cuda", x, states, parameters, valid, seed, plan)
+
+
 RUNS = {
     "reference": run_reference,
     "cpp": functools.partial(run_compiled, "cpp"),
-    "cuda": functools.partial(run_compiled, "cuda"),
+    "cuda": run_cuda,
 }

@@ -18,6 +18,7 @@ import torch
 
 from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.ir import Program, flat
+from hoconv.recurrent.match import Library, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
@@ -42,6 +43,7 @@ class Plan:
         forward: returns what the gradient needs, too.
         backward: the gradient of `forward`.
         stages: the program after each pass, by the pass's name, in order.
+        library: what a GPU runs instead of the programs, where that is at least as fast.
     """
 
     schedule: str
@@ -49,6 +51,7 @@ class Plan:
     forward: Program
     backward: Program
     stages: tuple[tuple[str, Program], ...]
+    library: Library | None
 
 
 def plan(
@@ -80,6 +83,9 @@ def plan(
         return program
 
     program = stage("trace", replace(trace(cell, training).program, reverse=reverse))
+    library = match(program) if schedule == "auto" and not masked else None
+    if library and not library.fastest(dtype, cell.hidden_size):
+        library = None
     if masked:
         program = stage("mask", mask(program))
     program = stage("infer dtypes", infer_dtypes(program, dtype))
@@ -96,7 +102,7 @@ def plan(
     inference = stage("fuse", fused(program)) if rung >= SCHEDULES.index("fused") else program
     stage("gradient", backward)
     forward, backward = fused(forward), stage("fuse the gradient", fused(backward))
-    return Plan(schedule, inference, forward, backward, tuple(stages))
+    return Plan(schedule, inference, forward, backward, tuple(stages), library)
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:

@@ -1,0 +1,179 @@
+"""Cells that are exactly those of cuDNN, whatever their parameters and options are called.
+
+A program matches when its graph is that of a ready cell whose equations are those of torch.nn, but
+for the order of operands.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent import cells
+from hoconv.recurrent.cell import Cell
+from hoconv.recurrent.evaluate import DTYPES
+from hoconv.recurrent.ir import Operand, Piece, Program, Value, flat
+from hoconv.recurrent.passes.dtypes import infer_dtypes
+from hoconv.recurrent.passes.simplify import simplify
+from hoconv.recurrent.trace import trace
+
+# Up to this hidden size cuDNN has kernels that keep the weights on the chip, in float32 only.
+_SMALL = 192
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A function of PyTorch's, the cell it computes, and of each block of its weights: the linear
+    map of x and that of h that it belongs to."""
+
+    function: str
+    cell: Cell
+    gates: tuple[tuple[str, str], ...]
+    options: tuple[dict[str, bool], ...] = ({}, {"bias": False})
+
+
+_KNOWN = (
+    _Known("lstm", cells.lstm, (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))),
+    _Known("gru", cells.gru, (("r", "r"), ("z", "z"), ("n", "m"))),
+    _Known("rnn_tanh", cells.elman, (("h", "h"),), ({},)),
+)
+_MODES = {"rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
+
+
+@dataclass(frozen=True)
+class Library:
+    """A layer in one direction as a call of PyTorch, which on a GPU is cuDNN's.
+
+    Attributes:
+        function: its name in torch.
+        order: which of the cell's states each of its states is.
+        weights: of x and of h: blocks of rows, each part of a parameter.
+        biases: likewise, None where a block has none; empty without any bias.
+    """
+
+    function: str
+    order: tuple[int, ...]
+    weights: tuple[tuple[Piece, ...], ...]
+    biases: tuple[tuple[Piece | None, ...], ...]
+
+    def fastest(self, dtype: torch.dtype, hidden_size: int) -> bool:
+        """Whether it is at least as fast as our own plan: docs/results has the measurements."""
+        return dtype == torch.float32 and hidden_size <= _SMALL
+
+    def run(
+        self, x: Tensor, states: list[Tensor], parameters: Mapping[str, Tensor], reverse: bool
+    ) -> list[Tensor]:
+        """The output (T, B, n) and the final states (B, n) of x (T, B, I) and initial states."""
+
+        def block(piece: Piece | None) -> Tensor:
+            if piece is None:
+                return x.new_zeros(states[0].shape[1])
+            whole = parameters[piece.parameter]
+            return whole if piece.columns is None else whole[:, slice(*piece.columns)]
+
+        flat = [torch.cat([*map(block, pieces)]) for pieces in (*self.weights, *self.biases)]
+        if x.is_cuda:
+            with torch.no_grad():  # side by side, as cuDNN wants them
+                torch._cudnn_rnn_flatten_weight(  # pyright: ignore[reportPrivateImportUsage]
+                    flat, len(flat), x.shape[2], _MODES[self.function], states[0].shape[1], 0, 1,
+                    False, False,
+                )  # fmt: skip
+        given = [states[i][None] for i in self.order]
+        output, *final = getattr(torch._VF, self.function)(
+            x.flip(0) if reverse else x, given if self.function == "lstm" else given[0], flat,
+            bool(self.biases), 1, 0.0, torch.is_grad_enabled(), False, False,
+        )  # fmt: skip
+        following = [final[self.order.index(i)][0] for i in range(len(states))]
+        return [output.flip(0) if reverse else output, *following]
+
+
+def match(program: Program) -> Library | None:
+    """The library's function that a traced program is, if there is one."""
+    if [name for name, _ in program.sequences] != ["x"]:
+        return None
+    program = _normal(program)
+    (_, x), = program.sequences  # fmt: skip
+    for known in _KNOWN:
+        if len(known.cell.states) != len(program.states):
+            continue
+        for options in known.options:
+            sizes = x.type.size, program.states[0].value.type.size
+            template = _normal(trace(known.cell.bind(*sizes, options)).program)
+            if bound := _same(template, program):
+                return _library(known, template, program, bound)
+    return None
+
+
+def _normal(program: Program) -> Program:
+    return simplify(infer_dtypes(program, DTYPES["f64"]))
+
+
+def _same(template: Program, program: Program) -> dict[Value, Value] | None:
+    """What each value of a template is in a program that computes the same; None if it does not."""
+    made = [{op.result: op for op in flat(p.step)} for p in (template, program)]
+    roles = [
+        {p.value: "param" for p in each.params}
+        | {v: "sequence" for _, v in each.sequences}
+        | {s.value: "state" for s in each.states}
+        for each in (template, program)
+    ]
+
+    def unify(a: Operand, b: Operand, bound: dict[Value, Value]) -> dict[Value, Value] | None:
+        if not isinstance(a, Value) or not isinstance(b, Value):
+            return bound if a == b else None
+        if a in bound:
+            return bound if bound[a] is b else None
+        bound = {**bound, a: b}
+        if roles[0].get(a) != roles[1].get(b) or a.type != b.type:
+            return None
+        if a in roles[0]:
+            return bound
+        first, second = made[0][a], made[1][b]
+        if (first.kind, first.attrs) != (second.kind, second.attrs):
+            return None
+        swapped = [second.inputs[::-1]] if first.kind in ("add", "mul") else []
+        for inputs in (second.inputs, *swapped):
+            if found := _all(unify, first.inputs, inputs, bound):
+                return found
+        return None
+
+    bound = unify(template.yields[0].source, program.yields[0].source, {})
+    following = {s.value: s.next for s in program.states}
+    for state in template.states:
+        if bound is None or state.value not in bound:
+            return None
+        bound = unify(state.next, following[bound[state.value]], bound)
+    return bound
+
+
+def _all(unify: Callable, first: tuple, second: tuple, bound: dict) -> dict | None:
+    """What makes operands the same, pair by pair."""
+    if len(first) != len(second):
+        return None
+    for a, b in zip(first, second):
+        bound = unify(a, b, bound)
+        if bound is None:
+            return None
+    return bound
+
+
+def _library(
+    known: _Known, template: Program, program: Program, bound: dict[Value, Value]
+) -> Library:
+    pieces = {p.value: p.pieces[0] for p in program.params}
+    of = {p.value.hint: pieces[bound[p.value]] for p in template.params if p.value in bound}
+    values = [s.value for s in program.states]
+    own = [f"{h}.1" if h == x else f"{h}.0" for x, h in known.gates]
+    added = [None if h == x else of.get(f"{h}.bias") for x, h in known.gates]
+    biases = tuple(of.get(f"{x}.bias") for x, _ in known.gates)
+    return Library(
+        known.function,
+        tuple(values.index(bound[s.value]) for s in template.states),
+        (tuple(of[f"{x}.0"] for x, _ in known.gates), tuple(of[name] for name in own)),
+        (biases, tuple(added)) if any(biases) else (),
+    )
