@@ -32,7 +32,9 @@ from tests.hoconv.recurrent.support import READY, bound
 CELLS = [*READY, *range(50)]
 
 
-def cell_of(which: str | int) -> BoundCell:
+def cell_of(which: str | int | BoundCell) -> BoundCell:
+    if isinstance(which, BoundCell):
+        return which
     return bound(which) if isinstance(which, str) else random_cell(which)
 
 
@@ -45,7 +47,7 @@ class Case:
 
     def __init__(
         self,
-        which: str | int,
+        which: str | int | BoundCell,
         device: str = "cpu",
         /,
         *,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hoconv import recurrent as rnn
 from hoconv.build import obstacle
 from hoconv.build.generated import compile_cuda, nvrtc_obstacle
+from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.emit.cuda import Launch, emit_cuda
 from hoconv.recurrent.interpret import interpret
 from hoconv.recurrent.ir import Op, Program
@@ -47,7 +50,7 @@ def lstm() -> Program:
     return plan(bound("lstm"), torch.float64).forward
 
 
-def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
+def check(which: str | int | BoundCell, schedule: str = "auto", **options: bool) -> None:
     case = Case(which, **options)
     made = plan(case.cell, torch.float64, schedule, **case.options)
     case.check_plan(made, ShimLoop)
@@ -57,6 +60,21 @@ def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
 @pytest.mark.parametrize("which", READY)
 def test_loops_are_exact(which: str) -> None:
     check(which, masked=True)
+    check(which, reverse=True)
+
+
+@needs_compiler
+def test_the_last_and_the_first_kernel_of_steps_wait_for_features_they_share() -> None:
+    @rnn.cell(state=("h",))
+    def turned(x: Any, h: Any) -> Any:
+        h = rnn.tanh(rnn.linear("h", rnn.cat(h[:, 300:], h[:, :300]), x))
+        return h, dict(h=h)
+
+    cell = turned.bind(3, 400, {})
+    program = plan(cell, torch.float64).forward
+    assert launches(program) == ["linear", "2 parts"]
+    assert shapes(program) == [(1, 416)]
+    check(cell)
 
 
 @needs_compiler
