@@ -15,7 +15,7 @@ namespace hoconv::approx {
 
 constexpr int kOne = 127 << 23;  // the bits of 1.0
 
-// Exponents of the numbers of a tile that are not zero: 1 to 254; 255 is infinite or NaN.
+// Exponents of numbers that are not zero: 1 to 254; 255 is infinite or NaN.
 struct Range {
   int least = 255, most = 0;
   __device__ void take(float value) {
@@ -25,6 +25,8 @@ struct Range {
   __device__ bool special() const { return most == 255; }
 };
 
+// Left and Right are what is kept of an operand in shared memory. Products hold of numbers whose
+// `strain` is at most kPlain; of others `holds` knows.
 template <typename Multiplier>
 struct Lane;
 
@@ -36,6 +38,8 @@ struct Lane<Exact> {
   using Right = Left;
   __device__ static Left left(float value) { return {value}; }
   __device__ static Right right(float value) { return {value}; }
+  static constexpr uint32_t kPlain = 0x7f7fffff;
+  __device__ static uint32_t strain(float value) { return float_bits(value) & 0x7fffffff; }
   __device__ static bool holds(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
   __device__ static void add(float& sum, const Left& a, const Right& b) {
@@ -52,8 +56,10 @@ struct Lane<Logarithmic<keep, corrected>> {
   static_assert(kCorrection == 2 * kAfterCarry);
 
   struct alignas(16) Left {
-    int bits, mantissa;
-    float power, exists;  // power: signed, of two; exists: 1, or 0 for zero
+    int bits;
+    float power;  // signed, of two
+    int mantissa;
+    float exists;  // 1, or 0 for zero
   };
   struct alignas(16) Right {
     int bits, carries;  // less those of 1.0; least mantissa whose product is not corrected
@@ -66,15 +72,23 @@ struct Lane<Logarithmic<keep, corrected>> {
   }
   __device__ static Left left(float value) {
     const int bits = float_bits(value);
-    if (exponent(bits) == 0) return {kOne, 0, 0.0f, 0.0f};
-    return {kept(bits), kept(bits) & Definition::kMantissa,
-            bits_float(bits & ~Definition::kMantissa), 1.0f};
+    const bool exists = exponent(bits) != 0;
+    return {exists ? kept(bits) : kOne, bits_float(bits & ~Definition::kMantissa),
+            kept(bits) & Definition::kMantissa, exists ? 1.0f : 0.0f};
   }
   __device__ static Right right(float value) {
     const int bits = float_bits(value);
-    if (exponent(bits) == 0) return {0, INT32_MAX, 0.0f, 0};
-    return {kept(bits) - kOne, 2 * kTop - kAfterCarry - (kept(bits) & Definition::kMantissa),
-            bits_float(bits & ~Definition::kMantissa) * (float{kCorrection} / kTop), 1};
+    const bool exists = exponent(bits) != 0;
+    const float power = exists ? bits_float(bits & ~Definition::kMantissa) : 0.0f;
+    return {exists ? kept(bits) - kOne : 0,
+            2 * kTop - kAfterCarry - (kept(bits) & Definition::kMantissa),
+            power * (float{kCorrection} / kTop), exists};
+  }
+  // Exponents 64 to 190, and zeros.
+  static constexpr uint32_t kPlain = (190 - 64) << 23;
+  __device__ static uint32_t strain(float value) {
+    const int bits = float_bits(value) & 0x7f800000;
+    return (bits == 0 ? kOne : bits) - (64 << 23);
   }
   // Whether no product of such numbers leaves the range of exponents.
   __device__ static bool holds(const Range& a, const Range& b) {
@@ -89,7 +103,11 @@ struct Lane<Logarithmic<keep, corrected>> {
   }
   __device__ static void add(float& sum, const Left& a, const Right& b) {
     float product = bits_float(a.bits * b.exists + b.bits);
-    if (kCorrection != 0 && a.mantissa < b.carries) product = __fmaf_rz(a.power, b.power, product);
+    // Written out: a compiler keeps the product and copies it.
+    if constexpr (kCorrection != 0)
+      asm("{\n.reg .pred p;\nsetp.lt.s32 p, %1, %2;\n@p fma.rz.f32 %0, %3, %4, %0;\n}"
+          : "+f"(product)
+          : "r"(a.mantissa), "r"(b.carries), "f"(a.power), "f"(b.power));
     sum = __fmaf_rn(product, a.exists, sum);
   }
 };

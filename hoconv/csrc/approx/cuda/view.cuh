@@ -46,6 +46,7 @@ struct Digits {
 struct Part {
   int64_t offset;
   int y, x;
+  int rest;  // where pixels are apart: an element exists where its row and column have the same
 };
 
 struct Axis {
@@ -66,44 +67,45 @@ struct View {
   bool leaves_out;
   bool along_columns;  // neighbouring columns are neighbours in memory, rather than rows
 
-  __device__ Part part(const Axis& axis, uint32_t index) const {
-    uint32_t digit[3];
-    axis.digits.split(index, digit);
-    Part p{digit[0] * axis.stride, axis.y_first + static_cast<int>(digit[1]) * axis.y_step,
-           axis.x_first + static_cast<int>(digit[2]) * axis.x_step};
-    if (!apart()) p.offset += p.y * y_stride + p.x * x_stride;
-    return p;
-  }
-  // Loads into `value` where there is an element, and does not wait for it; else says so.
-  __device__ bool load(const float* matrix, const Part& i, const Part& k, float& value) const {
-    int y = i.y + k.y, x = i.x + k.x;
-    int64_t offset = i.offset + k.offset;
-    bool exists = true;
-    if (apart()) {
-      exists = y >= 0 && x >= 0 && y % y_every == 0 && x % x_every == 0;
-      y /= y_every, x /= x_every;
-      offset += y * y_stride + x * x_stride;
-    }
-    exists = exists && static_cast<unsigned>(y) < static_cast<unsigned>(height) &&
-             static_cast<unsigned>(x) < static_cast<unsigned>(width);
-    if (exists) value = __ldg(matrix + offset);
-    return exists;
-  }
-  // Of what was loaded, or not.
-  __device__ float element(float value, bool exists) const {
-    return exists ? (leaves_out ? value + 0.0f : value) : (leaves_out ? -0.0f : 0.0f);
+  __device__ Part row_part(uint32_t index) const { return part(row, index, 0); }
+  __device__ Part column_part(uint32_t index) const { return part(column, index, 1); }
+
+  // Whether there is an element, and where.
+  __device__ __forceinline__ bool find(const Part& i, const Part& k, int64_t& offset) const {
+    offset = i.offset + k.offset;
+    return (i.rest == k.rest) & (static_cast<unsigned>(i.y + k.y) < static_cast<unsigned>(height)) &
+           (static_cast<unsigned>(i.x + k.x) < static_cast<unsigned>(width));
   }
   __device__ float operator()(int64_t matrix, const Part& i, const Part& k) const {
-    float value = 0;
-    const bool exists = load(data + matrix * batch, i, k, value);
-    return element(value, exists);
+    int64_t offset;
+    if (!find(i, k, offset)) return leaves_out ? -0.0f : 0.0f;
+    const float value = __ldg(data + matrix * batch + offset);
+    return leaves_out ? value + 0.0f : value;
   }
 
  private:
-  __device__ bool apart() const { return y_every > 1 || x_every > 1; }
+  // A row's y is a multiple of y_every and a rest, a column's one less a rest: the sum of two is a
+  // multiple where the rests are the same. So is x.
+  __device__ Part part(const Axis& axis, uint32_t index, int up) const {
+    uint32_t digit[3];
+    axis.digits.split(index, digit);
+    Part p{digit[0] * axis.stride, axis.y_first + static_cast<int>(digit[1]) * axis.y_step,
+           axis.x_first + static_cast<int>(digit[2]) * axis.x_step, 0};
+    const int rest_y = divide(p.y, y_every, up), rest_x = divide(p.x, x_every, up);
+    p.rest = rest_y * x_every + rest_x;
+    p.offset += p.y * y_stride + p.x * x_stride;
+    return p;
+  }
+  // Divides, rounding down or up; returns the rest, which is not negative.
+  __device__ static int divide(int& value, int by, int up) {
+    if (by == 1) return 0;
+    const int whole = value / by, rest = value - whole * by;
+    value = whole + (up ? rest > 0 : -(rest < 0));
+    return up ? (rest > 0 ? by - rest : -rest) : (rest < 0 ? rest + by : rest);
+  }
 };
 
-// Where the elements of the result are.
+// Where the elements of the result are, which has no others.
 struct Target {
   float* data;
   int64_t batch;
