@@ -144,14 +144,14 @@ class Gemm {
       const int64_t* row = g.right.row.data() + t.column;
       bool consecutive = true;
       for (int64_t n = 1; n < t.columns; ++n) consecutive &= row[n] == row[n - 1] + 1;
-      for (int64_t d = 0; d < depth; ++d) {
-        const float* line = data + g.right.column[k + d];
-        if (consecutive)
-          std::copy(line + row[0], line + row[0] + t.columns, values[d]);
-        else
-          for (int64_t n = 0; n < t.columns; ++n) values[d][n] = line[row[n]];
-        std::fill(values[d] + t.columns, values[d] + round_up(t.columns, kVector), 0.0f);
-      }
+      const int64_t* column = g.right.column.data() + k;
+      for (int64_t d = 0; d < depth && consecutive; ++d)
+        std::copy_n(data + column[d] + row[0], t.columns, values[d]);
+      for (int64_t n = 0; n < t.columns && !consecutive; ++n)
+        for (int64_t d = 0; d < depth; ++d) values[d][n] = data[row[n] + column[d]];
+      for (int64_t d = 0; d < depth; ++d)  // not zeros, of which a panel is better free
+        std::fill(values[d] + t.columns, values[d] + round_up(t.columns, kVector),
+                  values[d][t.columns - 1]);
       g.lanes.prepare(panel, values, depth, round_up(t.columns, kVector));
     }
 
@@ -168,10 +168,10 @@ class Gemm {
         bool together = rows == kRowsAtOnce;
         for (int64_t m = 0; m < rows; ++m) together &= lists[m].count == depth;
         if (together)
-          return g.lanes.template add<kRowsAtOnce>(sums, panel, lists, 0, depth, t.columns);
+          return multiply_add<kRowsAtOnce>(g.lanes, sums, panel, lists, 0, depth, t.columns);
         for (int64_t m = 0; m < rows; ++m)
-          g.lanes.template add<1>(sums + m * kLanes, panel, lists + m, 0, lists[m].count,
-                                  t.columns);
+          multiply_add<1>(g.lanes, sums + m * kLanes, panel, lists + m, 0, lists[m].count,
+                          t.columns);
         return;
       }
       for (int64_t m = 0; m < rows; ++m) {
@@ -203,7 +203,7 @@ class Gemm {
         const int64_t d = list.depth[i];
         const Range one = Range::of(list.value[i]);
         if (Lanes::fast(one, panel.rows[d]))
-          g.lanes.template add<1>(sums, panel, &list, i, i + 1, columns);
+          multiply_add<1>(g.lanes, sums, panel, &list, i, i + 1, columns);
         else if (!Lanes::underflows(one, panel.rows[d]))
           add_products(list.value[i], d, columns, sums);
       }

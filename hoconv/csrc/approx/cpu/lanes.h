@@ -8,10 +8,11 @@
 // mantissas carries into the exponent by itself, which doubles the unit of the mantissa and so
 // halves the correction, as the definition does. Only where m(a) + m(b) >= 2^24 - C / 2 does the
 // definition drop the correction. With AVX-512, whose multiply-add rounds as it is told, that is an
-// integer addition, a comparison, a masked multiply-add; and the addition to the sum. Bits below
-// the kept ones are zero by themselves: the operands' lowest kept bit is set in both, so their sum,
-// and the correction, are even in units of it, also after a halving. Elsewhere the correction is
-// added to the integer.
+// integer addition, a multiply-add, and the addition to the sum; and for the few a, about one in
+// forty, whose mantissa is so large that any b could drop the correction, a comparison that masks
+// the multiply-add. Bits below the kept ones are zero by themselves: the operands' lowest kept bit
+// is set in both, so their sum, and the correction, are even in units of it, also after a halving.
+// Elsewhere the correction is added to the integer.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +26,10 @@ namespace hoconv::approx {
 
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;  // floats that are computed with at once
+constexpr int64_t kRegisters = 32;
 #else
 constexpr int64_t kVector = Vec<float>::size;
+constexpr int64_t kRegisters = 16;
 #endif
 constexpr int64_t kLanes = 128;     // at most
 constexpr int64_t kDepth = 16;      // rows of a panel: 16 KiB with what is kept of a number
@@ -90,8 +93,37 @@ inline Range range_of(const float* values, int64_t n) {
   return {least, most};
 }
 
+// Sums of rows that are kLanes apart, in registers: the loops are unrolled for that.
+template <int64_t rows, int64_t vectors, typename V>
+void load_sums(V (&sum)[rows][vectors], const float* sums) {
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+    for (int64_t v = 0; v < vectors; ++v)
+      std::memcpy(&sum[r][v], sums + r * kLanes + v * kVector, sizeof(V));
+}
+template <int64_t rows, int64_t vectors, typename V>
+void store_sums(float* sums, const V (&sum)[rows][vectors]) {
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+    for (int64_t v = 0; v < vectors; ++v)
+      std::memcpy(sums + r * kLanes + v * kVector, &sum[r][v], sizeof(V));
+}
+
+// sums[r, n] += lists[r][i] * panel[depth[i], n] for i from `first` to `last`, in ascending order.
+template <int64_t rows, typename Lanes>
+void multiply_add(const Lanes& lanes, float* sums, const typename Lanes::Panel& panel,
+                  const typename Lanes::List* lists, int64_t first, int64_t last, int64_t columns) {
+  constexpr int64_t block = std::min<int64_t>(Lanes::kSums / rows, 8);
+  for (int64_t n = 0; n < columns; n += block * kVector)
+    with_constant<block>((columns - n + kVector - 1) / kVector, [&](auto vectors) {
+      lanes.template add_block<rows, vectors>(sums + n, panel, n, lists, first, last);
+    });
+}
+
 struct ExactLanes {
-  using V = Vec<float>;
+  static constexpr int64_t kSums = kRegisters / 2;  // that are kept in registers
   struct Panel {
     Range all, rows[kDepth];
     alignas(64) float value[kDepth][kLanes];
@@ -114,45 +146,40 @@ struct ExactLanes {
 
   void prepare(List&) const {}
 
-  template <int64_t rows>
-  void add(float* sums, const Panel& panel, const List* lists, int64_t first, int64_t last,
-           int64_t lanes) const {
-    for (int64_t n = 0; n < lanes; n += kBlock) {
-      with_constant<kBlock / V::size>(
-          (std::min(kBlock, lanes - n) + V::size - 1) / V::size, [&](auto vectors) {
-            V::type sum[rows][vectors];
-            for (int64_t r = 0; r < rows; ++r)
-              for (int64_t v = 0; v < vectors; ++v)
-                sum[r][v] = V::load(sums + r * kLanes + n + v * V::size);
-            for (int64_t i = first; i < last; ++i) {
-              const float* row = panel.value[lists[0].depth[i]] + n;
-              for (int64_t v = 0; v < vectors; ++v) {
-                const auto other = V::load(row + v * V::size);
-                for (int64_t r = 0; r < rows; ++r) {
-                  auto product = lists[r].value[i] * other;
-                  keep_rounded(product);
-                  sum[r][v] += product;
-                }
-              }
-            }
-            for (int64_t r = 0; r < rows; ++r)
-              for (int64_t v = 0; v < vectors; ++v)
-                V::store(sums + r * kLanes + n + v * V::size, sum[r][v]);
-          });
+  template <int64_t rows, int64_t vectors>
+  void add_block(float* sums, const Panel& panel, int64_t n, const List* lists, int64_t first,
+                 int64_t last) const {
+    typedef float V __attribute__((vector_size(kVector * sizeof(float))));
+    V sum[rows][vectors];
+    load_sums(sum, sums);
+    for (int64_t i = first; i < last; ++i) {
+      const float* row = panel.value[lists[0].depth[i]] + n;
+#pragma GCC unroll 16
+      for (int64_t v = 0; v < vectors; ++v) {
+        V other;
+        std::memcpy(&other, row + v * kVector, sizeof other);
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < rows; ++r) {
+          V product = lists[r].value[i] * other;
+          keep_rounded(product);
+          sum[r][v] += product;
+        }
+      }
     }
+    store_sums(sums, sum);
   }
-
- private:
-  static constexpr int64_t kBlock = 2 * V::size;  // lanes of kRowsAtOnce rows fill the registers
 };
 
 // What the lanes of all logarithmic multipliers know of theirs.
 struct LogarithmicLanes {
+  static constexpr int64_t kSums = 16;
+  static constexpr int32_t kMantissa = 0x7fffff;
   float (*multiply)(float, float);
   int32_t kept, set, correction;
 
   struct Panel {
     Range all, rows[kDepth];
+    bool zeros;                                // whether some of it is
     alignas(64) int32_t bits[kDepth][kLanes];  // cut and set; 0 of a zero
     alignas(64) float power[kDepth][kLanes];   // 2^e times the correction; 0 of a zero
   };
@@ -173,6 +200,7 @@ struct LogarithmicLanes {
 
   void prepare(Panel& panel, const float (*values)[kLanes], int64_t depth, int64_t lanes) const {
     const float unit = correction * 0x1p-23f;
+    int32_t all_nonzero = -1;
     panel.all = {};
     for (int64_t d = 0; d < depth; ++d) {
       for (int64_t n = 0; n < lanes; ++n) {
@@ -180,10 +208,12 @@ struct LogarithmicLanes {
         const int32_t nonzero = exponent(b) == 0 ? 0 : -1;
         panel.bits[d][n] = ((b & (kept | ~kMantissa)) | set) & nonzero;
         panel.power[d][n] = bits_float(b & ~kMantissa & nonzero) * unit;
+        all_nonzero &= nonzero;
       }
       panel.rows[d] = range_of(values[d], lanes);
       panel.all.include(panel.rows[d]);
     }
+    panel.zeros = all_nonzero == 0;
   }
 
   void prepare(List& list) const {
@@ -196,50 +226,64 @@ struct LogarithmicLanes {
     }
   }
 
-  template <int64_t rows>
-  void add(float* sums, const Panel& panel, const List* lists, int64_t first, int64_t last,
-           int64_t lanes) const {
-    for (int64_t n = 0; n < lanes; n += kBlock)
-      with_constant<kBlock / kVector>(
-          (std::min(kBlock, lanes - n) + kVector - 1) / kVector,
-          [&](auto vectors) { add_block<rows, vectors>(sums + n, panel, n, lists, first, last); });
+#if defined(__AVX512F__)
+  template <int64_t rows, int64_t vectors>
+  void add_block(float* sums, const Panel& panel, int64_t n, const List* lists, int64_t first,
+                 int64_t last) const {
+    if (panel.zeros)
+      add_block<rows, vectors, true>(sums, panel, n, lists, first, last);
+    else
+      add_block<rows, vectors, false>(sums, panel, n, lists, first, last);
   }
 
  private:
-  static constexpr int32_t kMantissa = 0x7fffff;
-  static constexpr int64_t kBlock = 4 * kVector;  // of rows at once: their sums fill the registers
-
-#if defined(__AVX512F__)
-  template <int64_t rows, int64_t vectors>
+  template <int64_t rows, int64_t vectors, bool zeros>
   static void add_block(float* sums, const Panel& panel, int64_t n, const List* lists,
                         int64_t first, int64_t last) {
-    const __m512i mantissa_bits = _mm512_set1_epi32(kMantissa);
-    __m512 sum[rows][vectors];
+    __mmask16 large = 0;
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t v = 0; v < vectors; ++v)
-        sum[r][v] = _mm512_loadu_ps(sums + r * kLanes + v * kVector);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t d = lists[0].depth[i];
-      for (int64_t v = 0; v < vectors; ++v) {
-        const __m512i other = _mm512_load_si512(panel.bits[d] + n + v * kVector);
-        const __m512 other_power = _mm512_load_ps(panel.power[d] + n + v * kVector);
-        const __m512i mantissa = _mm512_and_si512(other, mantissa_bits);
-        const __mmask16 nonzero = _mm512_test_epi32_mask(other, other);
-        for (int64_t r = 0; r < rows; ++r) {
-          const __m512i bits = _mm512_set1_epi32(lists[r].bits[i]);
-          const __m512i limit = _mm512_set1_epi32(lists[r].limit[i]);
-          const __m512 power = _mm512_set1_ps(lists[r].power[i]);
-          const __m512 base = _mm512_castsi512_ps(_mm512_maskz_add_epi32(nonzero, bits, other));
-          const __mmask16 corrected = _mm512_cmplt_epi32_mask(mantissa, limit);
-          const __m512 product = _mm512_mask3_fmadd_round_ps(
-              power, other_power, base, corrected, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-          sum[r][v] = _mm512_add_ps(sum[r][v], product);
-        }
+      large |=
+          _mm512_cmple_epi32_mask(_mm512_load_si512(lists[r].limit), _mm512_set1_epi32(kMantissa));
+    __m512 sum[rows][vectors];
+    load_sums(sum, sums);
+    for (int64_t i = first; i < last; ++i)
+      if (large >> i & 1)
+        add_products<zeros, true>(sum, panel, n, lists, i);
+      else
+        add_products<zeros, false>(sum, panel, n, lists, i);
+    store_sums(sums, sum);
+  }
+
+  // Of number i of each list. `zeros`: the panel may have some; `large`: the numbers may be so
+  // large that a correction is dropped.
+  template <bool zeros, bool large, int64_t rows, int64_t vectors>
+  [[gnu::always_inline]] static void add_products(__m512 (&sum)[rows][vectors], const Panel& panel,
+                                                  int64_t n, const List* lists, int64_t i) {
+    const int64_t d = lists[0].depth[i];
+    __m512i bits[rows];
+    __m512 power[rows];
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < rows; ++r) {
+      bits[r] = _mm512_set1_epi32(lists[r].bits[i]);
+      power[r] = _mm512_set1_ps(lists[r].power[i]);
+    }
+#pragma GCC unroll 16
+    for (int64_t v = 0; v < vectors; ++v) {
+      const __m512i other = _mm512_load_si512(panel.bits[d] + n + v * kVector);
+      const __m512 other_power = _mm512_load_ps(panel.power[d] + n + v * kVector);
+      const __m512i mantissa = _mm512_and_si512(other, _mm512_set1_epi32(kMantissa));
+      const __mmask16 nonzero = zeros ? _mm512_test_epi32_mask(other, other) : 0xffff;
+#pragma GCC unroll 16
+      for (int64_t r = 0; r < rows; ++r) {
+        const __m512 base = _mm512_castsi512_ps(_mm512_maskz_add_epi32(nonzero, bits[r], other));
+        const __mmask16 corrected =
+            large ? _mm512_cmplt_epi32_mask(mantissa, _mm512_set1_epi32(lists[r].limit[i]))
+                  : 0xffff;
+        const __m512 product = _mm512_mask3_fmadd_round_ps(power[r], other_power, base, corrected,
+                                                           _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+        sum[r][v] = _mm512_add_ps(sum[r][v], product);
       }
     }
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t v = 0; v < vectors; ++v)
-        _mm512_storeu_ps(sums + r * kLanes + v * kVector, sum[r][v]);
   }
 #else
   // The correction as an integer: with a carry half of it, or none where it would carry again;
