@@ -40,6 +40,9 @@ _SCHEMAS = {
         f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
     "approx_conv2d_backward_weight":
         f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
+    # Of 8-bit integers a (B, M, K), b (B, K, N), any strides, whose products are a table's,
+    # (256, 256) int32; (B, M, N) int32.
+    "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
 }  # fmt: skip
 
 
@@ -53,6 +56,7 @@ class Kernels:
     conv2d: torch._ops.OpOverload
     conv2d_backward_input: torch._ops.OpOverload
     conv2d_backward_weight: torch._ops.OpOverload
+    table_matmul: torch._ops.OpOverload
 
 
 def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -79,6 +83,10 @@ def _fake_gradient(grad: Tensor, other: Tensor, size: list[int], *options: Any) 
     return grad.new_empty(size)
 
 
+def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
 _FAKES = {
     "approx_multiply": _fake_multiply,
     "approx_matmul": _fake_matmul,
@@ -86,6 +94,7 @@ _FAKES = {
     "approx_conv2d": _fake_conv2d,
     "approx_conv2d_backward_input": _fake_gradient,
     "approx_conv2d_backward_weight": _fake_gradient,
+    "approx_table_matmul": _fake_table_matmul,
 }
 
 
@@ -109,25 +118,6 @@ def _implement_reference(name: str) -> None:
 KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
 for _name in _SCHEMAS:
     _implement_reference(_name)
-
-# The matrix product of 8-bit integers, (B, M, K) and (B, K, N), any strides, whose products are a
-# table's, (256, 256) int32; (B, M, N) int32.
-_TABLE_SCHEMA = "(Tensor a, Tensor b, Tensor table) -> Tensor"
-
-
-def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
-    return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
-
-
-def _register_table(impl: str) -> torch._ops.OpOverload:
-    name = f"approx_table_matmul.{impl}"
-    _library.define(f"{name}{_TABLE_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"hoconv::{name}", _fake_table_matmul)
-    return getattr(_ops.approx_table_matmul, impl)
-
-
-TABLE_MATMUL = {impl: _register_table(impl) for impl in ("reference", "cpp")}
-_library.impl("approx_table_matmul.reference", reference.table_matmul, "CompositeExplicitAutograd")
 
 # A multiply and an add for every product.
 

@@ -141,7 +141,7 @@ class TableConv2d(nn.Conv2d):
         table: of the products: the input is its first operand, the weight its second.
         observer, momentum: how the input's range is found; as of :class:`Observer`. The weight's
             is its own, in every call.
-        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Parameters and buffers: those of :class:`torch.nn.Conv2d`, and quantizer.input.least and most,
     which a state dict of PyTorch's layer does not have.

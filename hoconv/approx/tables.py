@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.approx.ops import TABLE_MATMUL
-from hoconv.implementations import ImplementationError, resolve
+from hoconv.approx.ops import KERNELS
+from hoconv.implementations import resolve
 
 # Bytes of a file -> how its numbers are read, by whether the table is signed.
 _RAW = {65536 * 2: {True: "<i2", False: "<u2"}, 65536 * 4: {True: "<i4", False: "<i4"}}
@@ -105,7 +105,7 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
             first operand.
         b: (B, K, N), likewise. Its second.
         table: of the products.
-        impl: ``"auto"``, ``"reference"`` or ``"cpp"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
         (B, M, N), int32.
@@ -132,10 +132,4 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
             f"split it"
         )
     name = resolve("approx_matmul", impl, a.device.type)
-    if name not in TABLE_MATMUL:
-        if impl != "auto":
-            raise ImplementationError(
-                f"impl={impl} has no look-up tables; use impl=auto or impl=reference"
-            )
-        name = "reference"
-    return TABLE_MATMUL[name](a, b, table.on(a.device))
+    return KERNELS[name].table_matmul(a, b, table.on(a.device))

@@ -45,6 +45,27 @@ struct Matmul {
   }
 };
 
+// Of 8-bit integers, whose products are a table's.
+struct TableMatmul {
+  int64_t batch, M, K, N;
+
+  // a (batch, M, K), b (batch, K, N), any strides; table (256, 256).
+  TableMatmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+    for (const Tensor* t : {&a, &b})
+      STD_TORCH_CHECK(t->scalar_type() == ScalarType::Char || t->scalar_type() == ScalarType::Byte,
+                      "a, b: expected int8 or uint8");
+    STD_TORCH_CHECK(
+        a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1),
+        "b: expected (B, K, N) for a of shape (B, M, K)");
+    STD_TORCH_CHECK(
+        table.scalar_type() == ScalarType::Int && table.numel() == 65536 && table.is_contiguous(),
+        "table: expected 65,536 contiguous int32");
+    STD_TORCH_CHECK(a.device() == b.device() && a.device() == table.device(),
+                    "b, table: expected the device of a");
+    batch = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+  }
+};
+
 struct Conv2d {
   int64_t B, C, H, W, O, R, S, G, OH, OW;
   int64_t stride[2], padding[2], dilation[2];

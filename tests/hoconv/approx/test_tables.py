@@ -15,19 +15,11 @@ from torch import Tensor, nn
 
 from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
 from hoconv.approx.operator import MATMUL
-from hoconv.approx.ops import TABLE_MATMUL
+from hoconv.approx.ops import KERNELS
+from tests.support import Place, places
 
-IMPLS = ("reference", "cpp")
-everywhere = pytest.mark.parametrize("impl", IMPLS)
+everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
 signs = pytest.mark.parametrize("signed", [True, False])
-
-
-@pytest.fixture(autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
-    impl = getattr(request.node, "callspec", None)
-    impl = impl.params.get("impl") if impl else None
-    if impl == "cpp" and (reason := MATMUL.implementations["cpp"].load()):
-        pytest.skip(reason)
 
 
 def integers(signed: bool) -> np.ndarray:
@@ -40,8 +32,9 @@ def exact(signed: bool) -> LookupTable:
     return LookupTable(values[:, None] * values, signed=signed)
 
 
-def random_table(signed: bool) -> LookupTable:
-    products = np.random.default_rng(0).integers(-(2**15), 2**15, (256, 256))
+def random_table(signed: bool, least: int = -(2**15), most: int = 2**15 - 1) -> LookupTable:
+    products = np.random.default_rng(0).integers(least, most + 1, (256, 256))
+    products.flat[[0, -1]] = least, most
     return LookupTable(products, signed=signed)
 
 
@@ -100,12 +93,25 @@ def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
 # Matrix products
 
 
+def product(a: Tensor, b: Tensor, table: LookupTable, place: Place) -> Tensor:
+    """Computed at a place; on the CPU."""
+    return table_matmul(a.to(place.device), b.to(place.device), table, impl=place.impl).cpu()
+
+
+def looked_up(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
+    rows, columns = (t.contiguous().view(torch.uint8).numpy().astype(int) for t in (a, b))
+    out = np.zeros((*rows.shape[:2], columns.shape[2]), np.int32)
+    for k in range(rows.shape[2]):
+        out += table.products.cpu().numpy()[rows[:, :, k, None], columns[:, None, k]]
+    return torch.from_numpy(out)
+
+
 @everywhere
 @signs
-def test_the_exact_table_multiplies_integers(impl: str, signed: bool) -> None:
+def test_the_exact_table_multiplies_integers(place: Place, signed: bool) -> None:
     table = exact(signed)
     a, b = operands(table, 2, 5, 300), operands(table, 2, 300, 7)
-    out = table_matmul(a, b, table, impl=impl)
+    out = product(a, b, table, place)
     assert out.dtype == torch.int32
     assert torch.equal(out.long(), a.long() @ b.long())
 
@@ -118,23 +124,36 @@ def test_the_exact_table_multiplies_integers(impl: str, signed: bool) -> None:
     transposed=st.booleans(),
 )
 def test_any_table_is_looked_up_by_bytes(
-    impl: str, sizes: Any, signed: bool, transposed: bool
+    place: Place, sizes: Any, signed: bool, transposed: bool
 ) -> None:
     B, M, K, N = sizes
     table = random_table(signed)
     a = operands(table, B, K, M).mT if transposed else operands(table, B, M, K)
     b = operands(table, B, K, N)
-    out = table_matmul(a, b, table, impl=impl)
-    rows, columns = (t.contiguous().view(torch.uint8).numpy().astype(int) for t in (a, b))
-    terms = table.products.numpy()[rows[..., None], columns[:, None]]
-    assert np.array_equal(out.numpy(), terms.sum(2))
+    assert torch.equal(product(a, b, table, place), looked_up(a, b, table))
 
 
 @everywhere
-def test_torch_library_finds_no_fault(impl: str) -> None:
+@pytest.mark.parametrize(
+    ("least", "most"), [(-(2**15), 2**15 - 1), (0, 2**16 - 1), (-1, 2**15), (-(2**20), 2**20)]
+)
+@pytest.mark.parametrize(
+    ("B", "M", "K", "N"), [(3, 130, 33, 65), (1, 257, 100, 129), (2, 9, 1, 64)]
+)
+def test_large_products_of_tables_of_every_width(
+    place: Place, least: int, most: int, B: int, M: int, K: int, N: int
+) -> None:
+    table = random_table(False, least, most)
+    a, b = operands(table, B, M, K), operands(table, B, N, K).mT
+    assert torch.equal(product(a, b, table, place), looked_up(a, b, table))
+
+
+@everywhere
+def test_torch_library_finds_no_fault(place: Place) -> None:
     table = random_table(True)
     args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
-    torch.library.opcheck(TABLE_MATMUL[impl], args)
+    args = tuple(t.to(place.device) for t in args)
+    torch.library.opcheck(KERNELS[place.impl].table_matmul, args)
 
 
 def test_wrong_operands_are_refused_by_name() -> None:
@@ -162,10 +181,12 @@ def test_wrong_operands_are_refused_by_name() -> None:
     "options", [{}, {"stride": 2, "padding": 1, "groups": 2}, {"groups": 4, "dilation": (2, 1)}]
 )
 def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
-    impl: str, signed: bool, options: Any
+    place: Place, signed: bool, options: Any
 ) -> None:
-    layer = TableConv2d(4, 8, 3, table=exact(signed), observer="minmax", impl=impl, **options)
-    x = torch.randn(2, 4, 9, 8).requires_grad_()
+    table = exact(signed)
+    layer = TableConv2d(4, 8, 3, table=table, observer="minmax", impl=place.impl, **options)
+    layer.to(place.device)
+    x = torch.randn(2, 4, 9, 8, device=place.device).requires_grad_()
     out = layer(x)
     x_grid, weight, (scale, zero), _ = layer.quantizer(x, layer.weight)
     assert torch.equal(x_grid, ((x / scale).round() + zero - zero) * scale)
@@ -189,11 +210,11 @@ def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
 @signs
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
 def test_linear_with_the_exact_table_is_that_of_the_quantised_numbers(
-    impl: str, signed: bool, shape: Any
+    place: Place, signed: bool, shape: Any
 ) -> None:
-    layer = TableLinear(5, 4, table=exact(signed), impl=impl)
-    layer(torch.randn(20, 5))  # it knows a range
-    x = torch.randn(shape)
+    layer = TableLinear(5, 4, table=exact(signed), impl=place.impl).to(place.device)
+    layer(torch.randn(20, 5, device=place.device))  # it knows a range
+    x = torch.randn(shape, device=place.device)
     x_grid, weight, *_ = layer.eval().quantizer(x, layer.weight)
     expected = nn.functional.linear(x_grid, weight, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)

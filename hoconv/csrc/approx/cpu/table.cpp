@@ -16,19 +16,10 @@ namespace {
 
 constexpr int64_t kRows = 16;  // that share a copy of the right operand's rows
 
-bool is_byte(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Char || t.scalar_type() == ScalarType::Byte;
-}
-
 // out (B, M, N) int32, the sum over k of table[a[m, k] mod 256, b[k, n] mod 256].
 Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
-  STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1),
-                  "b: expected (B, K, N) for a of shape (B, M, K)");
-  STD_TORCH_CHECK(is_byte(a) && is_byte(b), "a, b: expected int8 or uint8");
-  STD_TORCH_CHECK(
-      table.scalar_type() == ScalarType::Int && table.numel() == 65536 && table.is_contiguous(),
-      "table: expected 65,536 contiguous int32");
-  const int64_t B = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+  const TableMatmul p(a, b, table);
+  const int64_t B = p.batch, M = p.M, K = p.K, N = p.N;
   Tensor out = torch::stable::new_empty(table, {B, M, N});
   const auto *left = static_cast<const uint8_t*>(a.const_data_ptr()),
              *right = static_cast<const uint8_t*>(b.const_data_ptr());
