@@ -65,8 +65,17 @@ def specified(a: int, b: int, keep: int, corrected: bool) -> int | None:
     return sign | 0x7F800000 if e >= 255 else sign | e << 23 | m & kept
 
 
+def product(place: Place, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """The products of the elements of a and b (n,) at a place, as bits: of matrices of one element,
+    whose sum from +0 is the product, where that multiplies matrices."""
+    a, b = a.to(place.device), b.to(place.device)
+    if place.operator is MULTIPLY:
+        return bits(place.call(a, b, multiplier))
+    return bits(place.call(a[:, None, None], b[:, None, None], multiplier)).flatten()
+
+
 @pytest.mark.data
-@everywhere
+@pytest.mark.parametrize("place", places([MULTIPLY, MATMUL]), indirect=True)
 def test_products_are_the_published_simulators(place: Place) -> None:
     folder = os.environ.get("HOCONV_DATA_DIR")
     path = Path(folder or "", "mbm", "vectors.csv")
@@ -78,12 +87,11 @@ def test_products_are_the_published_simulators(place: Place) -> None:
     families = {"MBM": "mbm", "MIT": "mitchell"}
     for simulated in {row["multiplier"] for row in rows}:  # AT_MBM32_m23
         name = families[simulated[3:6]] + simulated[6:8]
-        a, b, product = (
+        a, b, expected = (
             floats([int(row[column], 16) for row in rows if row["multiplier"] == simulated])
             for column in ("a_hex", "b_hex", "product_hex")
         )
-        out = place.call(a.to(place.device), b.to(place.device), name)
-        assert torch.equal(bits(out), bits(product)), name
+        assert torch.equal(product(place, a, b, name), bits(expected)), name
 
 
 @everywhere
@@ -119,6 +127,38 @@ def test_random_bits_give_the_bits_of_the_reference(place: Place, multiplier: st
     expected = approx.multiply(a, b, multiplier, impl="reference")
     out = place.call(a.to(place.device), b.to(place.device), multiplier)
     assert torch.equal(bits(out), bits(expected))
+
+
+# Of the operands of a block of products: their exponents, and the share of them that is replaced by
+# special values. The fast form of a matrix product holds in the first, in parts of the second, and
+# nowhere in the third.
+BLOCKS = (((97, 157), 0.0), ((0, 254), 0.01), ((0, 255), 0.05))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", [p for p in places([MULTIPLY, MATMUL]) if p.values[0].impl != "reference"],
+    indirect=True,
+)  # fmt: skip
+@every_multiplier
+def test_a_hundred_million_products_have_the_bits_of_the_reference(
+    place: Place, multiplier: str
+) -> None:
+    special = floats(SPECIAL + [x | 0x80000000 for x in SPECIAL])
+    side = 1024
+    for block in range(-(-(10**8) // side**2)):
+        (least, most), share = BLOCKS[block % len(BLOCKS)]
+        exponents = torch.randint(least, most + 1, (2, side)) << 23
+        signs = torch.randint(-1, 1, (2, side)) << 31
+        values = (torch.randint(2**23, (2, side)) | exponents | signs).to(torch.int32)
+        drawn = special[torch.randint(len(special), (2, side))]
+        values = torch.where(torch.rand(2, side) < share, drawn, values.view(torch.float32))
+        a, b = values[0][:, None], values[1][None]
+        expected = bits(approx.multiply(a, b, multiplier, impl="reference"))
+        out = bits(place.call(a.to(place.device), b.to(place.device), multiplier))
+        if place.operator is MATMUL:  # a sum begins with +0
+            expected = torch.where(expected == -(2**31), 0, expected)
+        assert torch.equal(out, expected), f"block {block}"
 
 
 @matmul_everywhere
