@@ -1,4 +1,4 @@
-"""Times operators, layers, training steps and the first use of the library.
+"""Times operators, approximate products, layers, training steps and the first use of the library.
 
 Every sub-command writes JSON, and some a chart beside it. How each measures is said by its
 ``--help`` and, beside the numbers, in the JSON; what the JSON holds, at the top of its file,
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmark_approx
 import benchmark_layer
 import benchmark_op
 import benchmark_profile
@@ -24,6 +25,7 @@ RESULTS = ROOT / "docs" / "results"
 COMMANDS = {
     "op": (benchmark_op, "time and memory of forward and backward of an operator"),
     "layer": (benchmark_layer, "the whole high-order layer against the best of its peers"),
+    "approx": (benchmark_approx, "approximate products with every multiplier, beside PyTorch's"),
     "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
     "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
     "start": (benchmark_start, "time of the first use and of later starts"),
