@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hoconv.approx.multipliers import MULTIPLIERS
 from hoconv.approx.ops import KERNELS, Kernels
-from hoconv.approx.reference import Pair
+from hoconv.approx.reference import Pair, columns
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -149,13 +149,14 @@ def _analytic_input(
     kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of unfolded windows (L, K) with filters (K, O / G)."""
-    columns, filters, grads = _unfolded(grad, x, weight, windows)
+    stride, padding, dilation, groups = windows
     d_columns = kernels.matmul_derivative(
-        grads.flatten(0, 1).mT, columns.flatten(0, 1).mT, filters.mT.repeat(x.shape[0], 1, 1),
+        grad.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT,
+        columns(x, weight.shape, *windows).mT,
+        weight.reshape(groups, weight.shape[0] // groups, -1).mT.repeat(x.shape[0], 1, 1),
         multiplier,
-    )  # fmt: skip
-    d_columns = d_columns.mT.unflatten(0, (x.shape[0], windows[3])).flatten(1, 2)  # (B, G * K, L)
-    stride, padding, dilation, _ = windows
+    )
+    d_columns = d_columns.mT.unflatten(0, (x.shape[0], groups)).flatten(1, 2)  # (B, G * K, L)
     return F.fold(d_columns, x.shape[2:], weight.shape[2:], dilation, padding, stride)
 
 
@@ -163,26 +164,15 @@ def _analytic_weight(
     kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of filters (O / G, K) with all windows (K, B * L)."""
-    columns, filters, grads = _unfolded(grad, x, weight, windows)
+    groups = windows[3]
+    unfolded = columns(x, weight.shape, *windows).unflatten(0, (x.shape[0], groups))
     d_filters = kernels.matmul_derivative(
-        grads.permute(1, 2, 0, 3).flatten(2), filters, columns.permute(1, 2, 0, 3).flatten(2),
+        grad.flatten(2).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(2),
+        weight.reshape(groups, weight.shape[0] // groups, -1),
+        unfolded.permute(1, 2, 0, 3).flatten(2),
         multiplier,
-    )  # fmt: skip
-    return d_filters.reshape(weight.shape)
-
-
-def _unfolded(
-    grad: Tensor, x: Tensor, weight: Tensor, windows: Windows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows (B, G, K, L), filters (G, O / G, K) and the output's gradient (B, G, O / G, L)."""
-    stride, padding, dilation, groups = windows
-    columns = F.unfold(x, weight.shape[2:], dilation, padding, stride)
-    shape = (groups, weight.shape[0] // groups)
-    return (
-        columns.unflatten(1, (groups, columns.shape[1] // groups)),
-        weight.unflatten(0, shape).flatten(2),
-        grad.flatten(2).unflatten(1, shape),
     )
+    return d_filters.reshape(weight.shape)
 
 
 def _once_only() -> None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hoconv.approx.operator import CONV2D, MATMUL
-from hoconv.approx.reference import output_size
+from hoconv.approx.reference import columns, output_size
 from hoconv.approx.tables import LookupTable, table_matmul
 
 Observed = Literal["minmax", "moving_average"]
@@ -188,11 +187,10 @@ class TableConv2d(nn.Conv2d):
         x, weight, of_x, of_weight = self.quantizer(input, self.weight)
         B, G = x.shape[0], self.groups
         windows: Any = (self.stride, self.padding, self.dilation)
-        columns = F.unfold(x, weight.shape[2:], self.dilation, self.padding, self.stride)  # pyright: ignore
-        columns = columns.unflatten(1, (G, columns.shape[1] // G)).flatten(0, 1)  # (B * G, K, L)
+        unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
         filters = weight.reshape(G, self.out_channels // G, -1).repeat(B, 1, 1)
         out = _Product.apply(
-            columns.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
+            unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
         )
         size = output_size(x.shape, weight.shape, *windows)
         out = out.mT.reshape(B, self.out_channels, *size)

@@ -71,9 +71,9 @@ def conv2d(
     """
     B, O = x.shape[0], weight.shape[0]  # noqa: E741
     size = output_size(x.shape, weight.shape, stride, padding, dilation)
-    columns = _columns(x, weight.shape, stride, padding, dilation, groups)  # (B * G, K, L)
+    windows = columns(x, weight.shape, stride, padding, dilation, groups)  # (B * G, K, L)
     filters = weight.reshape(groups, O // groups, -1).repeat(B, 1, 1)  # (B * G, O / G, K)
-    out = matmul(columns.mT, filters.mT, multiplier)  # (B * G, L, O / G)
+    out = matmul(windows.mT, filters.mT, multiplier)  # (B * G, L, O / G)
     return out.mT.reshape(B, O, *size)
 
 
@@ -96,9 +96,9 @@ def conv2d_backward_input(
         whole = [shape[2 + i] + dilation[i] * (n - 1) for i, n in enumerate((R, S))]
         after = [whole[i] - before[i] - spread.shape[2 + i] for i in range(2)]
         spread = F.pad(spread, (before[1], after[1], before[0], after[0]))
-        columns = F.unfold(spread, (R, S), dilation)
-        columns = columns.unflatten(1, (groups, O // groups, R, S)).flip((3, 4))
-        return columns.flatten(2, 4).flatten(0, 1)
+        unfolded = F.unfold(spread, (R, S), dilation)
+        unfolded = unfolded.unflatten(1, (groups, O // groups, R, S)).flip((3, 4))
+        return unfolded.flatten(2, 4).flatten(0, 1)
 
     exists = windows(torch.ones_like(grad)) == 1
     filters = weight.unflatten(0, (groups, O // groups)).transpose(1, 2)  # (G, C / G, O / G, R, S)
@@ -115,10 +115,10 @@ def conv2d_backward_weight(
     """The gradient of the weight: out[o, c, r, s] = sum over k = (b, oh, ow) of
     grad[b, o, oh, ow] * x[b, c, ...]."""
     B, O = grad.shape[:2]  # noqa: E741
-    columns = _columns(x, size, stride, padding, dilation, groups)
-    columns = columns.unflatten(0, (B, groups)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B * L, K)
+    windows = columns(x, size, stride, padding, dilation, groups)
+    windows = windows.unflatten(0, (B, groups)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B * L, K)
     grad = grad.flatten(2).unflatten(1, (groups, O // groups))  # (B, G, O / G, L)
-    return matmul(grad.permute(1, 2, 0, 3).flatten(2), columns, multiplier).reshape(size)
+    return matmul(grad.permute(1, 2, 0, 3).flatten(2), windows, multiplier).reshape(size)
 
 
 def output_size(
@@ -133,13 +133,13 @@ def output_size(
     return rows, columns
 
 
-def _columns(
+def columns(
     x: Tensor, weight: torch.Size | list[int], stride: Pair, padding: Pair, dilation: Pair,
     groups: int,
 ) -> Tensor:  # fmt: skip
     """The window of every output: (B * G, C / G * R * S, L)."""
-    columns = F.unfold(x, (weight[2], weight[3]), dilation, padding, stride)
-    return columns.unflatten(1, (groups, -1)).flatten(0, 1)
+    windows = F.unfold(x, (weight[2], weight[3]), dilation, padding, stride)
+    return windows.unflatten(1, (groups, -1)).flatten(0, 1)
 
 
 def _sum_of_products(

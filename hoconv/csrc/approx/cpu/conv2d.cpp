@@ -33,18 +33,6 @@ struct Images {
   }
 };
 
-// The offsets of the elements of three nested dimensions, of sizes n and strides s.
-Ints nested(int64_t n0, int64_t s0, int64_t n1, int64_t s1, int64_t n2, int64_t s2,
-            int64_t start = 0) {
-  Ints offsets;
-  offsets.reserve(n0 * n1 * n2);
-  for (int64_t i = 0; i < n0; ++i)
-    for (int64_t j = 0; j < n1; ++j)
-      for (int64_t k = 0; k < n2; ++k) offsets.push_back(start + i * s0 + j * s1 + k * s2);
-  return offsets;
-}
-Ints steps(int64_t count, int64_t stride) { return nested(1, 0, 1, 0, count, stride); }
-
 // x between zeros.
 Images padded(const Conv2d& p, const Tensor& x) {
   if (p.padding[0] == 0 && p.padding[1] == 0) return Images(x);

@@ -11,13 +11,6 @@
 namespace hoconv::approx {
 namespace {
 
-// 0, stride, 2 stride, ...
-Ints steps(int64_t count, int64_t stride) {
-  Ints offsets(count);
-  for (int64_t i = 0; i < count; ++i) offsets[i] = i * stride;
-  return offsets;
-}
-
 // out (B, M, N) of a (B, M, K) and b (B, K, N).
 Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier) {
   const Matmul p(a, b);
