@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from datamodules.sampling import EvenBatches, Shuffle, TrainingLoader, loader_options, share
 
 Batch = tuple[Tensor, Tensor]
 
@@ -82,27 +83,25 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         self.splits = self.splits or self.load()
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        return self._dataloader("train", shuffle=True)
+        sampler = Shuffle(len(self.splits["train"]), self.seed, **share(self.trainer))
+        return TrainingLoader(
+            self.splits["train"], self.batch_size, sampler=sampler, **self._options()
+        )
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        return self._dataloader("val")
+        return self._evaluation("val")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        return self._dataloader("test")
+        return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
         return images.float().sub_(self.pixel_mean).div_(self.pixel_std), labels
 
-    def _dataloader(self, split: str, shuffle: bool = False) -> DataLoader[Batch]:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=on_gpu,
-            collate_fn=_as_it_comes,
-            generator=torch.Generator().manual_seed(self.seed),
-        )
+    def _evaluation(self, split: str) -> DataLoader[Batch]:
+        data = self.splits[split]
+        batches = EvenBatches(len(data), self.batch_size, **share(self.trainer))
+        return DataLoader(data, batch_sampler=batches, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return loader_options(self.trainer, self.num_workers) | {"collate_fn": _as_it_comes}

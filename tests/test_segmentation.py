@@ -93,11 +93,13 @@ def test_a_compiled_network_computes_the_same(small, impl):
 
 
 def test_channels_last_changes_no_result(small):
+    """In float64: AdamW makes whole steps of the rounding in gradients that are nearly zero."""
+    where = ("impl=reference", "trainer=cpu", "trainer.precision=64-true")
     plain, other = (
-        [float(loss) for loss in small("impl=reference", "trainer=cpu", *how).losses]
+        [float(loss) for loss in small(*where, *how).losses]
         for how in ((), ("channels_last=true",))
     )
-    assert other == pytest.approx(plain, rel=1e-4)
+    assert other == pytest.approx(plain, rel=1e-9)
 
 
 def test_a_model_without_pixels_to_label_is_one_line(run):

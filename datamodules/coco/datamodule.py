@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from datamodules.coco.annotations import Annotations, Captions, Instances
 from datamodules.coco.captions import CaptionSet, Vocabulary, collate
 from datamodules.coco.pixels import Images, LabelMaps
-from datamodules.coco.sampling import SeededSampler
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
+from datamodules.sampling import Draws, EvenBatches, TrainingLoader, loader_options, share
 
 TASKS = ("segmentation", "captions")
 YEARS = (2014, 2017)
@@ -155,13 +155,15 @@ class COCO(pl.LightningDataModule):
                 )
 
     def train_dataloader(self) -> DataLoader:
-        return self._dataloader("train", sampler=SeededSampler(len(self._sets["train"]), self.seed))
+        data = self._sets["train"]
+        sampler = Draws(len(data), self.seed, **share(self.trainer))
+        return TrainingLoader(data, self.batch_size, sampler=sampler, **self._options())
 
     def val_dataloader(self) -> DataLoader:
-        return self._dataloader("val")
+        return self._evaluation("val")
 
     def test_dataloader(self) -> DataLoader:
-        return self._dataloader("test")
+        return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch._replace(images=normalised(batch.images))
@@ -201,18 +203,14 @@ class COCO(pl.LightningDataModule):
             self.skipped[what] = skipped
             report(what, skipped)
 
-    def _dataloader(self, stage: str, **options: Any) -> DataLoader:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            self._sets[stage],
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=on_gpu,
-            generator=torch.Generator().manual_seed(self.seed),
-            collate_fn=collate if self.task == "captions" else None,
-            **options,
-        )
+    def _evaluation(self, stage: str) -> DataLoader:
+        data = self._sets[stage]
+        batches = EvenBatches(len(data), self.batch_size, **share(self.trainer))
+        return DataLoader(data, batch_sampler=batches, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        collate_fn = collate if self.task == "captions" else None
+        return loader_options(self.trainer, self.num_workers) | {"collate_fn": collate_fn}
 
 
 def normalised(images: Tensor) -> Tensor:

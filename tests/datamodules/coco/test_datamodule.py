@@ -192,7 +192,9 @@ def test_workers_give_the_same_batches(both, load, task):
 
 def test_every_epoch_has_another_order_and_other_changes(both, load):
     loader = load(batch_size=6).train_dataloader()
-    (first,), (second,) = list(loader), list(loader)
+    (first,) = loader
+    loader.sampler.set_epoch(1)
+    (second,) = loader
     assert not torch.equal(first.images, second.images)
 
 
@@ -207,7 +209,8 @@ def test_labels_are_changed_as_their_image_is(both, load):
     data = load(image_size=32)
     loader = data.train_dataloader()
     seen = set()
-    for _ in range(10):
+    for epoch in range(10):
+        loader.sampler.set_epoch(epoch)
         (batch,) = loader
         bright = batch.images[0, 0] > 127
         assert (bright != (batch.labels[0] == 1)).float().mean() < 0.06
