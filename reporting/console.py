@@ -5,14 +5,16 @@ Plain text where the output is a file or a pipe: no colours, no moving bar, no c
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import RichProgressBar
+from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -68,6 +70,33 @@ def show_problem(kind: str, message: str) -> None:
     """One line on stderr, red in a terminal."""
     text = f"{kind}: {message}"
     Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+
+
+@rank_zero_only
+def warn(message: str) -> None:
+    """What a run survives: one line on stderr."""
+    Console(stderr=True).print(
+        f"Warning: {message}", style="yellow", soft_wrap=True, markup=False, highlight=False
+    )
+
+
+@contextlib.contextmanager
+def tolerated(path: Path) -> Iterator[None]:
+    """A full disk or a folder that cannot be written to costs what should be in it, not the run.
+
+    Says so in one line, the first time for each file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if path not in _said:
+            _said.add(path)
+            warn(f"{path} cannot be written ({error.strerror or error}); the run goes on")
+    else:
+        _said.discard(path)
+
+
+_said: set[Path] = set()
 
 
 def progress() -> pl.Callback:

@@ -1,4 +1,7 @@
-"""Weights & Biases without surprises: no prompt, no waiting for a network, one run per job."""
+"""Where metrics go: a CSV file, or Weights & Biases without surprises.
+
+What a logger calls its `continuation` are the arguments with which it goes on after a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,80 @@ import importlib.util
 import netrc
 import os
 import sys
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.loggers import WandbLogger
+from pytorch_lightning.loggers.logger import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+from reporting import console
+from reporting.table import GrowingTable
 
 
-def wandb_logger(**arguments: Any) -> WandbLogger:
-    """A WandbLogger that is offline where there is no API key, unless WANDB_MODE says otherwise.
+class CSVMetrics(Logger):
+    """A row for each step and group of metrics, on disk at once.
+
+    Args:
+        path: of the file.
+        rows: how many of those that are there are kept, to go on after them.
+    """
+
+    def __init__(self, path: str | Path, rows: int = 0) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._rows = rows
+
+    @cached_property
+    def _table(self) -> GrowingTable:
+        return GrowingTable(self._path, ("step",), self._rows)
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def continuation(self) -> dict[str, Any]:
+        return {"rows": self._table.rows}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._table.extend([{"step": step, **values}])
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """They are in config.yaml."""
+
+
+class WandbRun(WandbLogger):
+    """A WandbLogger that goes on where its connection, or its process, is lost."""
+
+    @property
+    def continuation(self) -> dict[str, Any]:
+        return {"id": self.version}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except (OSError, wandb_error()) as error:
+            if not self._lost:
+                console.warn(f"Weights & Biases takes no more metrics ({_line(error)})")
+            self._lost = True
+
+    _lost = False
+
+
+def wandb_logger(**arguments: Any) -> WandbRun:
+    """A logger that is offline where there is no API key, unless WANDB_MODE says otherwise, and
+    where the server cannot be reached.
 
     Args:
         arguments: of ``pytorch_lightning.loggers.WandbLogger``.
@@ -34,7 +101,27 @@ def wandb_logger(**arguments: Any) -> WandbLogger:
         import wandb
 
         wandb.setup()  # from here on it is silent, while Lightning makes the run
-    return WandbLogger(**arguments)
+    logger = WandbRun(**arguments)
+    try:
+        _ = logger.experiment
+    except wandb_error() as error:
+        console.warn(
+            f"Weights & Biases cannot be reached ({_line(error)}): the run is recorded offline, "
+            "and `wandb sync` uploads it"
+        )
+        logger = WandbRun(**arguments, mode="offline")
+    return logger
+
+
+def wandb_error() -> type[Exception]:
+    """What wandb raises; imported here, as it takes a second that other loggers need not wait."""
+    from wandb.errors import Error
+
+    return Error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def has_api_key() -> bool:

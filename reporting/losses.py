@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
+
+from reporting.table import GrowingTable
+from training.finite import NotFiniteError
 
 
 class LossRecord(pl.Callback):
-    """Writes ``step,loss`` for every training batch, in digits that give the same float back.
+    """Writes ``step,loss`` for every training batch, in digits that give the same float back; of
+    several devices the mean.
 
     Losses stay on the device until ``trainer.log_every_n_steps`` of them are fetched at once, so
     that the record does not slow the run down; what is fetched is on disk at once, and the rest
-    follows when the run fails or is interrupted.
+    follows when a checkpoint is made and when the run fails or is interrupted. A run that goes on
+    after a checkpoint goes on after its last row.
+
+    Raises:
+        NotFiniteError: while training: a loss is NaN or infinite.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._losses: list[Tensor] = []
-        self._written = 0
+        self._rows = 0
 
-    @rank_zero_only
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rows = state_dict["rows"]
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.path.write_text("step,loss\n")
-        self._losses, self._written = [], 0
+        self._trainer = trainer
+        self._losses = []
+        if trainer.is_global_zero:
+            self._table = GrowingTable(self.path, ("step", "loss"), self._rows)
 
-    @rank_zero_only
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -42,22 +53,31 @@ class LossRecord(pl.Callback):
         if len(self._losses) >= trainer.log_every_n_steps:  # pyright: ignore
             self._flush()
 
-    @rank_zero_only
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
 
-    @rank_zero_only
+    def state_dict(self) -> dict[str, Any]:
+        self._flush()
+        return {"rows": self._rows}
+
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._flush()
+        if trainer.world_size == 1 and not isinstance(exception, NotFiniteError):
+            self._flush()  # other processes, if there are any, do not come here
 
     def _flush(self) -> None:
         if not self._losses:
             return
-        values = torch.stack(self._losses).tolist()
-        self._losses = []
-        with self.path.open("a") as file:
-            for step, value in enumerate(values, start=self._written + 1):
-                file.write(f"{step},{value!r}\n")
-        self._written += len(values)
+        mean: Any = self._trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean")
+        values = mean.tolist()
+        steps = range(self._rows + 1, self._rows + len(values) + 1)
+        self._losses, self._rows = [], steps[-1]
+        if self._trainer.is_global_zero:
+            self._table.extend({"step": s, "loss": v} for s, v in zip(steps, values))
+        for step, value in zip(steps, values):
+            if not math.isfinite(value):
+                raise NotFiniteError(
+                    f"the loss of step {step} is {value}; the same command with debug=find_nan "
+                    "says which layer it began in"
+                )

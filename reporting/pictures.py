@@ -16,6 +16,8 @@ from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
+from reporting.console import tolerated
+
 SHOWN = 8  # images
 
 
@@ -48,11 +50,12 @@ class SegmentationPictures(pl.Callback):
         ]
         grid = torch.cat([column.cpu() for column in columns], dim=2).flatten(0, 1)
         path = Path(trainer.default_root_dir) / "pictures" / f"epoch_{trainer.current_epoch:04}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(grid.numpy()).save(path)
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_image("val/pictures", [str(path)], step=trainer.global_step)
+        with tolerated(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(grid.numpy()).save(path)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    logger.log_image("val/pictures", [str(path)], step=trainer.global_step)
 
 
 def colours() -> Tensor:

@@ -9,8 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from hoconv import doctor
+from reporting import console
 
 THROUGHPUT = ("samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb")
 
@@ -19,7 +21,8 @@ class Results:
     """The contents of a results.json, kept current on disk while the run lasts.
 
     As a context manager it writes the file with ``"status": "running"``, and at the end again with
-    ``"finished"``, ``"interrupted"`` or ``"failed"``; a run that failed says why under ``error``.
+    ``"finished"``, ``"interrupted"`` or ``"failed"``; ``error`` says why a run failed, or after
+    which step SIGTERM stopped it.
     Each write replaces the whole file at once: a reader never sees half of one.
 
     Args:
@@ -58,6 +61,7 @@ class Results:
             self.status = "finished"
         elif isinstance(error, KeyboardInterrupt | SystemExit):
             self.status = "interrupted"
+            self.error = str(error) if isinstance(error, SIGTERMException) else None
         else:
             self.status = "failed"
             self.error = f"{type(error).__name__}: {error}"
@@ -74,10 +78,11 @@ class Results:
             "environment": self.environment,
             "commit": self._commit,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(_without_nan(contents), indent=2) + "\n")
-        os.replace(partial, self.path)
+        with console.tolerated(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(_without_nan(contents), indent=2) + "\n")
+            os.replace(partial, self.path)
 
 
 def _without_nan(value: Any) -> Any:

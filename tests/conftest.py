@@ -81,15 +81,15 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capfd):
-    """Runs train.py in this process, its folder and those of a sweep's jobs in tmp_path."""
+    """Runs train.py in this process, in a folder of its own in tmp_path or in one that is there."""
     import train
 
     count = 0
 
-    def run(*overrides: str) -> Run:
+    def run(*overrides: str, folder: Path | None = None) -> Run:
         nonlocal count
         count += 1
-        folder = tmp_path / f"run{count}"
+        folder = folder or tmp_path / f"run{count}"
         where = (
             f"hydra.run.dir={folder}",
             f"hydra.sweep.dir={folder}",
