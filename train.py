@@ -15,11 +15,10 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
 from hoconv.implementations import ImplementationError, choose
@@ -29,8 +28,11 @@ from models.backbone import WeightsNotFoundError
 from models.build import build
 from models.prediction import predict
 from reporting import console, loggers
-from reporting.losses import LossRecord
 from reporting.results import Results
+from training.checkpoints import continuation, discard
+from training.finite import NotFiniteError
+from training.folder import begin, finished, run_folder
+from training.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parent
 USER_ERRORS = (
@@ -38,6 +40,7 @@ USER_ERRORS = (
     DataNotFoundError,
     ImplementationError,
     MisconfigurationException,
+    NotFiniteError,
     WeightsNotFoundError,
 )
 
@@ -46,10 +49,13 @@ OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path))
 OmegaConf.register_new_resolver(
     "attribute", lambda path, name: OmegaConf.create([getattr(get_class(path), name)])[0]
 )
+OmegaConf.register_new_resolver("run_folder", run_folder)
 # Lightning counts cores; our images are in memory, where more workers are slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 # Lightning calls a function that torch 2.15 is replacing.
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+# A run that goes on finds the checkpoints that it made.
+warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 failed_jobs: list[Path] = []
 
@@ -58,9 +64,11 @@ failed_jobs: list[Path] = []
 def main(config: DictConfig) -> None:
     """One job: everything it makes is in its own folder, results.json whatever happens."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if config.resume == "auto" and finished(run_dir):
+        print(f"{run_dir} is finished")
+        return
     if config.mode == "train":
         console.show_config(config)
-    OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     choices = HydraConfig.get().runtime.choices
     results = Results(
         run_dir / "results.json",
@@ -75,6 +83,7 @@ def main(config: DictConfig) -> None:
                 raise MisconfigurationException(
                     f"mode: expected {' or '.join(MODES)}, got {config.mode!r}"
                 )
+            begin(config, run_dir)
             checkpoint = MODES[config.mode](config, run_dir, results)
     except Exception as error:
         failed_jobs.append(run_dir)
@@ -83,11 +92,12 @@ def main(config: DictConfig) -> None:
             raise
         console.show_problem("Error", str(cause))
         return
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+    except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
-        sys.exit(130)
+        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
     finally:
         wandb_dir = loggers.finish(exit_code=0 if results.status == "finished" else 1)
+    discard(run_dir)
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
     console.show_results(results.metrics, results.throughput, paths)
 
@@ -99,23 +109,10 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
 
     data = instantiate(config.data)  # reads nothing yet
     model = build(config.model, config)
-    logger = instantiate(config.logger) if config.logger else False
+    resumed, logged = continuation(run_dir) if config.resume == "auto" else (None, {})
+    logger = instantiate(config.logger, **logged) if config.logger else False
     throughput = Throughput()
-    name = {"filename": "epoch_{epoch}", "auto_insert_metric_name": False}  # Hydra would read "="
-    checkpoint = ModelCheckpoint(run_dir / "checkpoints", **name, **config.checkpoint)
-    callbacks = [throughput, LossRecord(run_dir / "losses.csv"), console.progress(), checkpoint]
-    trainer = pl.Trainer(
-        **config.trainer,
-        logger=logger,
-        callbacks=callbacks,
-        default_root_dir=run_dir,
-        enable_progress_bar=console.stdout().is_terminal,
-    )
-    if trainer.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise MisconfigurationException(
-            "a sweep (-m) cannot use several devices a job: Lightning would start the sweep again "
-            "in every process; use trainer.devices=1, or one command for each job"
-        )
+    trainer = make_trainer(config, run_dir, logger, throughput)
 
     device = trainer.strategy.root_device.type
     chosen = {name: choose(layer.operator, layer.impl, device) for name, layer in layers(model)}
@@ -125,13 +122,17 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
     try:
         if logger:
             logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
-        trainer.fit(model, datamodule=data)
+        trainer.fit(model, datamodule=data, ckpt_path=resumed)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        trainer.test(model, datamodule=data, ckpt_path="best", verbose=False)
+        # On a full disk there may be none: the weights are those of the last step then.
+        best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
+        trainer.test(
+            model, datamodule=data, ckpt_path=best if best.is_file() else None, verbose=False
+        )
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         results.throughput = throughput.summary()
-    return Path(checkpoint.best_model_path)
+    return best
 
 
 MODES = {"train": train, "predict": predict}

@@ -1,0 +1,374 @@
+"""resume=auto: what a run that was killed, stopped or damaged ends with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from models.classifier import Classifier
+from training.folder import run_folder
+
+ROOT = Path(__file__).parents[1]
+RUN = (
+    "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
+    "trainer.max_epochs=3", "trainer.log_every_n_steps=3", "trainer.val_check_interval=0.5",
+    "step_checkpoints.every_n_steps=4",
+)  # fmt: skip
+
+
+def killed(folder: Path, calls: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Runs train.py in a process of its own, which is killed at so many function calls."""
+    command = [sys.executable, "tests/killed.py", str(calls), *RUN, *overrides]
+    return subprocess.run(
+        [*command, f"hydra.run.dir={folder}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, int]:
+    """A run that nothing happens to, and how many function calls it took."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = killed(folder, 0)
+    assert done.returncode == 0, done.stderr
+    return folder, int(done.stdout.split()[-1])
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that a run leaves which does not depend on the time."""
+    results = json.loads((folder / "results.json").read_text())
+    assert results["status"] == "finished"
+    with (folder / "csv" / "metrics.csv").open() as file:
+        rows = [
+            {name: value for name, value in row.items() if value and "/" in name}
+            | {"step": row["step"]}
+            for row in csv.DictReader(file)
+            if not row.get("time/total")
+        ]
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    return {
+        "losses": (folder / "losses.csv").read_text(),
+        "metrics": results["metrics"],
+        "rows": rows,
+        "weights": torch.load(checkpoint, weights_only=True)["state_dict"],
+    }
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    found, expected = outcome(folder), outcome(whole)
+    weights, other = found.pop("weights"), expected.pop("weights")
+    assert found == expected
+    assert weights.keys() == other.keys()
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path):
+    folder, calls = whole
+    assert killed(tmp_path / "run", round(0.55 * calls), "resume=auto").returncode == -9
+    checkpoints = (tmp_path / "run" / "resume").glob("*.ckpt")
+    assert sorted(path.name for path in checkpoints) == ["step_12.ckpt", "step_16.ckpt"]
+    done = killed(tmp_path / "run", 0, "resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert "Going on after step 16" in done.stdout
+    assert_same(tmp_path / "run", folder)
+    assert not (tmp_path / "run" / "resume").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_may_be_killed_at_any_moment(whole, tmp_path, seed):
+    """And again, while it goes on."""
+    folder, calls = whole
+    generator = random.Random(seed)
+    killed(tmp_path / "run", generator.randrange(1, calls), "resume=auto")
+    killed(tmp_path / "run", generator.randrange(1, calls // 2), "resume=auto")
+    done = killed(tmp_path / "run", 0, "resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "run", folder)
+
+
+# In this process, where the fixture `run` takes the place of a shell.
+
+SHORT = (
+    "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
+    "trainer.max_epochs=2", "trainer.log_every_n_steps=2", "step_checkpoints.every_n_steps=3",
+)  # fmt: skip
+
+
+def at_step(monkeypatch, step: int, action: Callable[[Classifier], Any]) -> None:
+    """Does something in a training step, the first time that it comes."""
+    training_step = Classifier.training_step
+    left = [step]
+
+    def wrapped(self: Classifier, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step + 1 in left:
+            left.clear()
+            action(self)
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", wrapped)
+
+
+def fail(model: Classifier) -> None:
+    raise RuntimeError("power cut")
+
+
+def go_on(run, folder: Path, *overrides: str):
+    return run(*SHORT, "resume=auto", *overrides, folder=folder)
+
+
+@pytest.fixture
+def expected(run) -> Path:
+    return run(*SHORT).folder
+
+
+def test_sigterm_makes_a_checkpoint_first(run, monkeypatch, expected):
+    at_step(monkeypatch, 8, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = run(*SHORT)
+    assert stopped.exit_code == 143
+    assert stopped.results["status"] == "interrupted"
+    assert stopped.results["error"] == "SIGTERM after step 8"
+    assert "Traceback" not in stopped.err
+    assert (stopped.folder / "resume" / "step_8.ckpt").exists()
+    done = go_on(run, stopped.folder)
+    assert "Going on after step 8" in done.out
+    assert_same(stopped.folder, expected)
+
+
+def test_slurm_starts_no_second_way_of_going_on(run, monkeypatch):
+    for name in ("JOB_ID", "NTASKS", "NTASKS_PER_NODE", "NNODES"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    for name in ("PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_JOB_NAME", "training")
+    at_step(monkeypatch, 8, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = run(*SHORT)
+    assert stopped.exit_code == 143
+    assert stopped.results["error"] == "SIGTERM after step 8"
+    assert not list(stopped.folder.glob("hpc_ckpt*"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a byte changed", "empty"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    run, monkeypatch, expected, damage
+):
+    at_step(monkeypatch, 8, fail)
+    failed = run(*SHORT)
+    path = failed.folder / "resume" / "step_6.ckpt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    cut = {"truncated": content[: len(content) // 2], "a byte changed": content, "empty": b""}
+    path.write_bytes(cut[damage])
+    done = go_on(run, failed.folder)
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"Warning: {path} is damaged (")
+    assert "Going on after step 3" in done.out
+    assert_same(failed.folder, expected)
+
+
+def test_a_run_without_a_checkpoint_begins_again(run, monkeypatch, expected):
+    at_step(monkeypatch, 3, fail)
+    failed = run(*SHORT)
+    done = go_on(run, failed.folder)
+    assert "Going on" not in done.out
+    assert_same(failed.folder, expected)
+
+
+def test_gradients_are_accumulated_as_if_nothing_had_happened(run, monkeypatch):
+    accumulate = ("trainer.accumulate_grad_batches=3", "step_checkpoints.every_n_steps=1")
+    whole = run(*SHORT, *accumulate)
+    at_step(monkeypatch, 6, fail)
+    failed = run(*SHORT, *accumulate)
+    go_on(run, failed.folder, *accumulate)
+    assert_same(failed.folder, whole.folder)
+
+
+def test_a_run_that_is_finished_stays_as_it_is(run, expected):
+    before = (expected / "results.json").read_text()
+    done = go_on(run, expected)
+    assert done.exit_code == 0
+    assert "is finished" in done.out
+    assert (expected / "results.json").read_text() == before
+
+
+def test_another_configuration_does_not_go_on(run, monkeypatch):
+    at_step(monkeypatch, 8, fail)
+    failed = run(*SHORT)
+    other = go_on(run, failed.folder, "seed=7")
+    assert other.exit_code == 1
+    (line,) = other.err.splitlines()
+    assert "was begun with another configuration" in line
+
+
+def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
+    def folder(name: str, *overrides: str, status: str = "running", step: int = 5) -> str:
+        path = tmp_path / name
+        (path / ".hydra").mkdir(parents=True)
+        (path / "resume").mkdir()
+        if step:
+            (path / "resume" / f"step_{step}.ckpt").touch()
+        OmegaConf.save(OmegaConf.create(list(overrides)), path / ".hydra" / "overrides.yaml")
+        (path / "results.json").write_text(json.dumps({"status": status}))
+        return str(path)
+
+    def find(resume: str | None, *overrides: str) -> str:
+        hydra = {"overrides": {"task": list(overrides)}}
+        return run_folder(resume, str(tmp_path), "new", _root_=OmegaConf.create({"hydra": hydra}))
+
+    folder("01", "seed=1")
+    wanted = folder("02", "seed=1", "resume=auto")
+    folder("03", "seed=1", status="finished")
+    folder("04", "seed=1", step=0)
+    other = folder("05", "seed=2")
+    assert find("auto", "resume=auto", "seed=1") == wanted
+    assert find("auto", "seed=2") == other
+    assert find("auto", "seed=3") == str(tmp_path / "new")
+    assert find(None, "seed=1") == str(tmp_path / "new")
+
+
+def test_a_full_disk_costs_what_it_has_no_room_for_and_not_the_run(run, monkeypatch, expected):
+    folders: list[Path] = []
+
+    def fill(model: Classifier) -> None:
+        folder = Path(model.trainer.default_root_dir)
+        folders.append(folder)
+        (folder / "resume" / "step_6.ckpt.partial").symlink_to("/dev/full")
+        (folder / "losses.csv").rename(folder / "kept.csv")
+        (folder / "losses.csv").symlink_to("/dev/full")
+
+    def make_room(model: Classifier) -> None:
+        (folders[0] / "kept.csv").rename(folders[0] / "losses.csv")
+
+    at_step(monkeypatch, 4, fill)
+    at_step(monkeypatch, 12, make_room)
+    done = run(*SHORT)
+    assert done.exit_code == 0
+    lines = done.err.splitlines()
+    assert len(lines) == 2
+    for line, name in zip(lines, ("losses.csv", "step_6.ckpt")):
+        assert name in line
+        assert "No space left on device" in line
+    assert_same(done.folder, expected)
+
+
+def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_written(
+    run, monkeypatch
+):
+    def fill(model: Classifier) -> None:
+        (Path(model.trainer.default_root_dir) / "checkpoints").write_text("not a folder")
+
+    at_step(monkeypatch, 1, fill)
+    done = run(*SHORT)
+    assert done.exit_code == 0
+    assert done.results["metrics"]["test/accuracy"] > 0
+    assert "epoch_0.ckpt cannot be written" in done.err
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def wandb_alone(monkeypatch, tmp_path) -> Any:
+    """Weights & Biases without a key, and no folders of anyone's."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return wandb
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_the_same_name_at_weights_and_biases(
+    run, monkeypatch, tmp_path, wandb_alone
+):
+    wandb = ("logger=wandb", f"logger.save_dir={tmp_path}")
+    at_step(monkeypatch, 8, fail)
+    failed = run(*SHORT, *wandb)
+    go_on(run, failed.folder, *wandb)
+    first, second = (path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*"))
+    assert first == second
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_be_reached_costs_no_run(run, monkeypatch, tmp_path, wandb_alone):
+    init = wandb_alone.init
+
+    def unreachable(**arguments: Any) -> Any:
+        if arguments.get("mode") != "offline":
+            raise wandb_alone.errors.CommError("timed out")
+        return init(**arguments)
+
+    monkeypatch.setattr(wandb_alone, "init", unreachable)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    done = run(*SHORT, "logger=wandb", f"logger.save_dir={tmp_path}")
+    assert done.exit_code == 0
+    assert "Weights & Biases cannot be reached (timed out)" in done.err
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+
+
+# NaN
+
+
+def break_layer(model: Classifier) -> None:
+    weight = next(model.get_submodule("network.features.3").parameters())
+    with torch.no_grad():
+        weight.view(-1)[0] = torch.nan
+
+
+def test_a_loss_that_is_nan_stops_the_run_and_says_when(run, monkeypatch):
+    at_step(monkeypatch, 5, break_layer)
+    failed = run(*SHORT)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line == (
+        "Error: the loss of step 5 is nan; the same command with debug=find_nan says which layer "
+        "it began in"
+    )
+    assert failed.results["status"] == "failed"
+    assert failed.losses[-1] == "nan"
+    assert [path.name for path in (failed.folder / "resume").iterdir()] == ["step_3.ckpt"]
+
+
+def test_find_nan_names_the_layer(run, monkeypatch):
+    at_step(monkeypatch, 5, break_layer)
+    failed = run(*SHORT, "debug=find_nan")
+    (line,) = failed.err.splitlines()
+    assert line == (
+        "Error: step 5: the output of network.features.3.0 (Conv2d) is not finite; its inputs "
+        "were finite"
+    )
+
+
+def test_find_nan_names_the_layer_of_a_gradient(run, monkeypatch):
+    def break_gradient(model: Classifier) -> None:
+        def infinite(_: Any, inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda grad: grad * torch.inf)
+
+        model.get_submodule("network.features.3").register_forward_hook(infinite)
+
+    at_step(monkeypatch, 5, break_gradient)
+    failed = run(*SHORT, "debug=find_nan")
+    (line,) = failed.err.splitlines()
+    assert line == (
+        "Error: step 5: the gradient of the input of network.features.4 (MaxPool2d) is not finite"
+    )
+
+
+@pytest.mark.slow
+def test_a_sound_run_passes_debug_nan(run):
+    assert run(*SHORT, "debug=find_nan").exit_code == 0

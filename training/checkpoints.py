@@ -1,0 +1,215 @@
+"""Checkpoints that a killed run goes on from, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from reporting import console
+
+FOLDER = "resume"  # in that of the run
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Checkpoints replace what was there at once, or not at all; and hold nothing but data."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        with console.tolerated(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with partial.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
+    """The weights that are tested and kept, as the arguments of ModelCheckpoint say."""
+    return ModelCheckpoint(
+        run_dir / "checkpoints",
+        filename="epoch_{epoch}",
+        auto_insert_metric_name=False,  # Hydra would read "="
+        enable_version_counter=False,  # a run that goes on overwrites what it had begun
+        **arguments,
+    )
+
+
+class StepCheckpoints(pl.Callback):
+    """A checkpoint every so many steps, and one before the run stops when it is asked to.
+
+    They are made between batches: after all that belongs to a step, its validation and what was
+    logged included, when the next batch is there. With Lightning's state they hold that of the
+    training data, which is a :class:`~datamodules.sampling.TrainingLoader`, of the random number
+    generators of every process, and of the logger.
+
+    Args:
+        run_dir: the folder of the run; they are ``resume/step_<number>.ckpt`` in it.
+        every_n_steps: optimizer steps from one to the next.
+        keep: how many, the newest ones.
+
+    Raises:
+        SIGTERMException: after a checkpoint, where the process received SIGTERM.
+    """
+
+    def __init__(self, run_dir: Path, every_n_steps: int, keep: int) -> None:
+        self.folder = run_dir / FOLDER
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self._restored: dict[str, Any] | None = None
+        self._asked_to_stop = False
+        self._step = 0
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._restored = checkpoint["resume"]
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        loader: Any = trainer.train_dataloader
+        checkpoint["resume"] = {
+            "loader": loader.state_dict(),
+            "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "logger": getattr(trainer.logger, "continuation", {}),
+            "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+        if self._restored is not None:
+            # Lightning does so where a model does not ask for the number of steps as it is set up.
+            loader: Any = trainer.train_dataloader
+            loader.load_state_dict(self._restored["loader"])
+        if threading.current_thread() is threading.main_thread():
+            # Lightning's own handler, which stops where a checkpoint would not be exact, comes
+            # back when the fit ends.
+            signal.signal(signal.SIGTERM, self._stop)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._restored is not None:
+            # Lightning counts the last step again in some places where a run may have stopped.
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self._restored["logged_step"]
+            _set_random_state(
+                self._restored["random"][trainer.global_rank], trainer.strategy.root_device
+            )
+            self._restored = None
+        if trainer.global_step == self._step:
+            return  # gradients that are being accumulated are in no checkpoint
+        self._step = trainer.global_step
+        stop = self._must_stop(trainer)
+        if stop or self._step % self.every_n_steps == 0:
+            self._save(trainer)
+        if stop:
+            raise SIGTERMException(f"SIGTERM after step {self._step}")
+
+    def _stop(self, *_: Any) -> None:
+        self._asked_to_stop = True
+
+    def _must_stop(self, trainer: pl.Trainer) -> bool:
+        """Whether any process was asked to; several agree on it at intervals, which costs time."""
+        if trainer.world_size > 1 and self._step % trainer.log_every_n_steps:  # pyright: ignore
+            return False
+        return trainer.strategy.reduce_boolean_decision(self._asked_to_stop, all=False)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.folder / f"step_{self._step}.ckpt")
+        if trainer.is_global_zero:
+            for _, old in saved(self.folder.parent)[: -self.keep]:
+                with console.tolerated(old):
+                    old.unlink(missing_ok=True)
+
+
+def saved(run_dir: Path) -> list[tuple[int, Path]]:
+    """The steps after which there are checkpoints, and where; the newest last."""
+    paths = (run_dir / FOLDER).glob("step_*.ckpt")
+    return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
+
+
+def continuation(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint that can be read, and the arguments with which the logger goes on.
+
+    Names the checkpoints that cannot be read; None and nothing where there is no other.
+    """
+    for step, path in reversed(saved(run_dir)):
+        try:
+            with zipfile.ZipFile(path) as file:
+                if bad := file.testzip():  # torch.load does not look at checksums
+                    raise zipfile.BadZipFile(f"wrong checksum of {bad}")
+            contents = torch.load(path, map_location="cpu", weights_only=True)
+        except (EOFError, OSError, RuntimeError, UnpicklingError, zipfile.BadZipFile) as error:
+            reason = " ".join(str(error).split())
+            console.warn(f"{path} is damaged ({reason}); the checkpoint before it is used")
+            continue
+        console.stdout().print(f"Going on after step {step} of {run_dir}", soft_wrap=True)
+        return path, contents["resume"]["logger"]
+    return None, {}
+
+
+@rank_zero_only
+def discard(run_dir: Path) -> None:
+    """Deletes what a run that finished will not go on from."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def plugins() -> list[Any]:
+    """Of the trainer: whole checkpoints, and no second way of going on in SLURM, which starts a
+    job with --requeue again by itself."""
+    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    return [WholeFiles(), *slurm]
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    random.setstate(state["python"])
+
+
+def _of_all_processes(value: Any) -> list[Any]:
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

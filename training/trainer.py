@@ -1,0 +1,49 @@
+"""The Trainer of a run, with all that watches over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from hoconv.lightning import Throughput
+from reporting import console
+from reporting.losses import LossRecord
+from training.checkpoints import StepCheckpoints, epoch_checkpoints, plugins
+from training.finite import FiniteLayers
+
+
+def make_trainer(
+    config: DictConfig, run_dir: Path, logger: Any, throughput: Throughput
+) -> pl.Trainer:
+    """As `config` says: its ``trainer``, ``checkpoint``, ``step_checkpoints`` and ``find_nan``.
+
+    Raises:
+        MisconfigurationException: the hardware is not there, or a sweep would start itself again.
+    """
+    trainer = pl.Trainer(
+        **config.trainer,
+        logger=logger,
+        callbacks=[
+            throughput,
+            LossRecord(run_dir / "losses.csv"),
+            console.progress(),
+            epoch_checkpoints(run_dir, **config.checkpoint),
+            StepCheckpoints(run_dir, **config.step_checkpoints),
+            *([FiniteLayers()] if config.find_nan else []),
+        ],
+        plugins=plugins(),
+        default_root_dir=run_dir,
+        enable_progress_bar=console.stdout().is_terminal,
+    )
+    if trainer.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise MisconfigurationException(
+            "a sweep (-m) cannot use several devices a job: Lightning would start the sweep again "
+            "in every process; use trainer.devices=1, or one command for each job"
+        )
+    return trainer
