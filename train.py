@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.types import RunMode
+from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -31,7 +33,8 @@ from reporting import console, loggers
 from reporting.results import Results
 from training.checkpoints import continuation, discard
 from training.finite import NotFiniteError
-from training.folder import begin, finished, run_folder
+from training.folder import begin, finished
+from training.resolvers import register
 from training.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parent
@@ -44,29 +47,25 @@ USER_ERRORS = (
     WeightsNotFoundError,
 )
 
-# ${project:x} is a path in the project; ${attribute:module.Class,x} is what a class declares.
-OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path))
-OmegaConf.register_new_resolver(
-    "attribute", lambda path, name: OmegaConf.create([getattr(get_class(path), name)])[0]
-)
-OmegaConf.register_new_resolver("run_folder", run_folder)
+register()
 # Lightning counts cores; our images are in memory, where more workers are slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 # Lightning calls a function that torch 2.15 is replacing.
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-# A run that goes on finds the checkpoints that it made.
-warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 failed_jobs: list[Path] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
-def main(config: DictConfig) -> None:
-    """One job: everything it makes is in its own folder, results.json whatever happens."""
+def main(config: DictConfig) -> float | None:
+    """One job: everything it makes is in its own folder, results.json whatever happens.
+
+    Returns the metric that `config.objective` names, for a sweep that searches.
+    """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if config.resume == "auto" and finished(run_dir):
         print(f"{run_dir} is finished")
-        return
+        return None
     if config.mode == "train":
         console.show_config(config)
     choices = HydraConfig.get().runtime.choices
@@ -76,6 +75,7 @@ def main(config: DictConfig) -> None:
         model=choices["model"],
         data=choices["data"],
         seed=config.seed,
+        overrides=list(HydraConfig.get().overrides.task),
     )
     try:
         with results:
@@ -89,20 +89,25 @@ def main(config: DictConfig) -> None:
         failed_jobs.append(run_dir)
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         if not isinstance(cause, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
+            if HydraConfig.get().mode == RunMode.RUN:
+                raise
+            traceback.print_exc()  # Hydra would leave the table of the other jobs out
         console.show_problem("Error", str(cause))
-        return
+        return None
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
         sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
     finally:
-        wandb_dir = loggers.finish(exit_code=0 if results.status == "finished" else 1)
+        wandb_dir = loggers.finish(
+            exit_code=0 if results.status == "finished" else 1, summary=results.summary()
+        )
     discard(run_dir)
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
     console.show_results(results.metrics, results.throughput, paths)
+    return results.metrics.get(config.objective)
 
 
-def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
+def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     """Fits, tests and fills in `results`; returns the path of the checkpoint."""
     pl.seed_everything(config.seed, workers=True, verbose=False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
@@ -135,8 +140,10 @@ def train(config: DictConfig, run_dir: Path, results: Results) -> Path:
     return best
 
 
-MODES = {"train": train, "predict": predict}
+MODES = {"train": fit_and_test, "predict": predict}
 
 if __name__ == "__main__":
-    main()
-    sys.exit(1 if failed_jobs else 0)
+    import train  # by this name other processes find it, to which a sweep sends jobs
+
+    train.main()
+    sys.exit(1 if train.failed_jobs else 0)

@@ -136,8 +136,12 @@ def has_api_key() -> bool:
         return False
 
 
-def finish(exit_code: int) -> Path | None:
+def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
     """Ends the W&B run of this process, if there is one, so that the next job gets its own.
+
+    Args:
+        exit_code: 0 where it finished.
+        summary: what W&B shows of it in tables, beside what was logged last.
 
     Returns the folder of the run.
     """
@@ -145,5 +149,6 @@ def finish(exit_code: int) -> Path | None:
     if wandb is None or wandb.run is None:
         return None
     folder = Path(wandb.run.dir).parent
+    wandb.run.summary.update(summary)
     wandb.finish(exit_code=exit_code)
     return folder

@@ -28,6 +28,7 @@ class Results:
     Args:
         path: of the file.
         impl, model, data, seed: what was asked for.
+        overrides: how, on the command line or by a sweep.
 
     Attributes:
         metrics: name -> value, to be filled in.
@@ -37,7 +38,9 @@ class Results:
         environment: versions, hardware, and under ``implementations`` what each layer used.
     """
 
-    def __init__(self, path: Path, *, impl: str, model: str, data: str, seed: int) -> None:
+    def __init__(
+        self, path: Path, *, impl: str, model: str, data: str, seed: int, overrides: list[str]
+    ) -> None:
         self.path = path
         self.status = "running"
         self.error: str | None = None
@@ -45,7 +48,12 @@ class Results:
         self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
         self.environment = doctor.environment()
         self.identity = {"impl": impl, "model": model, "data": data, "seed": seed}
+        self._overrides = overrides
         self._commit = self.environment.pop("commit")
+
+    def summary(self) -> dict[str, float | None]:
+        """Metrics and throughput under the names by which they are logged."""
+        return self.metrics | {f"throughput/{name}": v for name, v in self.throughput.items()}
 
     def __enter__(self) -> Results:
         self.write()
@@ -71,6 +79,7 @@ class Results:
     def write(self) -> None:
         contents: dict[str, Any] = {
             **self.identity,
+            "overrides": self._overrides,
             "status": self.status,
             **({"error": self.error} if self.error else {}),
             "metrics": self.metrics,

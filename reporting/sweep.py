@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +13,54 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from reporting import console
+from reporting.runs import Run, read, varied
 
 METRIC = "test/accuracy"
-CURVE_POINTS = 100  # of a loss curve: each the mean of as many steps as it takes
 
 
 class SweepTable(Callback):
-    """A hook of Hydra: at the end of a sweep, a row for each job with what was varied."""
+    """A hook of Hydra: at the end of a sweep, a row for each job with what was varied.
+
+    The process exits with 1 where a job did not finish.
+    """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        jobs = [_job(path.parent) for path in folder.glob("*/results.json")]
-        jobs.sort(key=lambda job: job["number"])
+        jobs = {_number(path.parent): read(path.parent) for path in folder.glob("*/results.json")}
+        jobs = dict(sorted(jobs.items()))
         if not jobs:
             return
-        names = dict.fromkeys(name for job in jobs for name in job["overrides"])
-        varied = [
-            name for name in names if len({str(job["overrides"].get(name)) for job in jobs}) > 1
-        ]
-        table = Table(*varied, "status", title="Sweep")
+        rows = [_row(number, job) for number, job in jobs.items()]
+        names = varied([row["overrides"] for row in rows])
+        table = Table(*names, "status", title="Sweep")
         for column in (METRIC, "samples/s"):
             table.add_column(column, justify="right")
-        for job in jobs:
-            values = [str(job["overrides"].get(name, "")) for name in varied]
-            table.add_row(*values, job["status"], *map(_shown, (job[METRIC], job["samples/s"])))
+        for row in rows:
+            values = [str(row["overrides"].get(name, "")) for name in names]
+            table.add_row(*values, row["status"], *map(_shown, (row[METRIC], row["samples/s"])))
         console.stdout().print(table)
-        rows = [{name: job[name] for name in job if name != "losses"} for job in jobs]
         (folder / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
-        _draw(jobs, varied, folder / "sweep.png")
+        _draw(list(jobs.values()), names, rows, folder / "sweep.png")
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
+        missed = [row for row in rows if row["status"] != "finished"]
+        for row in missed:
+            console.show_problem(f"Job {row['number']}", row["error"] or row["status"])
+        if missed:
+            sys.exit(1)
 
 
-def _job(folder: Path) -> dict[str, Any]:
-    results = json.loads((folder / "results.json").read_text())
-    hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-    overrides = dict(text.split("=", 1) for text in hydra.overrides.task if "=" in text)
-    losses = []
-    if (folder / "losses.csv").exists():
-        with (folder / "losses.csv").open() as file:
-            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+def _number(folder: Path) -> int:
+    return OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.job.num
+
+
+def _row(number: int, job: Run) -> dict[str, Any]:
     return {
-        "number": hydra.job.num,
-        "overrides": overrides,
-        "status": results["status"],
-        METRIC: results["metrics"].get(METRIC),
-        "samples/s": results["throughput"]["samples_per_sec"],
-        "losses": losses,
+        "number": number,
+        "overrides": dict(t.split("=", 1) for t in job.results["overrides"] if "=" in t),
+        "status": job.results["status"],
+        "error": job.results.get("error"),
+        METRIC: job.results["metrics"].get(METRIC),
+        "samples/s": job.results["throughput"]["samples_per_sec"],
     }
 
 
@@ -66,16 +68,12 @@ def _shown(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value or "")
 
 
-def _draw(jobs: list[dict[str, Any]], varied: list[str], path: Path) -> None:
+def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
-    for job in jobs:
-        losses = job["losses"]
-        step = max(1, len(losses) // CURVE_POINTS)
-        groups = [losses[i : i + step] for i in range(0, len(losses), step)]
-        label = " ".join(str(job["overrides"].get(name, "")) for name in varied)
-        panel.plot([step * i for i in range(len(groups))], [sum(g) / len(g) for g in groups],
-                   label=label)  # fmt: skip
+    for job, row in zip(jobs, rows, strict=True):
+        label = " ".join(str(row["overrides"].get(name, "")) for name in names)
+        panel.plot(*job.curve(), label=label)
     panel.set(xlabel="step", ylabel="training loss", yscale="log")
     panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)

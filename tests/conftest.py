@@ -108,3 +108,13 @@ def run(monkeypatch, tmp_path, capfd):
     interrupt = signal.getsignal(signal.SIGINT)
     yield run
     signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after an interrupt
+
+
+@pytest.fixture
+def wandb_alone(monkeypatch, tmp_path) -> Any:
+    """Weights & Biases without a key, and no folders of anyone's."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return wandb

@@ -282,16 +282,6 @@ def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_wr
 # Weights & Biases
 
 
-@pytest.fixture
-def wandb_alone(monkeypatch, tmp_path) -> Any:
-    """Weights & Biases without a key, and no folders of anyone's."""
-    wandb = pytest.importorskip("wandb")
-    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return wandb
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_under_the_same_name_at_weights_and_biases(
     run, monkeypatch, tmp_path, wandb_alone

@@ -27,7 +27,8 @@ def test_a_run_leaves_results_losses_configuration_and_checkpoint(run):
     assert done.exit_code == 0
     results = done.results
     assert list(results) == [
-        "impl", "model", "data", "seed", "status", "metrics", "throughput", "environment", "commit",
+        "impl", "model", "data", "seed", "overrides", "status", "metrics", "throughput",
+        "environment", "commit",
     ]  # fmt: skip
     assert (results["impl"], results["model"], results["data"]) == ("reference", "cnn", "digits")
     assert (results["seed"], results["status"]) == (7, "finished")
@@ -155,25 +156,6 @@ def test_an_interrupted_run_says_so_and_keeps_what_there_is(run, monkeypatch):
     assert "Traceback" not in interrupted.err
 
 
-def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
-    def refuse_cpp(operator, impl, device_type):
-        if impl == "cpp":
-            raise ImplementationError("no compiler")
-        return choose(operator, impl, device_type)
-
-    choose = train.choose
-    monkeypatch.setattr(train, "choose", refuse_cpp)
-    sweep = run("-m", "debug=fast", "trainer=cpu", "impl=cpp,reference", "seed=1,2")
-    assert sweep.exit_code == 1
-    jobs = [json.loads((sweep.folder / str(i) / "results.json").read_text()) for i in range(4)]
-    assert [(job["impl"], job["seed"], job["status"]) for job in jobs] == [
-        ("cpp", 1, "failed"),
-        ("cpp", 2, "failed"),
-        ("reference", 1, "finished"),
-        ("reference", 2, "finished"),
-    ]
-
-
 @pytest.mark.parametrize("logger", ["csv", "none"])
 def test_other_loggers_need_no_wandb(run, monkeypatch, logger):
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -191,32 +173,6 @@ def test_wandb_that_is_not_installed_is_one_line_with_the_fix(run, monkeypatch):
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()
     assert "pip install wandb" in line
-
-
-@pytest.mark.slow
-def test_wandb_makes_an_offline_run_of_each_job_where_there_is_no_key(run, monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
-    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    training_step = Classifier.training_step
-
-    def fail_second_job(self, batch, batch_idx):
-        if torch.initial_seed() == 2:
-            raise RuntimeError("second job")
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(Classifier, "training_step", fail_second_job)
-    sweep = run("-m", *SHORT, "logger=wandb", f"logger.save_dir={tmp_path}", "seed=1,2,3")
-    runs = sorted(tmp_path.glob("wandb/offline-run-*"))
-    assert len(runs) == 3
-    for folder in runs:
-        (record,) = folder.glob("run-*.wandb")
-        content = record.read_bytes()
-        for expected in (b"digits_cnn", b"reference", b"learning_rate"):
-            assert expected in content
-    assert "second job" in sweep.err
-    assert sweep.exit_code == 1
 
 
 @pytest.mark.parametrize("experiment", sorted(p.stem for p in CONF.glob("experiment/*.yaml")))
@@ -243,25 +199,6 @@ def test_mnist_learns_within_a_hundred_steps(run):
     )  # fmt: skip
     assert done.results["data"] == "mnist"
     assert done.results["metrics"]["test/accuracy"] >= 0.9
-
-
-def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
-    sweep = run(
-        "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.width=2", "seed=1",
-        "model.multiplier=exact,mbm10", "model.gradient=approx,ste",
-    )  # fmt: skip
-    assert sweep.exit_code == 0
-    table = sweep.out[sweep.out.rindex("Sweep") :]
-    for expected in ("model.multiplier", "model.gradient", "mbm10", "test/accuracy", "samples/s"):
-        assert expected in table
-    assert "seed" not in table
-    rows = json.loads((sweep.folder / "sweep.json").read_text())
-    assert [row["overrides"]["model.multiplier"] for row in rows] == ["exact"] * 2 + ["mbm10"] * 2
-    assert [row["overrides"]["model.gradient"] for row in rows] == ["approx", "ste"] * 2
-    for i, row in enumerate(rows):
-        results = json.loads((sweep.folder / str(i) / "results.json").read_text())
-        assert row["test/accuracy"] == results["metrics"]["test/accuracy"]
-    assert (sweep.folder / "sweep.png").stat().st_size > 0
 
 
 @pytest.mark.slow

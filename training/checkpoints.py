@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import threading
+import warnings
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,6 +25,8 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from reporting import console
 
 FOLDER = "resume"  # in that of the run
+# A run that goes on finds the checkpoints that it made.
+warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 
 class WholeFiles(TorchCheckpointIO):

@@ -1,0 +1,62 @@
+"""Runs that are over, read from their folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CURVE_POINTS = 100  # of a loss curve: each the mean of as many steps as it takes
+NO_SETTING = ("seed", "resume", "logger")  # what makes no difference to what is compared
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left: the contents of its results.json, and the loss of every step."""
+
+    folder: Path
+    results: dict[str, Any]
+    losses: list[float]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What was asked for by name, and what it is made of."""
+        overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
+        named = {name: self.results[name] for name in ("data", "model", "impl")}
+        return {k: v for k, v in (overrides | named).items() if k not in NO_SETTING}
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Steps and losses, few enough to draw."""
+        size = max(1, len(self.losses) // CURVE_POINTS)
+        groups = [self.losses[i : i + size] for i in range(0, len(self.losses), size)]
+        return [size * i + 1 for i in range(len(groups))], [statistics.fmean(g) for g in groups]
+
+
+def read(folder: Path) -> Run:
+    """The run in a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    results = json.loads((folder / "results.json").read_text())
+    losses = []
+    if (folder / "losses.csv").exists():
+        with (folder / "losses.csv").open() as file:
+            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    return Run(folder, {"overrides": []} | results, losses)
+
+
+def find(folders: Iterable[Path]) -> list[Run]:
+    """The runs in folders and in the folders in them, by path."""
+    paths = {path.parent for folder in folders for path in folder.rglob("results.json")}
+    return [read(path) for path in sorted(paths)]
+
+
+def varied(settings: Sequence[dict[str, str]]) -> list[str]:
+    """The names of what is not the same in all."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    return [name for name in names if len({str(each.get(name)) for each in settings}) > 1]

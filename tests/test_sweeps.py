@@ -1,0 +1,127 @@
+"""python train.py -m, and the sweeps of conf/sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from hoconv.implementations import ImplementationError
+from models.classifier import Classifier
+
+ROOT = Path(train.__file__).parent
+SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
+
+
+def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
+    def refuse_cpp(operator, impl, device_type):
+        if impl == "cpp":
+            raise ImplementationError("no compiler")
+        return choose(operator, impl, device_type)
+
+    choose = train.choose
+    monkeypatch.setattr(train, "choose", refuse_cpp)
+    sweep = run("-m", "debug=fast", "trainer=cpu", "impl=cpp,reference", "seed=1,2")
+    assert sweep.exit_code == 1
+    jobs = [json.loads((sweep.folder / str(i) / "results.json").read_text()) for i in range(4)]
+    assert [(job["impl"], job["seed"], job["status"]) for job in jobs] == [
+        ("cpp", 1, "failed"),
+        ("cpp", 2, "failed"),
+        ("reference", 1, "finished"),
+        ("reference", 2, "finished"),
+    ]
+
+
+def fail_one(monkeypatch) -> None:
+    """The job with seed 2 and the lower learning rate."""
+    training_step = Classifier.training_step
+
+    def fail(self: Classifier, batch: Any, batch_idx: int) -> Any:
+        if torch.initial_seed() == 2 and self.learning_rate == 0.01:
+            raise RuntimeError("this one")
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", fail)
+
+
+NINE = ("model.learning_rate=0.01,0.02,0.03", "seed=1,2,3")
+
+
+@pytest.mark.slow
+def test_of_nine_jobs_eight_finish_and_one_says_why_not(run, monkeypatch, wandb_alone, tmp_path):
+    fail_one(monkeypatch)
+    sweep = run("-m", *SHORT, *NINE, "logger=wandb", f"logger.save_dir={tmp_path}")
+    assert sweep.exit_code == 1
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["finished", "failed"] + 7 * ["finished"]
+    assert rows[1]["error"] == "RuntimeError: this one"
+    assert all(row["test/accuracy"] > 0 for row in rows if row["status"] == "finished")
+    assert "Job 1: RuntimeError: this one" in sweep.err
+    runs = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 9
+    for folder in runs:
+        (record,) = folder.glob("run-*.wandb")
+        content = record.read_bytes()
+        for expected in (b"digits_cnn", b"reference", b"learning_rate", b"train", b"throughput/"):
+            assert expected in content
+
+
+def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
+    sweep = run(
+        "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.width=2", "seed=1",
+        "model.multiplier=exact,mbm10", "model.gradient=approx,ste",
+    )  # fmt: skip
+    assert sweep.exit_code == 0
+    table = sweep.out[sweep.out.rindex("Sweep") :]
+    for expected in ("model.multiplier", "model.gradient", "mbm10", "test/accuracy", "samples/s"):
+        assert expected in table
+    assert "seed" not in table
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["overrides"]["model.multiplier"] for row in rows] == ["exact"] * 2 + ["mbm10"] * 2
+    assert [row["overrides"]["model.gradient"] for row in rows] == ["approx", "ste"] * 2
+    for i, row in enumerate(rows):
+        results = json.loads((sweep.folder / str(i) / "results.json").read_text())
+        assert row["test/accuracy"] == results["metrics"]["test/accuracy"]
+    assert (sweep.folder / "sweep.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("conf/sweep/*.yaml")), ids=lambda path: path.stem)
+def test_every_sweep_composes(monkeypatch, capfd, path):
+    experiment = {"multiplier": "mnist_mbm", "cell": "mnist_lstm"}.get(path.stem, "digits_cnn")
+    if path.stem == "search":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs hoconv[sweep]")
+    arguments = ["train.py", f"experiment={experiment}", f"sweep={path.stem}", "--cfg", "hydra"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    train.main()
+    assert "params:" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "overrides"),
+    [
+        ("hydra_joblib_launcher", ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")),
+        ("hydra_submitit_launcher", ("hydra/launcher=submitit_local",)),
+        ("hydra_optuna_sweeper", ("sweep=search", "hydra.sweeper.n_trials=2")),
+    ],
+)
+def test_jobs_may_run_elsewhere_and_be_chosen_by_a_search(tmp_path, plugin, overrides):
+    pytest.importorskip(f"hydra_plugins.{plugin}", reason="needs hoconv[sweep]")
+    varied = () if "sweep=search" in overrides else ("-m", "seed=1,2")
+    command = [sys.executable, "train.py", *varied, *SHORT, *overrides]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert rows[0]["overrides"] != rows[1]["overrides"]
