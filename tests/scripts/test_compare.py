@@ -1,0 +1,122 @@
+"""scripts/compare.py: what it says of runs, and that the committed comparison comes from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from PIL import Image
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a run."""
+
+    def write(
+        impl: str, seed: int, step_ms: float | None = 10.0, accuracy: float = 0.9, **other: Any
+    ):
+        folder = tmp_path / "runs" / f"{len(list(tmp_path.glob('runs/*')))}"
+        folder.mkdir(parents=True)
+        throughput = {"step_ms": step_ms, "samples_per_sec": 1.0, "peak_memory_mb": 5.0}
+        results = {
+            "impl": impl, "model": "cnn", "data": "digits", "seed": seed,
+            "overrides": [f"impl={impl}", f"seed={seed}"], "status": "finished",
+            "metrics": {"train/loss": 0.5, "test/accuracy": accuracy}, "throughput": throughput,
+            "environment": {"cpu": "a CPU"}, "commit": "abc",
+        } | other  # fmt: skip
+        (folder / "results.json").write_text(json.dumps(results))
+        (folder / "losses.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def compare(script, tmp_path):
+    def compare(*arguments: str) -> dict[str, Any]:
+        out = tmp_path / "out"
+        command = [str(tmp_path / "runs"), "--out", str(out), *arguments]
+        assert script("compare").main(command) == 0
+        assert (out / "compare.png").stat().st_size > 0
+        return json.loads((out / "compare.json").read_text()) | {
+            "table": (out / "compare.md").read_text()
+        }
+
+    return compare
+
+
+def test_runs_with_the_same_seed_are_compared(write, compare):
+    for seed, (slow, fast) in enumerate([(10.0, 5.0), (20.0, 5.0), (30.0, 5.0)]):
+        write("cpp", seed, fast, accuracy=0.8)
+        write("reference", seed, slow, accuracy=0.9)
+    found = compare()
+    assert found["baseline"] == "reference"
+    cpp, reference = found["groups"]
+    assert (cpp["label"], cpp["seeds"]) == ("cpp", [0, 1, 2])
+    # Of 2, 4 and 6: mean 4, deviation 2; Student's t for two degrees of freedom is 4.303.
+    assert cpp["speedup"]["mean"] == pytest.approx(4)
+    assert cpp["speedup"]["ci95"] == pytest.approx(4.303 * 2 / math.sqrt(3), rel=1e-3)
+    assert reference["speedup"] == {"mean": 1.0, "ci95": 0.0}
+    assert cpp["differences"]["test/accuracy"]["mean"] == pytest.approx(-0.1)
+    assert "train/loss" not in cpp["metrics"]
+    assert "| cpp | 3 | 5 ± 0 | 4.00 ± 4.97 |" in found["table"]
+
+
+def test_one_seed_has_no_interval_and_a_short_run_no_speed(write, compare):
+    write("reference", 0, None)
+    write("cpp", 0, 5.0)
+    found = compare("--baseline", "cpp")
+    reference, cpp = found["groups"]
+    assert reference["step_ms"] == reference["speedup"] == {"mean": None, "ci95": None}
+    assert cpp["step_ms"] == {"mean": 5.0, "ci95": None}
+
+
+def test_what_is_varied_tells_groups_apart_and_runs_that_failed_are_counted(write, compare):
+    for rate in ("0.1", "0.2"):
+        overrides = [f"model.learning_rate={rate}", "seed=0"]
+        write("cpp", 0, overrides=overrides)
+        write("cpp", 1, overrides=overrides, status="failed" if rate == "0.2" else "finished")
+    found = compare()
+    assert [each["label"] for each in found["groups"]] == ["0.1", "0.2"]
+    assert found["groups"][1]["settings"] == {"model.learning_rate": "0.2"}
+    assert found["groups"][1]["seeds"] == [0]
+    assert "1, 1 unfinished" in found["table"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "arguments", "message"),
+    [
+        ((), (), "no results.json"),
+        ((0, 0), (), "with the same seed"),
+        ((0,), ("--baseline", "cuda"), "expected one of ['cpp'], got 'cuda'"),
+        ((0,), ("--wandb",), "there is no API key"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    script, write, tmp_path, capsys, monkeypatch, seeds, arguments, message
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    for seed in seeds:
+        write("cpp", seed)
+    assert script("compare").main([str(tmp_path), "--out", str(tmp_path), *arguments]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_the_committed_comparison_comes_from_the_committed_runs(script, tmp_path):
+    command = [str(RESULTS / "digits"), "--name", "digits", "--out", str(tmp_path)]
+    assert script("compare").main(command) == 0
+    assert (tmp_path / "digits.md").read_text() == (RESULTS / "digits.md").read_text()
+    with Image.open(tmp_path / "digits.png") as drawn, Image.open(RESULTS / "digits.png") as kept:
+        software = f"Matplotlib version{matplotlib.__version__}"
+        if not kept.info["Software"].startswith(software):
+            pytest.skip(f"digits.png was drawn by {kept.info['Software']}")
+        assert drawn.tobytes() == kept.tobytes()
