@@ -55,7 +55,9 @@ class Classifier(pl.LightningModule):
         inputs, labels = batch
         logits = self(inputs)
         accuracy(logits, labels)
-        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=len(labels))
+        self.log(
+            f"{stage}/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels)
+        )
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:

@@ -104,7 +104,7 @@ class Segmenter(pl.LightningModule):
         predicted = logits.argmax(1)
         metrics(predicted, labels)
         loss = pixel_cross_entropy(logits, labels)
-        self.log(f"{stage}/loss", loss, batch_size=len(labels))
+        self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(labels))
         self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
         return predicted
 

@@ -118,6 +118,7 @@ class _ProgressBar(RichProgressBar):
 
 
 class _EpochLines(pl.Callback):
+    @rank_zero_only
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = (f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items())
         print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}", *metrics, flush=True)

@@ -102,7 +102,7 @@ class StepCheckpoints(pl.Callback):
         checkpoint["resume"] = {
             "loader": loader.state_dict(),
             "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
-            "logger": getattr(trainer.logger, "continuation", {}),
+            "logger": getattr(trainer.logger, "continuation", {}) if trainer.is_global_zero else {},
             "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
         }
 

@@ -1,0 +1,118 @@
+"""Training in several processes, on a CPU with gloo: what it computes, and what it leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+# Without batch normalisation, whose statistics are those of one process.
+RUN = (
+    "experiment=mnist_lstm", "data=digits", "trainer.accelerator=cpu", "impl=reference",
+    "logger=csv", "trainer.max_epochs=2", "trainer.log_every_n_steps=2",
+    "trainer.limit_train_batches=9",
+)  # fmt: skip
+TWO = ("trainer=ddp", "trainer.devices=2", "data.batch_size=64")
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def train(folder: Path, *overrides: str, by: tuple[str, ...] = (sys.executable,)) -> str:
+    process = start(*by, "train.py", *RUN, *overrides, f"hydra.run.dir={folder}")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "losses.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """One process with batches as large as those of two together."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train(folder, "trainer=default", "data.batch_size=128")
+    return folder
+
+
+def assert_same(folder: Path, alone: Path) -> None:
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-4)
+    results, expected = (json.loads((f / "results.json").read_text()) for f in (folder, alone))
+    assert results["status"] == "finished"
+    for stage in ("val", "test"):
+        for name in ("loss", "accuracy"):
+            value = expected["metrics"][f"{stage}/{name}"]
+            assert results["metrics"][f"{stage}/{name}"] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(alone, tmp_path):
+    out = train(tmp_path / "run", *TWO)
+    assert_same(tmp_path / "run", alone)
+    assert out.count("epoch 1/2") == out.count("Implementations") == 1
+    with (tmp_path / "run" / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert None not in rows[-1]
+    (both,) = (row for row in rows if row["step"] == "18" and row["throughput/samples_per_sec"])
+    one = float(both["throughput/device/samples_per_sec"])
+    assert float(both["throughput/samples_per_sec"]) == pytest.approx(2 * one)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes_as_well(alone, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    train(tmp_path / "run", *TWO, by=(*torchrun, "--master-port=29511"))
+    assert_same(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_after_the_same_step_and_go_on(alone, tmp_path):
+    folder = tmp_path / "run"
+    process = start(
+        sys.executable, "train.py", *RUN, *TWO, f"hydra.run.dir={folder}",
+        "step_checkpoints.every_n_steps=4",
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("epoch 1/2"):
+            process.send_signal(signal.SIGTERM)
+            break
+    _, err = process.communicate()
+    assert process.returncode == 143, err
+    results = json.loads((folder / "results.json").read_text())
+    assert results["status"] == "interrupted"
+    assert results["error"].startswith("SIGTERM after step 1")
+    out = train(folder, *TWO, "step_checkpoints.every_n_steps=4", "resume=auto")
+    assert "Going on after step" in out
+    assert_same(folder, alone)
+
+
+def test_a_sweep_of_several_devices_is_one_line_that_says_what_to_do(run):
+    failed = run("-m", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "seed=1,2")
+    assert failed.exit_code == 1
+    assert "use trainer.devices=1" in failed.err.splitlines()[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_gpus_train_as_one_does(tmp_path, strategy):
+    gpus = ("trainer.accelerator=gpu", "trainer.devices=2", "data.batch_size=64")
+    train(tmp_path / "two", f"trainer={strategy}", *gpus)
+    train(tmp_path / "one", "trainer=gpu", "trainer.accelerator=gpu", "data.batch_size=128")
+    assert_same(tmp_path / "two", tmp_path / "one")
