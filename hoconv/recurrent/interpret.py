@@ -43,9 +43,9 @@ def interpret(
     """
     values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
-    for op in flat(program.before):
-        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
     like = next(iter(states.values()))
+    for op in flat(program.before):
+        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs], like.device)
     initial = [
         (
             states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
@@ -57,7 +57,7 @@ def interpret(
     last = dict(zip(program.states, final, strict=True))
     values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
     for op in flat(program.after):
-        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs])
+        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs], like.device)
     results = {name: values[value] for name, value in program.results}
     return results, {s.name: state for s, state in last.items() if s.total is None}
 
@@ -70,7 +70,7 @@ def steps(program: Program, values: Tensors) -> int:
 def _steps(
     program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
 ) -> tuple[Tensors, list[Tensor]]:
-    T, B = steps(program, values), initial[0].shape[0]
+    T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
     now = initial
     for t in reversed(range(T)) if program.reverse else range(T):
@@ -88,7 +88,7 @@ def _steps(
                 probability, site, size = op.attrs
                 local[op.result] = random.keep(probability, int(site), int(size), B, t, seed)
             else:
-                local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], B)
+                local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], device, B)
         for each in program.yields:
             written[each.sequence][t] = at_step(each.source)
         now = [at_step(s.next) for s in program.states]
@@ -99,7 +99,9 @@ def _read(operand: Any, values: Mapping[Value, Tensor]) -> Any:
     return values[operand] if isinstance(operand, Value) else operand
 
 
-def _evaluate(op: Op, operands: list[Any], batch: int | None = None) -> Tensor:
+def _evaluate(
+    op: Op, operands: list[Any], device: torch.device, batch: int | None = None
+) -> Tensor:
     """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
     dtype = DTYPES[op.result.type.dtype]
     match op.kind:
@@ -120,7 +122,8 @@ def _evaluate(op: Op, operands: list[Any], batch: int | None = None) -> Tensor:
         case "cast":
             return operands[0].to(dtype)
         case "fill":
-            return torch.full((batch or 1, int(op.attrs[1])), op.attrs[0], dtype=dtype)
+            value, size = op.attrs
+            return torch.full((batch or 1, int(size)), value, dtype=dtype, device=device)
     constants = next((o.dtype for o in operands if isinstance(o, Tensor) and o.is_floating_point()),
                      dtype)  # fmt: skip
     return evaluate.elementwise(op.kind, *operands, dtype=constants)

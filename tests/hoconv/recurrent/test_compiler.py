@@ -156,6 +156,14 @@ def test_every_schedule_gives_the_same(which: str, schedule: str) -> None:
         case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
 
 
+@pytest.mark.parametrize("which", ["layernorm_lstm", 4, 7])
+def test_tensors_are_made_on_the_device_of_the_others(which: str | int) -> None:
+    case = Case(which)
+    made = plan(case.cell, torch.float64, **case.options)
+    with torch.device("meta"):  # where tensors are that nobody gave a device
+        case.check_plan(made)
+
+
 def products(program: Program, region: str) -> list[tuple[str, tuple[int, ...]]]:
     """The products of a region, with their weights' shapes."""
     ops = [op for op in getattr(program, region) if not isinstance(op, Group)]
