@@ -214,6 +214,7 @@ def test_the_precision_of_products_is_pytorchs() -> None:
     assert torch.equal(ours(x)[0], exact)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_waits_for_nothing() -> None:
     @rnn.cell(state=("h",))
     def noisy(x: Any, h: Any) -> Any:
@@ -232,8 +233,8 @@ def test_a_step_waits_for_nothing() -> None:
             each(x, None, lengths)[0].sum().backward()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
