@@ -1,4 +1,4 @@
-"""Times operators, approximate products, layers, training steps and the first use of the library.
+"""Times operators, layers, approximate products, recurrent cells, training steps and the first use.
 
 Every sub-command writes JSON, and some a chart beside it. How each measures is said by its
 ``--help`` and, beside the numbers, in the JSON; what the JSON holds, at the top of its file,
@@ -16,6 +16,7 @@ import benchmark_approx
 import benchmark_layer
 import benchmark_op
 import benchmark_profile
+import benchmark_recurrent
 import benchmark_start
 import benchmark_step
 from common import ROOT, add_device_option, record
@@ -26,6 +27,7 @@ COMMANDS = {
     "op": (benchmark_op, "time and memory of forward and backward of an operator"),
     "layer": (benchmark_layer, "the whole high-order layer against the best of its peers"),
     "approx": (benchmark_approx, "approximate products with every multiplier, beside PyTorch's"),
+    "recurrent": (benchmark_recurrent, "recurrent layers against PyTorch's, and their schedules"),
     "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
     "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
     "start": (benchmark_start, "time of the first use and of later starts"),

@@ -1,0 +1,174 @@
+"""The sub-command `recurrent` of scripts/benchmark.py: what it writes, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hoconv import build
+from hoconv import recurrent as rnn
+
+Script = Callable[[str], ModuleType]
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(build.obstacle("cpu") is not None, reason="no compiler")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with small sizes."""
+    measurement, module = script("measurement"), script("benchmark_recurrent")
+    monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(module.REPEATS, device, 3)
+        monkeypatch.setitem(module.SHAPES, device, ((3, 2, 4), (2, 5, 4)))
+        monkeypatch.setitem(module.LONGEST, device, 5)
+    monkeypatch.setattr(module, "TYPICAL", (3, 2, 4))
+    return module
+
+
+def run(
+    script: Script, out: Path, section: str, *options: str, device: str = "cpu"
+) -> dict[str, Any]:
+    arguments = ["recurrent", "--device", device, "--out", str(out), "--sections", section]
+    assert script("benchmark").main([*arguments, *options]) == 0
+    return json.loads((out / f"recurrent_{section}_{device}.json").read_text())
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Every one was timed, and compared with the first of its case."""
+    assert rows
+    baselines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        assert row["error"] is None
+        case = tuple(row[name] for name in ("cell", "T", "B", "H", "layers", "precision"))
+        baseline = baselines.setdefault(case, row)
+        for phase in ("forward", "forward_backward"):
+            timing = row[phase]
+            assert 0 < timing["p20_ms"] <= timing["median_ms"] <= timing["p80_ms"]
+            assert timing["repeats"] == 3
+            ratio = baseline[phase]["median_ms"] / timing["median_ms"]
+            assert row["speed_up"][phase] == ratio
+        assert row["extra_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cells_are_timed_against_their_definition(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "cells", device=device)
+
+    assert record["command"].startswith("python scripts/benchmark.py recurrent --device")
+    assert (record["device"], record["section"]) == (device, "cells")
+    check_rows(record["rows"])
+    found = {(row["cell"], row["contender"]) for row in record["rows"]}
+    assert found == {(cell, name) for cell in recurrent.CELLS for name in ("reference", "ours")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_library_cells_are_timed_against_pytorchs_at_every_shape(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "library", device=device)
+
+    check_rows(record["rows"])
+    found = {(row["cell"], row["T"], row["B"], row["contender"]) for row in record["rows"]}
+    names = {"lstm": {"nn.LSTM", "ours"}, "gru": {"nn.GRU", "ours"}}
+    if device == "cuda":
+        names = {cell: {*each, "ours, auto"} for cell, each in names.items()}
+    assert found == {(c, *tb, name) for c in names for tb in ((3, 2), (2, 5)) for name in names[c]}
+    for mean in record["geometric_means"]:
+        product = 1.0
+        for row in record["rows"]:
+            if all(row[name] == mean[name] for name in recurrent.KEY):
+                product *= row["speed_up"]["forward"]
+        assert mean["forward"] == pytest.approx(product**0.5)
+    assert (tmp_path / f"recurrent_library_{device}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_schedule_is_timed_with_one_layer_and_four(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "ladder", device=device)
+
+    check_rows(record["rows"])
+    found = [(row["layers"], row["contender"]) for row in record["rows"]]
+    rungs = [*(name for name in rnn.SCHEDULES if name != "auto"), "nn.LSTM"]
+    assert found == [(layers, rung) for layers in (1, 4) for rung in rungs]
+    assert (tmp_path / f"recurrent_ladder_{device}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_of_many_lengths_are_timed(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "lengths", device=device)
+
+    check_rows(record["rows"])
+    names = {row["contender"] for row in record["rows"]}
+    assert names == {"nn.LSTM, packed", "nn.LSTM, all steps", "ours"}
+
+
+def test_contenders_with_lengths_give_the_same(recurrent: ModuleType) -> None:
+    case, device = recurrent.Case("lstm", 7, 4, 5), torch.device("cpu")
+    theirs, packed = recurrent.packed(case, device, torch.float64)
+    ways = recurrent.with_lengths(recurrent.ours("reference"))
+    ours, masked = ways(case, device, torch.float64)
+    for parameter in (*theirs.parameters(), *ours.parameters()):
+        nn.init.constant_(parameter, 0.1)
+    for name, parameter in ours.named_parameters():
+        if name.startswith("bias"):
+            nn.init.constant_(parameter, 0.2)  # PyTorch's has two
+    x = torch.randn(7, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(packed(x), masked(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_first_calls_are_timed_with_an_empty_cache_and_a_full_one(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "latency", device=device)
+
+    assert list(record["seconds"]) == ["empty cache", "full cache"]
+    for times in record["seconds"].values():
+        assert list(times) == ["first", "again", "new length", "new batch"]
+        assert all(seconds > 0 for seconds in times.values())
+
+
+@pytest.mark.slow
+def test_compiled_cells_are_timed_within_a_limit(
+    script: Script, recurrent: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "CELLS", ("peephole_lstm",))
+    rows = {}
+    for limit in (240.0, 0.1):
+        monkeypatch.setattr(recurrent, "COMPILE_LIMIT_S", limit)
+        record = run(script, tmp_path, "cells", "--compile", "peephole_lstm")
+        *_, rows[limit] = record["rows"]
+    done, ended = rows.values()
+    assert done["contender"] == ended["contender"] == "torch.compile"
+    assert done["error"] is None
+    assert done["compile_s"] > done["forward_backward"]["median_ms"] / 1e3
+    assert done["speed_up"]["forward"] > 0
+    assert ended["error"] == "not done after 0.1 s"
+    assert ended["forward"] is ended["speed_up"] is None
+
+
+def test_precisions_are_those_of_products_and_of_cudnn(recurrent: ModuleType) -> None:
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [each.allow_tf32 for each in flags]
+    for precision in recurrent.PRECISIONS["cuda"]:
+        with precision.in_force():
+            assert [each.allow_tf32 for each in flags] == [precision.name == "tf32"] * 2
+    assert [each.allow_tf32 for each in flags] == before
