@@ -28,24 +28,24 @@ namespace {
 constexpr int kDepth = 8;
 constexpr int kFound = 64;  // depths whose places are found out at a time
 
-// A tile of rows x columns. A thread has every fourth row and every eighth column of a warp's.
-template <int thread_rows, int thread_columns, int warp_rows, int warp_columns>
+constexpr int kThreads = 256;
+
+// A tile of rows x columns. The lanes of a warp share its rows, and each has every 32nd column.
+template <int thread_rows, int thread_columns, int warp_rows>
 struct Tile {
   static constexpr int R = thread_rows, C = thread_columns;
-  static constexpr int threads = 32 * warp_rows * warp_columns;
-  static constexpr int rows = 4 * R * warp_rows, columns = 8 * C * warp_columns;
+  static constexpr int warp_columns = kThreads / 32 / warp_rows;
+  static constexpr int rows = R * warp_rows, columns = 32 * C * warp_columns;
   // On a multiprocessor, of as many registers as the sums and a depth of operands need.
-  static constexpr int blocks = (R * C > 64 ? 256 : 512) / threads;
+  static constexpr int blocks = R * C > 64 ? 1 : 2;
 
-  __device__ static int first_row() {
-    return threadIdx.x / 32 / warp_columns * 4 * R + threadIdx.x % 32 / 8;
-  }
+  __device__ static int first_row() { return threadIdx.x / 32 / warp_columns * R; }
   __device__ static int first_column() {
-    return threadIdx.x / 32 % warp_columns * 8 * C + threadIdx.x % 8;
+    return threadIdx.x / 32 % warp_columns * 32 * C + threadIdx.x % 32;
   }
   // From the first.
-  static constexpr int row(int i) { return 4 * i; }
-  static constexpr int column(int j) { return 8 * j; }
+  static constexpr int row(int i) { return i; }
+  static constexpr int column(int j) { return 32 * j; }
 };
 
 // kDepth rows of each operand, prepared; + 1 spreads depths over the banks.
@@ -72,10 +72,10 @@ __device__ __forceinline__ Part nowhere() { return {0, -(1 << 30), -(1 << 30), 0
 // What a thread reads of an operand: kDepth columns k of `count` rows, whichever lie next to each
 // other for neighbouring threads. The thread's elements are all in one of its columns, or one of
 // its rows.
-template <int count, int threads>
+template <int count>
 struct Reader {
-  static constexpr int each = count * kDepth / threads;
-  static_assert(each * threads == count * kDepth && threads % count == 0 && threads % kDepth == 0);
+  static constexpr int each = (count * kDepth + kThreads - 1) / kThreads;
+  static_assert(kThreads % count == 0 && kThreads % kDepth == 0);
   const float* data;
   const View& view;
   const Part *fixed, *moving;   // of the first element
@@ -90,10 +90,14 @@ struct Reader {
     const bool along = view.along_columns;
     row = along ? threadIdx.x / kDepth : threadIdx.x % count;
     depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
-    row_step = along ? threads / kDepth : 0, depth_step = along ? 0 : threads / count;
+    row_step = along ? kThreads / kDepth : 0, depth_step = along ? 0 : kThreads / count;
     fixed = along ? depths + depth : rows + row, moving = along ? rows + row : depths + depth;
     fixed_turn = along, moving_turn = !along;
     step = row_step + depth_step;
+  }
+  // Whether there is an n-th element.
+  __device__ static bool has(int n) {
+    return n * kThreads + kThreads <= count * kDepth || threadIdx.x < count * kDepth;
   }
   // Starts to. What does not exist is zero; where it matters that it is left out, see add_special.
   __device__ __forceinline__ void load(int first_depth) {
@@ -101,10 +105,11 @@ struct Reader {
     const Part* with = moving + first_depth * moving_turn;
 #pragma unroll
     for (int n = 0; n < each; ++n) {
+      if (!has(n)) break;
       int64_t offset;
       const bool exists = view.find(at, with[n * step], offset);
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
-                       static_cast<unsigned>(__cvta_generic_to_shared(raw + n * threads))),
+                       static_cast<unsigned>(__cvta_generic_to_shared(raw + n * kThreads))),
                    "l"(data + offset), "r"(exists ? 4 : 0));
     }
   }
@@ -112,7 +117,8 @@ struct Reader {
   template <typename F>
   __device__ __forceinline__ void prepare(const F& f) const {
 #pragma unroll
-    for (int n = 0; n < each; ++n) f(row + n * row_step, depth + n * depth_step, raw[n * threads]);
+    for (int n = 0; n < each; ++n)
+      if (has(n)) f(row + n * row_step, depth + n * depth_step, raw[n * kThreads]);
   }
 };
 
@@ -130,11 +136,21 @@ __device__ __forceinline__ void add_prepared(float (&sum)[T::R][T::C],
     typename L::Right y[T::C];
 #pragma unroll
     for (int j = 0; j < T::C; ++j) y[j] = right[d * S::right_pitch + T::column(j)];
+    const auto add_rows = [&](int first, const typename L::Left(&x)[2], auto is_large) {
 #pragma unroll
-    for (int i = 0; i < T::R; ++i) {
-      const typename L::Left x = left[d * S::left_pitch + T::row(i)];
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < T::C; ++j) L::add(sum[i][j], x, y[j]);
+        for (int j = 0; j < T::C; ++j)
+          L::template add<is_large.value>(sum[first + i][j], x[i], y[j]);
+    };
+#pragma unroll
+    for (int i = 0; i < T::R; i += 2) {
+      const auto* at = left + d * S::left_pitch + T::row(i);
+      const typename L::Left x[]{at[0], at[1]};
+      if (__any_sync(~0u, L::large(x[0]) || L::large(x[1])))
+        add_rows(i, x, std::true_type{});
+      else
+        add_rows(i, x, std::false_type{});
     }
   }
 }
@@ -189,9 +205,9 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
   if (threadIdx.x < 4) shared.range[threadIdx.x] = threadIdx.x % 2 ? 0 : 255;
   __syncthreads();
   Range range[2];
-  for (int n = threadIdx.x; n < kDepth * T::rows; n += T::threads)
+  for (int n = threadIdx.x; n < kDepth * T::rows; n += kThreads)
     range[0].take(L::original(slab.left[n / T::rows * S::left_pitch + n % T::rows]));
-  for (int n = threadIdx.x; n < kDepth * T::columns; n += T::threads)
+  for (int n = threadIdx.x; n < kDepth * T::columns; n += kThreads)
     range[1].take(L::original(slab.right[n / T::columns * S::right_pitch + n % T::columns]));
   for (int n = 0; n < 2; ++n) {
     atomicMin(&shared.range[2 * n], range[n].least);
@@ -210,7 +226,7 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
 // blockIdx.x: tiles, of all matrices after each other; blockIdx.y: chunks, if they are divided:
 // then each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
-__global__ void __launch_bounds__(T::threads, T::blocks)
+__global__ void __launch_bounds__(kThreads, T::blocks)
     multiply_matrices(const __grid_constant__ Product p, int64_t row_tiles, int64_t column_tiles,
                       float* parts) {
   using L = Lane<Multiplier>;
@@ -220,21 +236,21 @@ __global__ void __launch_bounds__(T::threads, T::blocks)
   const int64_t tile = blockIdx.x, matrix = tile / column_tiles / row_tiles;
   const int64_t first_row = tile / column_tiles % row_tiles * T::rows;
   const int64_t first_column = tile % column_tiles * T::columns;
-  for (int n = threadIdx.x; n < T::rows; n += T::threads) {
+  for (int n = threadIdx.x; n < T::rows; n += kThreads) {
     const int64_t row = first_row + n;
     const bool exists = row < p.M;
     shared.rows[n] = exists ? p.left.row_part(row) : nowhere();
     shared.out_rows[n] = exists ? Target::offset(p.out.row_digits, p.out.row, row) : -1;
   }
-  for (int n = threadIdx.x; n < T::columns; n += T::threads) {
+  for (int n = threadIdx.x; n < T::columns; n += kThreads) {
     const int64_t column = first_column + n;
     const bool exists = column < p.N;
     shared.columns[n] = exists ? p.right.row_part(column) : nowhere();
     shared.out_columns[n] = exists ? Target::offset(p.out.column_digits, p.out.column, column) : -1;
   }
-  Reader<T::rows, T::threads> left(p.left, matrix, shared.rows, shared.depths[0], shared.raw);
-  Reader<T::columns, T::threads> right(p.right, matrix, shared.columns, shared.depths[1],
-                                       shared.raw + kDepth * T::rows);
+  Reader<T::rows> left(p.left, matrix, shared.rows, shared.depths[0], shared.raw);
+  Reader<T::columns> right(p.right, matrix, shared.columns, shared.depths[1],
+                           shared.raw + kDepth * T::rows);
 
   int my_row = T::first_row(), my_column = T::first_column();
   asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept: threadIdx takes long to read
@@ -319,14 +335,14 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
 
 int64_t tiles(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
-// What a product costs with a tile, in instructions: four for each of its products, those that load
-// operands, and about 45 to prepare one. A multiprocessor's share, and half a block for what is
-// uneven.
+// What a product costs with a tile, in instructions: three for each of its products, those that
+// load operands, and about 45 to prepare one. A multiprocessor's share, and half a block for what
+// is uneven.
 template <typename T>
 double cost(const Product& p, int multiprocessors, bool divided) {
   const double blocks = double(p.batch) * tiles(p.M, T::rows) * tiles(p.N, T::columns);
   const double of_depth =
-      double(T::rows) * T::columns * (4 + 1.0 / T::R + 1.0 / T::C) + 45.0 * (T::rows + T::columns);
+      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C) + 45.0 * (T::rows + T::columns);
   const double share = std::max(blocks * tiles(p.K, kDepth) / multiprocessors, 1.0);
   return of_depth * (share + 0.5 * tiles(divided ? std::min(p.K, kChunk) : p.K, kDepth));
 }
@@ -350,7 +366,7 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   const int64_t blocks = tiles_of<T>(p), chunks = tiles(p.K, kChunk);
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "the result: too large");
   if (!divides<T>(p, multiprocessors)) {
-    kernel<<<blocks, T::threads, bytes, stream>>>(p, row_tiles, column_tiles, nullptr);
+    kernel<<<blocks, kThreads, bytes, stream>>>(p, row_tiles, column_tiles, nullptr);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     return;
   }
@@ -358,10 +374,9 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   const std::array<int64_t, 1> floats{chunks * size};
   Tensor parts = torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(floats));
   auto* data = static_cast<float*>(parts.mutable_data_ptr());
-  kernel<<<dim3(blocks, chunks), T::threads, bytes, stream>>>(p, row_tiles, column_tiles, data);
+  kernel<<<dim3(blocks, chunks), kThreads, bytes, stream>>>(p, row_tiles, column_tiles, data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  constexpr int threads = 256;
-  add_chunks<<<std::min<int64_t>(tiles(size, threads), 4096), threads, 0, stream>>>(
+  add_chunks<<<std::min<int64_t>(tiles(size, kThreads), 4096), kThreads, 0, stream>>>(
       data, chunks, size, p.out.data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -382,18 +397,18 @@ void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStre
   STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
                   "a product's rows, columns and depth: expected less than 2^31 each");
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  // Fewer columns than rows; products of these multipliers do not depend on the operands' order.
-  if (p.N > p.M) {
+  // Fewer rows than columns; products of these multipliers do not depend on the operands' order.
+  if (p.M > p.N) {
     std::swap(p.left, p.right);
     std::swap(p.M, p.N);
     std::swap(p.out.row, p.out.column);
     std::swap(p.out.row_digits, p.out.column_digits);
   }
   with_multiplier(multiplier, [&](auto definition) {
-    with_tile<Tile<16, 8, 4, 2>, Tile<8, 8, 4, 2>, Tile<8, 8, 4, 1>, Tile<8, 4, 4, 1>,
-              Tile<4, 2, 4, 1>>(p, multiprocessors, [&](auto tile) {
-      launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
-    });
+    with_tile<Tile<16, 8, 8>, Tile<8, 8, 8>, Tile<8, 4, 4>, Tile<4, 4, 4>>(
+        p, multiprocessors, [&](auto tile) {
+          launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
+        });
   });
 }
 

@@ -26,7 +26,8 @@ struct Range {
 };
 
 // Left and Right are what is kept of an operand in shared memory. Products hold of numbers whose
-// `strain` is at most kPlain; of others `holds` knows.
+// `strain` is at most kPlain; of others `holds` knows. Where an operand is not `large`, none of its
+// products drops the correction.
 template <typename Multiplier>
 struct Lane;
 
@@ -42,6 +43,8 @@ struct Lane<Exact> {
   __device__ static uint32_t strain(float value) { return float_bits(value) & 0x7fffffff; }
   __device__ static bool holds(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
+  __device__ static bool large(const Left&) { return false; }
+  template <bool is_large>
   __device__ static void add(float& sum, const Left& a, const Right& b) {
     sum = __fadd_rn(sum, __fmul_rn(a.value, b.value));
   }
@@ -101,13 +104,19 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static float original(const Right& b) {
     return b.exists == 0 ? 0.0f : bits_float(b.bits + kOne);
   }
+  // One in twenty-five, of evenly spread mantissas.
+  __device__ static bool large(const Left& a) {
+    return kCorrection != 0 && a.mantissa + Definition::kMantissa >= 2 * kTop - kAfterCarry;
+  }
+  template <bool is_large>
   __device__ static void add(float& sum, const Left& a, const Right& b) {
     float product = bits_float(a.bits * b.exists + b.bits);
-    // Written out: a compiler keeps the product and copies it.
-    if constexpr (kCorrection != 0)
+    if constexpr (kCorrection != 0 && is_large)  // written out, so that no copy is made
       asm("{\n.reg .pred p;\nsetp.lt.s32 p, %1, %2;\n@p fma.rz.f32 %0, %3, %4, %0;\n}"
           : "+f"(product)
           : "r"(a.mantissa), "r"(b.carries), "f"(a.power), "f"(b.power));
+    else if constexpr (kCorrection != 0)
+      product = __fmaf_rz(a.power, b.power, product);
     sum = __fmaf_rn(product, a.exists, sum);
   }
 };
