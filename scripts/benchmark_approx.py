@@ -56,7 +56,7 @@ from torch import Tensor
 
 from hoconv import approx
 from hoconv.approx.operator import CONV2D
-from hoconv.build.generated import compile_text
+from hoconv.build.generated import compile_cpp
 from hoconv.implementations import ImplementationError, choose
 from hoconv.operators import Sample
 
@@ -211,7 +211,7 @@ def _row(
 
 
 def _scalar_gmac_per_s(multiplier: str) -> float:
-    function = ctypes.CDLL(str(compile_text("approx", SCALAR))).scalar_matmul
+    function = ctypes.CDLL(str(compile_cpp("approx", SCALAR))).scalar_matmul
     M, K, N = SCALAR_ROWS, 512, 512
     a, b, out = torch.randn(M, K), torch.randn(N, K), torch.empty(M, N)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out)]
