@@ -21,6 +21,22 @@ class WeightsNotFoundError(FileNotFoundError):
     """Published weights are neither on this machine nor can be downloaded; says what to do."""
 
 
+def encoder(width: int, depth: int, weights: str | None) -> Encoder | Backbone:
+    """A backbone, where its `weights` are named, or an encoder of `width` and `depth`."""
+    return Encoder(width, depth) if weights is None else Backbone(weights)
+
+
+def load_backbones(model: nn.Module) -> None:
+    """Gives the backbones in a model their published weights.
+
+    Raises:
+        WeightsNotFoundError: they cannot be downloaded.
+    """
+    for module in model.modules():
+        if isinstance(module, Backbone):
+            module.load()
+
+
 class Encoder(nn.Module):
     """A convolution at full resolution, then pairs of them at half of it, a quarter, and so on.
 

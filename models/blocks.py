@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from hoconv import HighOrderConv2d
+
 
 def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
     """A 3 x 3 convolution, batch normalisation and a ReLU; H and W stay."""
@@ -12,3 +14,18 @@ def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
         nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
+
+
+def residual_high_order(channels: int, kernel_size: int, impl: str) -> HighOrderConv2d:
+    """A residual high-order convolution: every pixel has a kernel of its own, applied to all
+    channels.
+
+    It starts as the identity, so that training is as stable as that of the network without it, and
+    learns from there.
+    """
+    layer = HighOrderConv2d(
+        channels, kernel_size, generator_kernel_size=3, residual=True, impl=impl
+    )
+    for parameter in layer.generator.parameters():
+        nn.init.zeros_(parameter)
+    return layer

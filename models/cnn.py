@@ -9,16 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from hoconv import HighOrderConv2d
-from models.blocks import conv_bn_relu
+from models.blocks import conv_bn_relu, residual_high_order
 
 
 class CNN(nn.Module):
     """Three convolution stages at full, half and quarter resolution, then global average pooling.
 
-    The second and third stage begin with a residual high-order convolution: every pixel has a
-    kernel of its own, applied to all channels. It starts as the identity, so that training is as
-    stable as that of the network without it, and learns from there.
+    The second and third stage begin with a residual high-order convolution.
 
     Args:
         image_shape: (C, H, W) of an image; H and W at least 4.
@@ -39,23 +36,13 @@ class CNN(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-
-        def high_order(channels: int) -> HighOrderConv2d:
-            layer = HighOrderConv2d(
-                channels, kernel_size, generator_kernel_size=3, residual=True, impl=impl
-            )
-            nn.init.zeros_(layer.generator.weight)
-            if layer.generator.bias is not None:
-                nn.init.zeros_(layer.generator.bias)
-            return layer
-
         self.features = nn.Sequential(
             conv_bn_relu(image_shape[0], width),
             nn.MaxPool2d(2),
-            high_order(width),
+            residual_high_order(width, kernel_size, impl),
             conv_bn_relu(width, 2 * width),
             nn.MaxPool2d(2),
-            high_order(2 * width),
+            residual_high_order(2 * width, kernel_size, impl),
             conv_bn_relu(2 * width, 4 * width),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

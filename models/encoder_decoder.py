@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d
-from models.backbone import Backbone, Encoder
+from models.backbone import encoder
 from models.blocks import conv_bn_relu
 
 OWN_WEIGHT = 4.0  # before the softmax: e^4 against 1 for each neighbour
@@ -48,7 +48,7 @@ class EncoderDecoder(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(width, depth) if weights is None else Backbone(weights)
+        self.encoder = encoder(width, depth, weights)
         skips = self.encoder.channels[:-1]
         below = self.encoder.channels[-1]
         stages = []

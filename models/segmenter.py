@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 
 from datamodules.coco.annotations import IGNORE
 from datamodules.coco.folder import FolderBatch
-from models.backbone import Backbone
+from models.backbone import load_backbones
 from models.optimizer import adamw
 from reporting.masks import MaskWriter
 from reporting.pictures import SegmentationPictures
@@ -66,9 +66,7 @@ class Segmenter(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":  # a checkpoint to predict with holds them
-            for module in self.modules():
-                if isinstance(module, Backbone):
-                    module.load()
+            load_backbones(self)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.to(self.dtype))
