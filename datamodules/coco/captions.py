@@ -18,6 +18,7 @@ from datamodules.coco.annotations import Captions
 from datamodules.coco.pixels import Images
 
 PAD, START, END, UNKNOWN = range(4)
+MARKS = ("<pad>", "<start>", "<end>", "<unk>")
 
 
 def words(text: str) -> list[str]:
@@ -26,19 +27,23 @@ def words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Words by number, from the most frequent; 0 is padding, 1 starts and 2 ends a sentence, and 3
-    stands for every other word.
+    """Words by number; 0 is padding, 1 starts and 2 ends a sentence, and 3 stands for every other
+    word.
 
     Args:
-        texts: the training sentences.
-        min_count: how often a word must occur in them.
+        words: by their numbers, the first four as in `MARKS`.
     """
 
-    def __init__(self, texts: Iterable[str], min_count: int) -> None:
+    def __init__(self, words: Sequence[str] = MARKS) -> None:
+        self.words = list(words)
+        self._numbers = {word: number for number, word in enumerate(self.words)}
+
+    @classmethod
+    def of(cls, texts: Iterable[str], min_count: int) -> Vocabulary:
+        """The words of sentences that occur at least `min_count` times, the most frequent first."""
         counts = Counter(word for text in texts for word in words(text))
         frequent = sorted((-n, word) for word, n in counts.items() if n >= min_count)
-        self.words = ["<pad>", "<start>", "<end>", "<unk>", *(word for _, word in frequent)]
-        self._numbers = {word: number for number, word in enumerate(self.words)}
+        return cls([*MARKS, *(word for _, word in frequent)])
 
     def __len__(self) -> int:
         return len(self.words)

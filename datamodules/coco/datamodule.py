@@ -89,7 +89,7 @@ class COCO(pl.LightningDataModule):
         if task not in TASKS:
             raise ValueError(
                 f"task: expected one of {TASKS}, got {task!r}; the model chooses it: "
-                "model=segmentation"
+                "model=segmentation or model=captions"
             )
         for name, value, allowed in (
             ("year", year, YEARS),
@@ -140,7 +140,7 @@ class COCO(pl.LightningDataModule):
                 self._sets[stage] = SegmentationSet(images[split], self._label_maps(split))
         else:
             texts = {split: self._captions(split) for split in annotations}
-            self.vocabulary = Vocabulary(texts["train"].texts(), self.min_count)
+            self.vocabulary = Vocabulary.of(texts["train"].texts(), self.min_count)
             for split in texts:
                 self._report(
                     texts[split].path.name,

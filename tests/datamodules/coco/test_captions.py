@@ -13,13 +13,13 @@ def test_words_are_lower_case_without_punctuation():
 
 
 def test_vocabulary_is_ordered_by_frequency_then_alphabet():
-    vocabulary = Vocabulary(TEXTS, min_count=2)
+    vocabulary = Vocabulary.of(TEXTS, min_count=2)
     assert vocabulary.words == ["<pad>", "<start>", "<end>", "<unk>", "a", "and", "cat", "dog"]
     assert len(vocabulary) == 8
 
 
 def test_sentences_survive_but_for_rare_words():
-    vocabulary = Vocabulary(TEXTS, min_count=2)
+    vocabulary = Vocabulary.of(TEXTS, min_count=2)
     tokens = vocabulary.encode("A dog and a ZEBRA")
     assert tokens == [START, 4, 7, 5, 4, UNKNOWN, END]
     assert vocabulary.decode([*tokens, PAD, 4]) == "a dog and a <unk>"
