@@ -40,7 +40,8 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     if type(model).predict_step is pl.LightningModule.predict_step:
         raise MisconfigurationException(
             f"ckpt: the model of {checkpoint} is a {type(model).__name__}, which predicts nothing "
-            "for a folder of images; use one that was trained with model=segmentation"
+            "for a folder of images; use one that was trained with model=segmentation or "
+            "model=captions"
         )
     try:
         contents = torch.load(checkpoint, map_location="cpu", weights_only=True)

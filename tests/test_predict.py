@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,21 +20,31 @@ CPU = ("trainer=cpu", "impl=reference")
 
 
 @pytest.fixture(scope="module")
-def trained_run(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("trained") / "run"
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
-def trained(run, trained_run, tmp_path) -> Path:
-    """The checkpoint of a short run, the same for all tests."""
-    if trained_run.exists():
-        return next((trained_run / "checkpoints").iterdir())
-    done = run(
-        "experiment=coco_segmentation", "data=coco_tiny", "data.image_size=16", "debug=fast",
-        "data.batch_size=4", "model.network.width=4", f"data.cache_dir={tmp_path / 'cache'}", *CPU,
-    )  # fmt: skip
-    shutil.copytree(done.folder, trained_run)
-    return next((trained_run / "checkpoints").iterdir())
+def train(run, runs, tmp_path):
+    """The checkpoint of a short run of an experiment, the same for all tests."""
+
+    def train(experiment: str) -> Path:
+        kept = runs / experiment
+        if not kept.exists():
+            done = run(
+                f"experiment={experiment}", "data=coco_tiny", "data.image_size=16", "debug=fast",
+                "data.batch_size=4", "model.network.width=4",
+                f"data.cache_dir={tmp_path / 'cache'}", *CPU,
+            )  # fmt: skip
+            shutil.copytree(done.folder, kept)
+        return next((kept / "checkpoints").iterdir())
+
+    return train
+
+
+@pytest.fixture
+def trained(train) -> Path:
+    return train("coco_segmentation")
 
 
 @pytest.fixture
@@ -76,6 +87,31 @@ def test_masks_of_a_folder_are_written_in_the_size_of_its_images(run, trained, p
             assert np.array_equal(np.asarray(mask), expected.numpy())
 
 
+def test_captions_of_a_folder_are_written_as_lines_of_json(run, train, photos):
+    """The words are those of the checkpoint: the data that it was trained on is gone."""
+    checkpoint = train("coco_captions")
+    (photos / "damaged.png").write_bytes(b"\x89PNG")
+    with pytest.warns(UserWarning, match="1 skipped, the file cannot be decoded"):
+        done = predict(run, checkpoint, photos)
+    assert done.exit_code == 0, done.err
+    lines = [json.loads(line) for line in (done.folder / "captions.jsonl").read_text().splitlines()]
+    assert done.results["metrics"] == {"predict/images": 3.0, "predict/skipped": 1.0}
+    assert done.results["model"] == "captions"
+
+    saved = OmegaConf.load(checkpoint.parents[1] / "config.yaml")
+    model = instantiate(saved.model).eval()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    data = ImageFolder(photos, image_size=16, batch_size=8)
+    (batch,) = data.predict_dataloader()
+    with torch.no_grad():
+        captions = model.predict_step(data.on_after_batch_transfer(batch, 0), 0)
+    assert lines == [
+        {"image": name, "caption": caption}
+        for name, caption in zip(("more/three.png", "one.png", "two.jpg"), captions, strict=True)
+    ]
+    assert {word for caption in captions for word in caption.split()} <= set(model.vocabulary.words)
+
+
 def test_another_implementation_may_predict(run, trained, photos):
     done = predict(run, trained, photos, "impl=auto", "trainer.precision=bf16-mixed")
     assert done.exit_code == 0, done.err
@@ -114,10 +150,14 @@ def test_a_checkpoint_with_published_weights_needs_no_download(
 
 
 @pytest.mark.parametrize("how", ["channels_last=true", "trainer.precision=bf16-true"])
-def test_ways_to_predict(run, trained, photos, how):
-    done = predict(run, trained, photos, how)
+@pytest.mark.parametrize(
+    ("experiment", "written"),
+    [("coco_segmentation", "masks/**/*.png"), ("coco_captions", "captions.jsonl")],
+)
+def test_ways_to_predict(run, train, photos, experiment, written, how):
+    done = predict(run, train(experiment), photos, how)
     assert done.exit_code == 0, done.err
-    assert len(list((done.folder / "masks").rglob("*.png"))) == 3
+    assert list(done.folder.glob(written))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""python train.py with the segmentation model, on the generated data set."""
+"""python train.py with the models of COCO, on the generated data set."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 import hoconv
 
-TINY = ("experiment=coco_segmentation", "data=coco_tiny")
-SMALL = (
-    "data.image_size=16", "data.batch_size=4", "model.network.width=4", "debug=fast",
-)  # fmt: skip
+METRICS = {
+    "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
+    "captions": ("loss", "bleu4", "cider_d"),
+}
+SMALL = ("data.image_size=16", "data.batch_size=4", "model.network.width=4", "debug=fast")
 
 
 @pytest.fixture(scope="session")
@@ -19,10 +20,23 @@ def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(params=METRICS)
+def task(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def small(run, cache_dir):
+def tiny(run, task, cache_dir):
+    """A run on the generated data."""
+    return lambda *overrides: run(
+        f"experiment=coco_{task}", "data=coco_tiny", f"data.cache_dir={cache_dir}", *overrides
+    )
+
+
+@pytest.fixture
+def small(tiny):
     """A short run of a small network."""
-    return lambda *overrides: run(*TINY, *SMALL, f"data.cache_dir={cache_dir}", *overrides)
+    return lambda *overrides: tiny(*SMALL, *overrides)
 
 
 def implementation(name: str) -> tuple[str, str]:
@@ -39,13 +53,12 @@ IMPLEMENTATIONS = [
 ]
 
 
-def test_a_run_leaves_metrics_and_pictures(small):
+def test_a_run_leaves_metrics_and_pictures(small, task):
     done = small("impl=reference", "trainer=cpu", "trainer.max_epochs=2")
-    assert done.exit_code == 0
-    assert (done.results["model"], done.results["data"]) == ("segmentation", "coco_tiny")
-    names = ("loss", "mean_iou", "pixel_accuracy")
+    assert done.exit_code == 0, done.err
+    assert (done.results["model"], done.results["data"]) == (task, "coco_tiny")
     assert set(done.results["metrics"]) == {
-        "train/loss", *(f"{stage}/{name}" for stage in ("val", "test") for name in names),
+        "train/loss", *(f"{stage}/{name}" for stage in ("val", "test") for name in METRICS[task]),
     }  # fmt: skip
     used = done.results["environment"]["implementations"]
     assert list(used.values()) == 3 * ["reference"]
@@ -102,11 +115,11 @@ def test_channels_last_changes_no_result(small):
     assert other == pytest.approx(plain, rel=1e-9)
 
 
-def test_a_model_without_pixels_to_label_is_one_line(run):
-    failed = run("data=digits", "model=segmentation", "debug=fast", "impl=reference", "trainer=cpu")
+def test_other_data_is_one_line(run, task):
+    failed = run("data=digits", f"model={task}", "debug=fast", "impl=reference", "trainer=cpu")
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()
-    assert "data=coco_tiny" in line
+    assert f"data=coco_tiny with model={task}" in line
 
 
 def test_missing_weights_are_one_line(small, monkeypatch, tmp_path):
@@ -124,9 +137,9 @@ def test_missing_weights_are_one_line(small, monkeypatch, tmp_path):
     assert json.loads((failed.folder / "results.json").read_text())["status"] == "failed"
 
 
-def test_missing_coco_is_one_line_that_says_what_to_do(run, tmp_path, cache_dir):
+def test_missing_coco_is_one_line_that_says_what_to_do(run, task, tmp_path, cache_dir):
     failed = run(
-        "experiment=coco_segmentation", f"data_dir={tmp_path}", f"data.cache_dir={cache_dir}",
+        f"experiment=coco_{task}", f"data_dir={tmp_path}", f"data.cache_dir={cache_dir}",
         "debug=fast", "impl=reference", "trainer=cpu",
     )  # fmt: skip
     assert failed.exit_code == 1
@@ -135,6 +148,7 @@ def test_missing_coco_is_one_line_that_says_what_to_do(run, tmp_path, cache_dir)
 
 
 @pytest.mark.slow
-def test_the_generated_shapes_are_learned(run, cache_dir):
-    done = run(*TINY, "logger=none", "trainer=cpu", f"data.cache_dir={cache_dir}")
-    assert done.results["metrics"]["test/mean_iou"] >= 0.6
+def test_the_generated_shapes_are_learned(tiny, task):
+    metric, expected = {"segmentation": ("mean_iou", 0.6), "captions": ("cider_d", 1.0)}[task]
+    done = tiny("logger=none", "trainer=cpu")
+    assert done.results["metrics"][f"test/{metric}"] >= expected
