@@ -18,7 +18,7 @@ from hoconv import recurrent as rnn
 from models.backbone import encoder
 from models.blocks import residual_high_order
 
-State = tuple[Tensor, ...]  # h and c, (1, B, n)
+State = tuple[Tensor, ...]  # h, c, and what joins each word of the image; (1, B, n)
 
 
 @rnn.cell(state=("h", "c"))
@@ -51,8 +51,9 @@ class AttentionDecoder(nn.Module):
     """Adaptive attention with a visual sentinel (Lu et al., Knowing When to Look, CVPR 2017,
     https://arxiv.org/abs/1612.01887), with scaled dot products for scores.
 
-    Attention follows the recurrence and does not enter it: in training, all words run through one
-    compiled loop, and then attend at once. Two residual high-order convolutions, of the image and
+    Each word, joined by the mean of the grid, runs through the recurrence. Attention follows it and
+    does not enter it: in training, all words run through one compiled loop, and then attend at
+    once. Two residual high-order convolutions, of the image and
     of the encoder's coarsest features, gather for each place what belongs to it.
 
     Args:
@@ -77,7 +78,7 @@ class AttentionDecoder(nn.Module):
         width: int = 16,
         depth: int = 3,
         kernel_size: int = 5,
-        hidden_size: int = 128,
+        hidden_size: int = 256,
         dropout: float = 0.1,
         weights: str | None = None,
         impl: str = "auto",
@@ -88,10 +89,12 @@ class AttentionDecoder(nn.Module):
         self.encoder = encoder(width, depth, weights)
         channels = self.encoder.channels[-1]
         self.gather = residual_high_order(channels, kernel_size, impl)
+        # Features that grow, as those of a residual layer do, would drown the words.
+        self.normalize = nn.BatchNorm2d(channels)
         self.keys_and_values = nn.Linear(channels, 2 * hidden_size)
-        self.first_state = nn.Linear(channels, 2 * hidden_size)
+        self.first_state = nn.Linear(channels, 3 * hidden_size)
         self.recurrence = rnn.RNN(
-            sentinel_lstm, hidden_size, hidden_size, batch_first=True, impl=impl
+            sentinel_lstm, 2 * hidden_size, hidden_size, batch_first=True, impl=impl
         )
         self.query = nn.Linear(hidden_size, hidden_size)
         self.sentinel_key = nn.Linear(hidden_size, hidden_size)
@@ -110,15 +113,19 @@ class AttentionDecoder(nn.Module):
         return self.attend(outputs, grid)
 
     def look(self, images: Tensor) -> Grid:
-        features = self.gather(self.encoder(self.stem(images))[-1])
-        places = features.flatten(2).transpose(1, 2)  # (B, S, C)
+        features = self.normalize(self.gather(self.encoder(self.stem(images))[-1]))
+        places = features.flatten(2).mT  # (B, S, C)
         keys, values = self.keys_and_values(places).chunk(2, dim=2)
-        h, c = torch.tanh(self.first_state(places.mean(1)))[None].chunk(2, dim=2)
-        return Grid(keys, values, (h, c))
+        state = self.first_state(places.mean(1))[None].chunk(3, dim=2)
+        return Grid(keys, values, state)
 
     def recur(self, words: Tensor, state: State) -> tuple[Tensor, State]:
         """Words (B, T) to the hidden states and sentinels (B, T, 2 n), and the state after them."""
-        return self.recurrence(self.dropout(self.embedding(words)), state)
+        h, c, image = state
+        vectors = self.dropout(self.embedding(words))  # (B, T, n)
+        x = torch.cat((vectors, image[0][:, None].expand_as(vectors)), 2)
+        outputs, (h, c) = self.recurrence(x, (h, c))
+        return outputs, (h, c, image)
 
     def attend(self, outputs: Tensor, grid: Grid) -> Tensor:
         """Hidden states and sentinels (B, T, 2 n) to logits (B, T, V); each looks for itself."""

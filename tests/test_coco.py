@@ -96,10 +96,11 @@ def test_ways_to_train(small, impl, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_compiled_network_computes_the_same(small, impl):
-    """A small kernel, which compiles faster, in training only."""
+def test_a_compiled_network_computes_the_same(small, task, impl):
+    """A small kernel, which compiles faster, in training only. Dropout draws other numbers."""
     less = ("model.network.kernel_size=3", "trainer.limit_val_batches=0")
-    chosen = (*implementation(impl), *less)
+    same_noise = ("model.network.dropout=0",) if task == "captions" else ()
+    chosen = (*implementation(impl), *less, *same_noise)
     plain, compiled = small(*chosen), small(*chosen, "compile=true")
     losses = [float(loss) for loss in plain.losses]
     assert [float(loss) for loss in compiled.losses] == pytest.approx(losses, rel=1e-3)

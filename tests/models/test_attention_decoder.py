@@ -70,3 +70,9 @@ def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder():
     network = decoder(weights="ResNet18_Weights.DEFAULT")
     assert isinstance(network.encoder, Backbone)
     assert network(torch.randn(2, 3, 64, 40), torch.randint(V, (2, 3))).shape == (2, 3, V)
+
+
+def test_an_image_is_described_the_same_in_any_batch():
+    network = decoder().double().eval()
+    images, words = torch.randn(3, 3, 16, 16, dtype=torch.float64), torch.randint(V, (3, 4))
+    torch.testing.assert_close(network(images, words)[1:2], network(images[1:2], words[1:2]))
