@@ -17,8 +17,11 @@ import benchmark_layer
 import benchmark_op
 import benchmark_profile
 import benchmark_recurrent
+import benchmark_scaling
 import benchmark_start
 import benchmark_step
+import benchmark_table
+import benchmark_throughput
 from common import ROOT, add_device_option, record
 
 RESULTS = ROOT / "docs" / "results"
@@ -28,8 +31,11 @@ COMMANDS = {
     "layer": (benchmark_layer, "the whole high-order layer against the best of its peers"),
     "approx": (benchmark_approx, "approximate products with every multiplier, beside PyTorch's"),
     "recurrent": (benchmark_recurrent, "recurrent layers against PyTorch's, and their schedules"),
+    "table": (benchmark_table, "training steps of all models, implementations and batches"),
     "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
     "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
+    "scaling": (benchmark_scaling, "training on several devices"),
+    "throughput": (benchmark_throughput, "what the callback that measures throughput costs"),
     "start": (benchmark_start, "time of the first use and of later starts"),
 }
 

@@ -1,0 +1,95 @@
+"""The sub-commands `table` and `scaling`, which train: what they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Script = Callable[[str], ModuleType]
+DIGITS = ("experiment=mnist_lstm", "data=digits", "impl=reference", "data.batch_size=8")
+
+
+def run(script: Script, out: Path, *arguments: str) -> dict[str, Any]:
+    command = [arguments[0], "--device", "cpu", "--out", str(out), *arguments[1:]]
+    assert script("benchmark").main(command) == 0
+    name = {"table": "table", "scaling": "scaling_cpu"}[arguments[0]]
+    return json.loads((out / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def table(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with a small simple model and columns that need no compiler."""
+    module = script("benchmark_table")
+    name = "one layer at 224 x 224"
+    small = dataclasses.replace(module.NETWORKS[name], image_shape=(3, 8, 8))
+    monkeypatch.setitem(module.NETWORKS, name, small)
+    for column in [column for column in module.COLUMNS if column.startswith("torch.compile")]:
+        monkeypatch.delitem(module.COLUMNS, column)
+    return module
+
+
+def test_cells_of_the_simple_model(script: Script, table: ModuleType, tmp_path: Path) -> None:
+    record = run(script, tmp_path, "table", "--batch", "2", "64", "--model", table.SIMPLE)
+    assert [cell["column"] for cell in record["cells"]] == ["reference CPU", "cpp CPU"]
+    assert [row["batch"] for row in record["batches"]] == [2, 64, 2, 64]
+    (reference, _) = record["cells"]
+    assert reference["error"] is None
+    assert reference["step_ms"]["p20_ms"] <= reference["step_ms"]["median_ms"]
+    assert reference["peak_memory_mb"] > 0
+    text = (tmp_path / "table.md").read_text()
+    assert "|  | reference CPU | cpp CPU |" in text
+    assert (tmp_path / "table_cpu.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_cells_of_experiments_or_why_they_are_empty(
+    script: Script, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(table.COLUMNS, "cpp CPU")
+    experiments = {"mnist_lstm": ("data=digits",), "digits_cnn": ("data=nothing",)}
+    monkeypatch.setattr(table, "EXPERIMENTS", experiments)
+    monkeypatch.setitem(table.STEPS, "cpu", 30)
+    record = run(script, tmp_path, "table", "--model", "mnist_lstm", "digits_cnn")
+    measured, failed = record["cells"]
+    assert measured["error"] is None
+    assert measured["step_ms"]["repeats"] >= 3
+    assert measured["samples_per_s"] > 0
+    assert "data/nothing" in failed["error"]
+    assert failed["step_ms"] is None
+    text = (tmp_path / "table.md").read_text()
+    assert "| digits_cnn, ms | (1) |" in text
+    assert f"(1) {failed['error']}" in text
+
+
+def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
+    found = script("training_run").measure_training(DIGITS, 10**6, 10**6, 0.1, threads=1)
+    assert found["error"] == "3 intervals of 1000000 steps take more than 0.1 s"
+
+
+@pytest.mark.slow
+def test_scaling_is_efficiency_beside_one_device(script: Script, tmp_path: Path) -> None:
+    record = run(
+        script, tmp_path, "scaling", "--devices", "1", "2", "--steps", "60", "--", *DIGITS
+    )  # fmt: skip
+    one, two = record["rows"]
+    assert one["error"] is two["error"] is None
+    assert one["efficiency"] == 1
+    assert two["efficiency"] == pytest.approx(two["samples_per_s"] / (2 * one["samples_per_s"]))
+    assert record["overrides"] == list(DIGITS)
+
+
+def test_the_cost_of_the_throughput_callback(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(script("benchmark_throughput").STEPS, "cpu", 5)
+    command = ["throughput", "--device", "cpu", "--turns", "1", "--out", str(tmp_path)]
+    assert script("benchmark").main(command) == 0
+    record = json.loads((tmp_path / "throughput_cpu.json").read_text())
+    without, with_callback = (record["step_ms"][how]["median_ms"] for how in ("without", "with"))
+    assert record["cost"] == pytest.approx(with_callback / without - 1)
