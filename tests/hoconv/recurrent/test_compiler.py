@@ -159,7 +159,7 @@ def test_every_schedule_gives_the_same(which: str, schedule: str) -> None:
 @pytest.mark.parametrize("which", ["layernorm_lstm", 4, 7])
 def test_tensors_are_made_on_the_device_of_the_others(which: str | int) -> None:
     case = Case(which)
-    made = plan(case.cell, torch.float64, **case.options)
+    made = plan(case.cell, torch.float64, "auto", **case.options)
     with torch.device("meta"):  # where tensors are that nobody gave a device
         case.check_plan(made)
 
