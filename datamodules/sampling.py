@@ -6,6 +6,7 @@ nothing but where it was.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -51,8 +52,9 @@ class Shuffle(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         (state,) = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)
         items = self._items(torch.Generator().manual_seed(int(state)))
-        items += items[: len(self) * self.world_size - self.length]
-        yield from items[self.rank :: self.world_size][self.start :]
+        padded = itertools.islice(itertools.cycle(items), len(self) * self.world_size)
+        first = self.rank + self.start * self.world_size
+        yield from itertools.islice(padded, first, None, self.world_size)
 
     def _items(self, generator: Generator) -> list[Any]:
         return torch.randperm(self.length, generator=generator).tolist()
