@@ -126,7 +126,7 @@ class Captioner(pl.LightningModule):
 
     def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:
         """The captions found."""
-        self.log(f"{stage}/loss", self._loss(batch), batch_size=len(batch.images))
+        self.log(f"{stage}/loss", self._loss(batch), sync_dist=True, batch_size=len(batch.images))
         captions = self.describe(batch.images)
         for caption, references in zip(captions, batch.references, strict=True):
             self._said.append((caption.split(), [words(reference) for reference in references]))
