@@ -78,7 +78,7 @@ class AttentionDecoder(nn.Module):
         width: int = 16,
         depth: int = 3,
         kernel_size: int = 5,
-        hidden_size: int = 256,
+        hidden_size: int = 128,
         dropout: float = 0.1,
         weights: str | None = None,
         impl: str = "auto",
