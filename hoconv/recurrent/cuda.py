@@ -85,16 +85,27 @@ def _recorder(device: torch.device, stream: int) -> Recorder:
     They run one after another, and share what cuBLAS works in, which belongs to their pool of
     memory; those of two streams may run at the same time.
     """
-    side, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def place() -> tuple[torch.cuda.Stream, Any]:
+        return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    side, pool = place()
 
     def record(launch: Callable[[], None]) -> Callable[[], None]:
+        nonlocal side, pool
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(side):
+                # Only launches are recorded; what else happens meanwhile, such as the loading of
+                # a product's kernel or an object's end, is not part of the graph, and allowed.
+                graph.capture_begin(pool, capture_error_mode="relaxed")
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            side, pool = place()  # where recording failed, it may not begin again
+            raise
         return graph.replay
 
     return record

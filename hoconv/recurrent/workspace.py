@@ -68,9 +68,9 @@ class Workspace:
             for parity in (0, 1)
         ]  # fmt: skip
 
-        if record:  # libraries set themselves up outside of what is recorded
+        if record:  # kernels are loaded and libraries set up outside of what is recorded
             self._start(0, None, {})
-            self._steps(1)
+            self._chunk(2)
 
     def run(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
         """Runs T steps, and at most one more, which writes nothing that is kept.

@@ -15,6 +15,7 @@ from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
 from hoconv.recurrent.cuda import CudaLoop, obstacle
 from hoconv.recurrent.schedule import plan
+from hoconv.recurrent.workspace import Workspace
 from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import Case
 
@@ -162,6 +163,24 @@ def test_a_known_length_and_batch_record_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
     for T in (7, 1, 64, 99):
         same(ours, sequence(T, 2, 3).cuda(), reference)
+
+
+def test_what_could_not_be_recorded_is_recorded_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, reference = pair("gru")
+    chunk = Workspace._chunk
+
+    def interrupted(workspace: Workspace, size: int) -> None:
+        chunk(workspace, size)
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "_chunk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours(sequence(5, 2, 3).cuda())
+    same(ours, sequence(5, 2, 3).cuda(), reference)
 
 
 def test_workspaces_that_were_dropped_are_made_again() -> None:
