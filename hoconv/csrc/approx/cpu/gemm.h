@@ -1,11 +1,12 @@
 // Matrix products whose multiplications are approximate, of operands that are given by offsets:
 // every convolution and its gradients are one, over an image that is padded, not unfolded.
 //
-// A tile of the output is up to kRows rows by kLanes columns. Of the right operand kDepth k at a
-// time are prepared into a panel that fits the L1 cache; then, row by row, the numbers of the left
-// operand that are not zero are listed and multiplied with the panel's rows, in ascending k. What a
-// multiplier makes of the panel, and when its fast form holds, are its lanes' business (lanes.h);
-// everything else goes through the multiplier's definition, one product at a time: same bits.
+// A tile of the output is up to kRows rows by kPanels times kLanes columns. For kDepth k at a time
+// the numbers of the tile's rows of the left operand that are not zero are listed; then kLanes
+// columns of the right operand at a time are prepared into a panel that fits the L1 cache, and the
+// lists are multiplied with the panel's rows, in ascending k. What a multiplier makes of both, and
+// when its fast form holds, are its lanes' business (lanes.h); everything else goes through the
+// multiplier's definition, one product at a time: same bits.
 //
 // M, N rows and columns of the output, K what is summed over.
 #pragma once
@@ -71,21 +72,33 @@ class Gemm {
   }
 
   void run() const {
-    const int64_t row_tiles = (M + kRows - 1) / kRows, column_tiles = (N + kLanes - 1) / kLanes;
-    const int64_t tiles = static_cast<int64_t>(out.batch.size()) * row_tiles * column_tiles;
+    const int64_t row_tiles = (M + kRows - 1) / kRows, panels = (N + kLanes - 1) / kLanes;
+    const int64_t lines = static_cast<int64_t>(out.batch.size()) * row_tiles;
+    if (lines * panels == 0) return;
+    // Rows are listed once a tile, so that tiles are as wide as leaves enough for all threads.
+    const int64_t wanted = 4 * torch::stable::get_num_threads();
+    const int64_t wide = std::clamp<int64_t>(lines * panels / wanted, 1, kPanels);
+    const int64_t column_tiles = (panels + wide - 1) / wide;
+    const int64_t columns = (panels + column_tiles - 1) / column_tiles * kLanes;
+    const auto tile_at = [&](int64_t index) {
+      const int64_t line = index / column_tiles, column = index % column_tiles * columns;
+      const int64_t row = line % row_tiles * kRows;
+      return Tile{line / row_tiles, row, column, std::min(kRows, M - row),
+                  std::min(columns, N - column)};
+    };
+    const int64_t tiles = lines * column_tiles, size = kRows * columns;
     const int64_t chunks = std::max<int64_t>((K + kChunk - 1) / kChunk, 1);
-    if (tiles == 0) return;
     // Where there are few tiles, threads share them by chunks, a wave of chunks at a time.
-    const int64_t wave = std::clamp<int64_t>(kTasks / tiles, 1, chunks);
-    std::vector<float> sums(wave > 1 ? tiles * wave * kRows * kLanes : 0);
+    const int64_t wave = std::clamp<int64_t>(wanted / tiles, 1, chunks);
+    std::vector<float> sums(wave > 1 ? tiles * wave * size : 0);
     for (int64_t first = 0; first < chunks; first += wave) {
       const int64_t width = std::min(wave, chunks - first);
       torch::stable::parallel_for(0, tiles * width, 1, [&](int64_t begin, int64_t end) {
-        Worker worker(*this);
+        Worker worker(*this, size);
         for (int64_t task = begin; task < end; ++task) {
-          const Tile tile = tile_at(task / width, row_tiles, column_tiles);
+          const Tile tile = tile_at(task / width);
           if (wave > 1) {
-            worker.sum(tile, first + task % width, sums.data() + task * kRows * kLanes);
+            worker.sum(tile, first + task % width, sums.data() + task * size);
           } else {
             worker.sum(tile, first, worker.tile.data());
             add(tile, first == 0, worker.tile.data());
@@ -96,25 +109,21 @@ class Gemm {
       torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t)
           for (int64_t i = 0; i < width; ++i)
-            add(tile_at(t, row_tiles, column_tiles), first + i == 0,
-                sums.data() + (t * width + i) * kRows * kLanes);
+            add(tile_at(t), first + i == 0, sums.data() + (t * width + i) * size);
       });
     }
   }
 
  private:
-  static constexpr int64_t kRows = 128;
-  static constexpr int64_t kTasks = 64;  // wanted, for threads to share
+  static constexpr int64_t kRows = 128, kPanels = 4;  // 256 KiB of sums
 
   struct Tile {
     int64_t matrix, row, column, rows, columns;
   };
 
-  Tile tile_at(int64_t index, int64_t row_tiles, int64_t column_tiles) const {
-    const int64_t row = index / column_tiles % row_tiles * kRows;
-    const int64_t column = index % column_tiles * kLanes;
-    return {index / column_tiles / row_tiles, row, column, std::min(kRows, M - row),
-            std::min(kLanes, N - column)};
+  // Where the sums of a row and kLanes columns of a tile are.
+  static int64_t sums_at(int64_t row, int64_t column) {
+    return (column / kLanes * kRows + row) * kLanes;
   }
 
   // Adds a chunk's sums to the output, or writes the first.
@@ -122,76 +131,96 @@ class Gemm {
     float* target = out.data + out.batch[tile.matrix];
     for (int64_t m = 0; m < tile.rows; ++m) {
       float* line = target + out.row[tile.row + m];
-      const int64_t* column = out.column.data() + tile.column;
-      for (int64_t n = 0; n < tile.columns; ++n)
-        line[column[n]] = first ? sums[m * kLanes + n] : line[column[n]] + sums[m * kLanes + n];
+      for (int64_t n = 0; n < tile.columns; n += kLanes) {
+        const int64_t* column = out.column.data() + tile.column + n;
+        const float* own = sums + sums_at(m, n);
+        for (int64_t i = 0; i < std::min(kLanes, tile.columns - n); ++i)
+          line[column[i]] = first ? own[i] : line[column[i]] + own[i];
+      }
     }
   }
 
   // What a thread works in.
   struct Worker {
+    // Some rows of the left operand.
+    struct Rows {
+      int64_t count;
+      alignas(64) float numbers[kRowsAtOnce][kDepth];  // as they came
+      typename Lanes::List lists[kRowsAtOnce];
+      Range range;
+      bool whole;  // kRowsAtOnce of them, with no zeros
+    };
+
     const Gemm& g;
     std::vector<float> tile;
+    std::vector<Rows> groups;
     typename Lanes::Panel panel;
-    typename Lanes::List lists[kRowsAtOnce];
-    alignas(64) float numbers[kRowsAtOnce][kDepth] = {};  // of the left operand, as they came
-    alignas(64) float values[kDepth][kLanes] = {};        // of the panel, as they came
+    alignas(64) float values[kDepth][kLanes] = {};  // of the panel, as they came
 
-    explicit Worker(const Gemm& g) : g(g), tile(kRows * kLanes) {}
+    Worker(const Gemm& g, int64_t size) : g(g), tile(size), groups(kRows / kRowsAtOnce) {}
 
-    // The sums of a chunk, kLanes apart.
+    // The sums of a chunk, at sums_at.
     void sum(const Tile& t, int64_t chunk, float* sums) {
-      std::fill(sums, sums + t.rows * kLanes, 0.0f);
+      std::fill(sums, sums + sums_at(0, round_up(t.columns, kLanes)), 0.0f);
       const int64_t last = std::min(g.K, (chunk + 1) * kChunk);
       for (int64_t k = chunk * kChunk; k < last; k += kDepth) {
         const int64_t depth = std::min(kDepth, last - k);
-        load_panel(t, k, depth);
         for (int64_t m = 0; m < t.rows; m += kRowsAtOnce)
-          add_rows(t, m, std::min(kRowsAtOnce, t.rows - m), k, depth, sums + m * kLanes);
+          load_rows(t, m, k, depth, groups[m / kRowsAtOnce]);
+        for (int64_t n = 0; n < t.columns; n += kLanes) {
+          const int64_t columns = std::min(kLanes, t.columns - n);
+          load_panel(t, n, columns, k, depth);
+          for (int64_t m = 0; m < t.rows; m += kRowsAtOnce)
+            add_rows(groups[m / kRowsAtOnce], depth, columns, sums + sums_at(m, n));
+        }
       }
     }
 
-    void load_panel(const Tile& t, int64_t k, int64_t depth) {
+    void load_rows(const Tile& t, int64_t first, int64_t k, int64_t depth, Rows& rows) const {
+      rows.count = std::min(kRowsAtOnce, t.rows - first);
+      rows.whole = rows.count == kRowsAtOnce;
+      for (int64_t m = 0; m < rows.count; ++m) {
+        load_row(t, first + m, k, depth, rows.numbers[m]);
+        rows.lists[m].list(rows.numbers[m], Lanes::kNonzero);
+        g.lanes.prepare(rows.lists[m]);
+        rows.whole &= rows.lists[m].count == depth;
+      }
+      rows.range = range_of(rows.numbers[0], rows.count * kDepth);
+    }
+
+    void load_panel(const Tile& t, int64_t first, int64_t columns, int64_t k, int64_t depth) {
       const float* data = g.right.data + g.right.batch[t.matrix];
-      const int64_t* row = g.right.row.data() + t.column;
+      const int64_t* row = g.right.row.data() + t.column + first;
       bool consecutive = true;
-      for (int64_t n = 1; n < t.columns; ++n) consecutive &= row[n] == row[n - 1] + 1;
+      for (int64_t n = 1; n < columns; ++n) consecutive &= row[n] == row[n - 1] + 1;
       const int64_t* column = g.right.column.data() + k;
       for (int64_t d = 0; d < depth && consecutive; ++d)
-        std::copy_n(data + column[d] + row[0], t.columns, values[d]);
-      for (int64_t n = 0; n < t.columns && !consecutive; ++n)
+        std::copy_n(data + column[d] + row[0], columns, values[d]);
+      for (int64_t n = 0; n < columns && !consecutive; ++n)
         for (int64_t d = 0; d < depth; ++d) values[d][n] = data[row[n] + column[d]];
       for (int64_t d = 0; d < depth; ++d)  // not zeros, of which a panel is better free
-        std::fill(values[d] + t.columns, values[d] + round_up(t.columns, kVector),
-                  values[d][t.columns - 1]);
-      g.lanes.prepare(panel, values, depth, round_up(t.columns, kVector));
+        std::fill(values[d] + columns, values[d] + round_up(columns, kVector),
+                  values[d][columns - 1]);
+      g.lanes.prepare(panel, values, depth, round_up(columns, kVector));
     }
 
-    // sums[m, n] += left[m, d] * panel[d, n] for d in ascending order
-    void add_rows(const Tile& t, int64_t first, int64_t rows, int64_t k, int64_t depth,
-                  float* sums) {
-      for (int64_t m = 0; m < rows; ++m) {
-        load_row(t, first + m, k, depth, numbers[m]);
-        lists[m].list(numbers[m], Lanes::kNonzero);
-        g.lanes.prepare(lists[m]);
-      }
+    // sums[m, n] += rows[m, d] * panel[d, n] for d in ascending order
+    void add_rows(const Rows& rows, int64_t depth, int64_t columns, float* sums) const {
+      const auto* lists = rows.lists;
       const bool special = panel.all.special();
-      if (!special && Lanes::fast(range_of(numbers[0], rows * kDepth), panel.all)) {
-        bool together = rows == kRowsAtOnce;
-        for (int64_t m = 0; m < rows; ++m) together &= lists[m].count == depth;
-        if (together)
-          return multiply_add<kRowsAtOnce>(g.lanes, sums, panel, lists, 0, depth, t.columns);
-        for (int64_t m = 0; m < rows; ++m)
-          multiply_add<1>(g.lanes, sums + m * kLanes, panel, lists + m, 0, lists[m].count,
-                          t.columns);
+      if (!special && Lanes::fast(rows.range, panel.all)) {
+        if (rows.whole)
+          return multiply_add<kRowsAtOnce>(g.lanes, sums, panel, lists, 0, depth, columns);
+        for (int64_t m = 0; m < rows.count; ++m)
+          multiply_add<1>(g.lanes, sums + m * kLanes, panel, lists + m, 0, lists[m].count, columns);
         return;
       }
-      for (int64_t m = 0; m < rows; ++m) {
-        if (special || range_of(numbers[m], kDepth).special())
+      for (int64_t m = 0; m < rows.count; ++m) {
+        if (special || range_of(rows.numbers[m], kDepth).special())
           for (int64_t d = 0; d < depth; ++d)
-            add_products(numbers[m][d], d, t.columns, sums + m * kLanes);
+            add_products(rows.numbers[m][d], d, columns, sums + m * kLanes);
         else
-          add_one_by_one(lists[m], t.columns, sums + m * kLanes);
+          add_one_by_one(lists[m], columns, sums + m * kLanes);
       }
     }
 
@@ -201,6 +230,7 @@ class Gemm {
       const int64_t* column = g.left.column.data() + k;
       if (g.consecutive[k / kDepth]) {
         std::memcpy(target, row + column[0], kDepth * sizeof(float));
+        __builtin_prefetch(row + column[0] + kDepth);  // rows are too far apart for the hardware's
       } else if (depth == kDepth) {
         for (int64_t d = 0; d < kDepth; ++d) target[d] = row[column[d]];
       } else {
