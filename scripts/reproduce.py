@@ -1,0 +1,128 @@
+"""Runs the commands behind the figures of README and docs, one after another: reproduce.yaml.
+
+A command that fails, or takes longer than its limit, is said at the end and keeps no other from
+running. Measurements write docs/results/; a training run leaves its results.json there under the
+command's name. What a command prints goes to a file in --logs, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from benchmark import RESULTS
+from common import ROOT, console
+from rich.table import Table
+
+
+@dataclass
+class Step:
+    """A command, how many minutes it may take, and how many GPUs it needs."""
+
+    command: str
+    minutes: float
+    gpus: int = 0
+
+
+STEPS = {
+    name: Step(**step)
+    for name, step in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    if arguments.list:
+        console().print(_listed())
+        return 0
+    done = Table("name", "minutes", "result")
+    try:
+        for name in arguments.names:
+            begin = time.perf_counter()
+            result = run(name, STEPS[name], arguments.logs)
+            done.add_row(name, f"{(time.perf_counter() - begin) / 60:.1f}", result)
+    finally:
+        console().print(done)
+    return int(any(result != "done" for result in done.columns[2].cells))
+
+
+def run(name: str, step: Step, logs: Path) -> str:
+    """Runs a command to its end or limit; returns "done", or why it is not."""
+    program, *rest = shlex.split(step.command)
+    if step.gpus > torch.cuda.device_count():
+        return f"not run: needs {step.gpus} GPUs, there are {torch.cuda.device_count()}"
+    if not (program == "python" or shutil.which(program)):
+        return f"not run: {program} was not found"
+    command = [sys.executable if word == "python" else word for word in (program, *rest)]
+    if trains := rest[0] == "train.py":
+        command.append(f"hydra.run.dir={(logs / name).resolve()}")
+    print(f"\n== {name}: {step.command}", flush=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * step.minutes
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+
+        def end() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+
+        limit = threading.Timer(60 * step.minutes, end)
+        limit.start()
+        try:
+            with (logs / f"{name}.log").open("w") as log:
+                for line in process.stdout or ():
+                    print(line, end="", flush=True)
+                    log.write(line)
+            code = process.wait()
+        finally:
+            limit.cancel()
+            end()
+    if code != 0 and time.monotonic() >= deadline:
+        return f"stopped after {step.minutes:g} minutes"
+    if code != 0:
+        return f"failed with exit code {code}"
+    if trains:
+        shutil.copy(logs / name / "results.json", RESULTS / f"{name}.json")
+    return "done"
+
+
+def _listed() -> Table:
+    table = Table("name", "GPUs", "at most", "command")
+    for name, step in STEPS.items():
+        table.add_row(name, str(step.gpus or ""), f"{step.minutes:g} min", step.command)
+    return table
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=list(STEPS), metavar="name",
+                        help="default: all of them, in the order of --list")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="show the commands and run none")
+    parser.add_argument("--logs", type=Path, default=ROOT / "outputs" / "reproduce",
+                        help="folder; default: outputs/reproduce")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    for name in arguments.names:
+        if name not in STEPS:
+            parser.error(f"name: got {name!r}; expected some of {', '.join(STEPS)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""scripts/reproduce.py: its commands are ones that exist, and how a run of them goes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def reproduce(script, monkeypatch, tmp_path):
+    module = script("reproduce")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    return module
+
+
+@pytest.fixture
+def commands(script) -> list[list[str]]:
+    return [shlex.split(step.command) for step in script("reproduce").STEPS.values()]
+
+
+def test_its_scripts_and_their_commands_exist(commands, script) -> None:
+    for words in commands:
+        assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+        if words[1] == "scripts/benchmark.py":
+            assert words[2] in script("benchmark").COMMANDS
+
+
+def test_its_runs_can_be_composed(commands) -> None:
+    runs = [words[2:] for words in commands if words[1] == "train.py"]
+    assert runs
+    for overrides in runs:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            compose("config", overrides)
+
+
+def test_a_command_that_fails_keeps_no_other_from_running(reproduce, monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(
+        reproduce,
+        "STEPS",
+        {
+            "fails": reproduce.Step("python -c 'print(\"said\"); raise SystemExit(3)'", 1),
+            "hangs": reproduce.Step("python -c 'import time; time.sleep(99)'", 0.01),
+            "many": reproduce.Step("python -c 1", 1, gpus=99),
+            "missing": reproduce.Step("no-such-program", 1),
+            "works": reproduce.Step("python -c 1", 1),
+        },
+    )
+    assert reproduce.main(["--logs", str(tmp_path / "logs")]) == 1
+    out = capfd.readouterr().out
+    for line in (
+        "failed with exit code 3", "stopped after 0.01 minutes", "not run: needs 99 GPUs",
+        "not run: no-such-program was not found", "done",
+    ):  # fmt: skip
+        assert line in out
+    assert (tmp_path / "logs" / "fails.log").read_text() == "said\n"
+    assert reproduce.main(["works", "--logs", str(tmp_path / "logs")]) == 0
+
+
+def test_a_run_leaves_its_results(reproduce, monkeypatch, tmp_path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import json, sys, pathlib\n"
+        "folder = pathlib.Path(sys.argv[2].removeprefix('hydra.run.dir='))\n"
+        "folder.mkdir(parents=True)\n"
+        "(folder / 'results.json').write_text(json.dumps(sys.argv[1]))\n"
+    )
+    monkeypatch.setattr(reproduce, "STEPS", {"run": reproduce.Step("python train.py seed=1", 1)})
+    assert reproduce.main(["--logs", str(tmp_path / "logs")]) == 0
+    assert json.loads((tmp_path / "results" / "run.json").read_text()) == "seed=1"
+
+
+def test_an_unknown_name_is_refused_with_those_there_are(reproduce, capsys) -> None:
+    with pytest.raises(SystemExit):
+        reproduce.main(["sleep"])
+    assert "expected some of gpu_tests, check" in capsys.readouterr().err
