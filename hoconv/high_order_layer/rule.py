@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # CUDA: how many channels of sums fit the registers of one pass of the backward kernel over the
-# image (`chunk_of` in backward.cuh), by kernel size and the generator's; s = 1 takes all.
+# image (`chunk_of` in backward_strips.cuh), by kernel size and the generator's; s = 1 takes all.
 _CHANNELS_A_PASS = {
     (3, 3): 8, (3, 5): 3, (3, 7): 1,
     (5, 3): 8, (5, 5): 3, (5, 7): 1,

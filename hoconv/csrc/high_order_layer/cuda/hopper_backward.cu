@@ -1,4 +1,4 @@
-// The whole layer backward on Hopper: what backward.cuh does, see there, for few channels.
+// The whole layer backward on Hopper: what backward_kernel.cuh does, see there, for few channels.
 //
 // A block walks down a strip of an image, 64 columns wide, a row at a time; each of its warps owns
 // 16 of them. Of every row it generates the weights again and sums their gradient dW, from the same
