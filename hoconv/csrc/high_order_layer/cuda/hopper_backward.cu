@@ -22,9 +22,6 @@ namespace {
 
 constexpr int kMargin = kBefore;                 // columns on either side that others write
 constexpr int kWritten = kRegion - 2 * kMargin;  // most columns of a strip
-// Rows after which sums of the parameters' gradient are added to those in shared memory: of many
-// numbers that are added one after the other much would be lost to rounding.
-constexpr int kRowsOfSum = 16;
 
 // The generator's parameters as B of dW times parameters: for every channel, depth is taps, columns
 // are displacements.
@@ -57,7 +54,6 @@ struct Staged {
   static constexpr int groups = kRegion / S::P::elements / 4;
   static constexpr int term = groups * depth_stride;
   static constexpr int words = S::P::terms * term;
-  static constexpr int steps = groups / 2;
 };
 
 // Shared memory, in words.
@@ -70,7 +66,6 @@ struct Backward {
   using Operand = GeneratorOperand<S, Columns, Depth>;
   using Transposed = TransposedOperand<S>;
   static constexpr int rows = S::C * S::taps + 1;  // of the parameters' gradient; the last: bias
-  static constexpr int M = (rows + 63) / 64;
   static constexpr int through_pitch = kRegion + (S::pairs ? 4 : 8);
   static constexpr int operand = 0, transposed = operand + Operand::words;
   static constexpr int staged = transposed + Transposed::words;
@@ -147,6 +142,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   using W = typename B::W;
   using Columns = Grid<S>;
   constexpr int N = S::k, reach = S::reach;
+  constexpr int M = (B::rows + 63) / 64;  // tiles of rows of the parameters' gradient
+  // Rows after which sums of the parameters' gradient are added to those in shared memory: of many
+  // numbers that are added one after the other much would be lost to rounding.
+  constexpr int rows_of_sum = 16;
   extern __shared__ __align__(128) uint32_t shared[];
   uint32_t* window = shared + B::window;
   float* grads = reinterpret_cast<float*>(shared + B::grad);
@@ -170,9 +169,9 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 
   // Of the parameters' gradient: the words that a row sums, of x or ones. Rows that do not exist
   // sum anything.
-  const uint32_t* entries[B::M][2];
+  const uint32_t* entries[M][2];
 #pragma unroll
-  for (int m = 0; m < B::M; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int n = 64 * m + 16 * warp + 8 * r + g, c = n / S::taps, tap = n % S::taps;
@@ -197,11 +196,11 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   const int writes_q = threadIdx.x % kRegion;
   const int through_first = S::k * (threadIdx.x / kRegion) * B::through_pitch + writes_q;
 
-  float sum_weight[B::M][Staged<S>::N][4] = {};
+  float sum_weight[M][Staged<S>::N][4] = {};
   float* totals = reinterpret_cast<float*>(shared + B::totals) + threadIdx.x % 32;
   const auto each_total = [&](const auto& f) {
 #pragma unroll
-    for (int m = 0; m < B::M; ++m)
+    for (int m = 0; m < M; ++m)
       if (64 * m + 16 * warp < B::rows)
 #pragma unroll
         for (int j = 0; j < Staged<S>::N; ++j)
@@ -265,7 +264,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 
       const int shift = slot * W::pitch;
       const bool owned = y >= top && y < bottom;
-      float weight[N][4], dw[N][4] = {}, gradient[S::C][2];
+      float weights[1][N][4], dw[N][4] = {}, gradient[S::C][2];
+      auto& weight = weights[0];
       Pixels<S, Columns, W> pixels[S::C];
       const auto visit = [&](int c) {
         gradient[c][0] = grads[c * kRegion + my_first];
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       {
         constexpr int steps = B::Depth::steps, group = S::pairs ? steps / S::C : 2;
         Words<P, group> words[2];
-        sum_products<P, N, steps, group, true>(
-            [&](int) -> auto& { return weight; },
+        sum_products<P, steps, group, true>(
+            weights,
             [&](int n) -> auto& {
 #pragma unroll
               for (int c = 0; c < S::C; ++c)
@@ -317,9 +317,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       // x's gradient through the generator; the parameters' needs dW of all pixels.
       const Gradient<S> dw_operand(dw);
       if (owned) dw_operand.stage(stage, dw, mine);
-      sum_products<P, N, S::C * Gradient<S>::steps, Gradient<S>::steps, false>(
-          [&](int c) -> auto& { return sum_rows[c]; },
-          [&](int) -> const auto& { return dw_operand; },
+      sum_products<P, Gradient<S>::steps, Gradient<S>::steps, false>(
+          sum_rows, [&](int) -> const Words<P, Gradient<S>::steps>& { return dw_operand; },
           [&](int c) { return transposed.from(c * Gradient<S>::steps); }, publish_operands);
 #pragma unroll
       for (int c = 0; c < S::C; ++c) {
@@ -359,11 +358,12 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
         target += grad_x.s.h;
       };
       if (owned) {
-        // As many steps as fit the registers.
-        constexpr int group = P::terms > 1 ? 2 : 4, of_m = Staged<S>::steps / group;
+        constexpr int steps = Staged<S>::groups / 2;
+        constexpr int group = P::terms > 1 ? 2 : 4;  // as many steps as fit the registers
+        constexpr int of_m = steps / group;
         Words<P, group> words[2];
-        sum_products<P, Staged<S>::N, B::M * Staged<S>::steps, group, false>(
-            [&](int n) -> auto& { return sum_weight[n / of_m]; },
+        sum_products<P, steps, group, false>(
+            sum_weight,
             [&](int n) -> auto& {
               const int m = n / of_m, first = n % of_m * group;
               if (64 * m + 16 * warp < B::rows) {
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       } else {
         write();
       }
-      if (y + 1 == bottom || (y - top) % kRowsOfSum == kRowsOfSum - 1)
+      if (y + 1 == bottom || (y - top) % rows_of_sum == rows_of_sum - 1)
         each_total([&](float& total, int m, int j, int i) {
           total += sum_weight[m][j][i];
           sum_weight[m][j][i] = 0;

@@ -95,10 +95,11 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
       Pixels<S, Columns, W> pixels[S::C];
 #pragma unroll
       for (int c = 0; c < S::C; ++c) pixels[c].load(places, shift, c);
-      float weight[N][4];
+      float weights[1][N][4];
+      auto& weight = weights[0];
       Words<typename S::P, group> words[2];
-      sum_products<typename S::P, N, steps, group, true>(
-          [&](int) -> auto& { return weight; },
+      sum_products<typename S::P, steps, group, true>(
+          weights,
           [&](int n) -> auto& {
 #pragma unroll
             for (int step = 0; step < group; ++step)

@@ -257,18 +257,19 @@ __device__ __forceinline__ void multiply_group(float (&sums)[N][4], const Words<
       multiply<P, N>(sums, words.a[0][step], b.at(step), add || P::terms > 1 || step > 0);
 }
 
-// Adds a product of `depth` steps to sums, `steps` at a time. Of group n, to(n) are the sums, b(n)
-// the steps of B and load(n) those of A, which are left alone until load(n + 2). `Fresh` sums are
-// set to group 0's instead. `meanwhile` runs before the last wait.
+// Adds products, each `depth` steps deep, to their sums, `steps` at a time. Groups of steps count
+// through all products: of group n, b(n) are the steps of B and load(n) those of A, which are left
+// alone until load(n + 2). `Fresh` sums are set instead. `meanwhile` runs before the last wait.
 //
 // Tensor cores truncate their sums. Where that would show, those of a group begin at zero.
-template <typename P, int N, int depth, int steps, bool Fresh, typename To, typename Load,
+template <typename P, int depth, int steps, bool Fresh, int Products, int N, typename Load,
           typename B, typename Meanwhile>
-__device__ __forceinline__ void sum_products(const To& to, const Load& load, const B& b,
-                                             const Meanwhile& meanwhile) {
-  constexpr int groups = (depth + steps - 1) / steps;
+__device__ __forceinline__ void sum_products(float (&sums)[Products][N][4], const Load& load,
+                                             const B& b, const Meanwhile& meanwhile) {
+  constexpr int a_product = (depth + steps - 1) / steps, groups = Products * a_product;
   constexpr bool apart = P::terms > 1;
   float partial[apart ? 2 : 1][N][4];
+  const auto is_set = [](int n) { return Fresh && n % a_product == 0; };
   const auto finish = [&](int n) {
     if constexpr (apart) {
       fence_sums(partial[n % 2]);
@@ -276,22 +277,22 @@ __device__ __forceinline__ void sum_products(const To& to, const Load& load, con
       for (int j = 0; j < N; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float& sum = to(n)[j][i];
-          sum = Fresh && n == 0 ? partial[n % 2][j][i] : sum + partial[n % 2][j][i];
+          float& sum = sums[n / a_product][j][i];
+          sum = is_set(n) ? partial[n % 2][j][i] : sum + partial[n % 2][j][i];
         }
     } else {
-      fence_sums(to(n));
+      fence_sums(sums[n / a_product]);
     }
   };
 #pragma unroll
   for (int n = 0; n < groups; ++n) {
     const auto& words = load(n);
     if constexpr (!apart)
-      if (!(Fresh && n == 0)) fence_sums(to(n));
+      if (!is_set(n)) fence_sums(sums[n / a_product]);
     products_begin();
-    multiply_group<P, N>(apart ? partial[n % 2] : to(n), words, b(n),
-                         n + 1 < groups ? steps : depth - steps * (groups - 1),
-                         !apart && !(Fresh && n == 0));
+    const bool last = n % a_product + 1 == a_product;
+    multiply_group<P, N>(apart ? partial[n % 2] : sums[n / a_product], words, b(n),
+                         last ? depth - steps * (a_product - 1) : steps, !apart && !is_set(n));
     products_end();
     if (n > 0) {
       products_wait<1>();
