@@ -7,6 +7,7 @@
 
 #include "high_order_layer/cuda/backward_kernel.cuh"
 #include "high_order_layer/cuda/backward_sums.cuh"
+#include "high_order_layer/cuda/segments.cuh"
 
 namespace hoconv {
 
@@ -27,10 +28,6 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
       static_cast<const T*>(weight.const_data_ptr()), image_strides(weight), l, chunks, transposed);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 
-  const auto kernel = backward<P, k, s, Q>;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  int resident;
-
   // As many warps as the width needs; strips as even as they can be.
   Strips p{};
   p.warps = std::min((l.W + 2 * l.reach + 15) / 16, kMostWarps);
@@ -45,20 +42,13 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
     p.warps -= 1;
     STD_TORCH_CHECK(p.region() > 2 * l.reach, "x: too many channels for the fused kernel");
   }
+  const auto kernel = backward<P, k, s, Q>;
   allow_shared_memory(kernel, shared_bytes);
-  STD_CUDA_CHECK(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * p.warps, shared_bytes));
-  // Segments so long that the rows above and below cost little, so many that no block waits long.
-  const int64_t slots = std::max<int64_t>(int64_t{multiprocessors} * resident / chunks, 1);
-  double least = INFINITY;
-  for (int down = 1; down <= std::max(1, l.H / 8); ++down) {
-    const int segment = (l.H + down - 1) / down;
-    const int64_t units = l.B * p.across * ((l.H + segment - 1) / segment);
-    const double cost = double((units + slots - 1) / slots) * (segment + 2 * l.reach + 2);
-    if (cost < least) least = cost, p.rows = segment, p.down = (l.H + segment - 1) / segment;
-  }
-  const int64_t units = l.B * p.across * p.down;
-  const int blocks = std::min(units, slots);
+  const int64_t resident = resident_blocks(kernel, 32 * p.warps, shared_bytes);
+  const int64_t slots = std::max<int64_t>(resident / chunks, 1);
+  const Segments segments = cut_strips(l.H, l.B * p.across, 2 * l.reach + 2, slots);
+  p.rows = segments.rows, p.down = segments.down;
+  const int blocks = std::min(l.B * p.across * p.down, slots);
 
   Tensor sums = scratch(x, int64_t{blocks} * p.warps * 8 * N * (int64_t{chunks} * rows + 1));
   auto* weight_sums = static_cast<float*>(sums.mutable_data_ptr());

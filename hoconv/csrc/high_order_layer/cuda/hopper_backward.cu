@@ -16,6 +16,7 @@
 // B batch, C channels, H height, W width, k kernel size and that of the generator.
 
 #include "high_order_layer/cuda/hopper_products.cuh"
+#include "high_order_layer/cuda/segments.cuh"
 
 namespace hoconv::hopper {
 namespace {
@@ -436,23 +437,13 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   const auto kernel = l.softmax ? backward<S, true> : backward<S, false>;
   constexpr int bytes = 4 * B::words;
   allow_shared_memory(kernel, bytes);
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  int resident;
-  STD_CUDA_CHECK(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * kWarps, bytes));
+  const int64_t slots = resident_blocks(kernel, 32 * kWarps, bytes);
 
   Strips strips{};
   strips.across = (l.W + kWritten - 1) / kWritten;
   strips.columns = ((l.W + strips.across - 1) / strips.across + 3) / 4 * 4;
-  // Segments so long that the rows above and below cost little, so many that no block waits long.
-  const int64_t slots = int64_t{multiprocessors} * resident;
-  double least = INFINITY;
-  for (int down = 1; down <= std::max(1, l.H / 8); ++down) {
-    const int rows = (l.H + down - 1) / down;
-    const int64_t units = l.B * strips.across * ((l.H + rows - 1) / rows);
-    const double cost = double((units + slots - 1) / slots) * (rows + 2 * S::reach + 1);
-    if (cost < least) least = cost, strips.rows = rows, strips.down = (l.H + rows - 1) / rows;
-  }
+  const Segments segments = cut_strips(l.H, l.B * strips.across, 2 * S::reach + 1, slots);
+  strips.rows = segments.rows, strips.down = segments.down;
   const int blocks = std::min(l.B * strips.across * strips.down, slots);
 
   constexpr int operands = B::Operand::words + B::Transposed::words,

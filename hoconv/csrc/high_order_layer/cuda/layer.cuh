@@ -304,4 +304,13 @@ void allow_shared_memory(Kernel kernel, int bytes) {
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
+// How many blocks of a kernel the current device runs at once.
+template <typename Kernel>
+int64_t resident_blocks(Kernel kernel, int threads, int bytes) {
+  int a_multiprocessor;
+  STD_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&a_multiprocessor, kernel, threads, bytes));
+  return int64_t{a_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount);
+}
+
 }  // namespace hoconv
