@@ -24,23 +24,30 @@ void check_sizes(const Conv2d& p) {
                     "less than 2^30");
 }
 
-// (C / G, R, S) or (O / G, R, S) of the weight; `channels` is the dimension of the first.
-Axis taps(const Conv2d& p, const Tensor& weight, int channels) {
-  return {Digits(p.R, p.S), weight.stride(channels), 1, 1, 0, 0};
-}
-View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
-  return {data(weight),
-          p.out_channels() * weight.stride(0),
-          weight.stride(2),
-          weight.stride(3),
-          static_cast<int>(p.R),
-          static_cast<int>(p.S),
+// Images, or a weight's kernels; `channels` of dimension `split` belong to a group.
+View view(const Tensor& t, int split, int64_t channels, const Axis& row, const Axis& column) {
+  return {data(t),
+          channels * t.stride(split),
+          t.stride(2),
+          t.stride(3),
+          static_cast<int>(t.size(2)),
+          static_cast<int>(t.size(3)),
           1,
           1,
-          {Digits(1, 1), weight.stride(rows), 0, 0, 0, 0},
-          taps(p, weight, columns),
+          row,
+          column,
           false,
-          true};
+          false};
+}
+Axis channel(const Tensor& t, int dimension) { return {Digits(1, 1), t.stride(dimension)}; }
+
+// The rows of a weight are the channels of one side, the columns (C / G, R, S) or (O / G, R, S) of
+// the other.
+View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
+  View kernels = view(weight, 0, p.out_channels(), channel(weight, rows),
+                      {Digits(p.R, p.S), weight.stride(columns), 1, 1});
+  kernels.along_columns = true;
+  return kernels;
 }
 
 // Of windows of x: their pixels (B, OH, OW), and their elements (C / G, R, S).
@@ -53,26 +60,18 @@ Axis pixels(const Conv2d& p, const Tensor& x) {
           -static_cast<int>(p.padding[1])};
 }
 Axis elements(const Conv2d& p, const Tensor& x) {
-  return {Digits(p.R, p.S),
-          x.stride(1),
-          static_cast<int>(p.dilation[0]),
-          static_cast<int>(p.dilation[1]),
-          0,
-          0};
+  return {Digits(p.R, p.S), x.stride(1), static_cast<int>(p.dilation[0]),
+          static_cast<int>(p.dilation[1])};
 }
-View windows(const Conv2d& p, const Tensor& x, const Axis& rows, const Axis& columns) {
-  return {data(x),
-          p.in_channels() * x.stride(1),
-          x.stride(2),
-          x.stride(3),
-          static_cast<int>(p.H),
-          static_cast<int>(p.W),
-          1,
-          1,
-          rows,
-          columns,
-          false,
-          false};
+
+// Rows of the result are pixels of images (B, H, W), columns their channels.
+Target images(Tensor& out, int64_t channels) {
+  return {static_cast<float*>(out.mutable_data_ptr()),
+          channels * out.stride(1),
+          Digits(out.size(2), out.size(3)),
+          Digits(1, 1),
+          {out.stride(0), out.stride(2), out.stride(3)},
+          {out.stride(1), 0, 0}};
 }
 
 Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding, Ints dilation,
@@ -84,17 +83,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding,
   Tensor out = torch::stable::new_empty(x, {p.B, p.O, p.OH, p.OW});
   const Launch launch(x);
   gemm(multiplier,
-       {windows(p, x, pixels(p, x), elements(p, x)),
-        weights(p, weight, 0, 1),
-        {static_cast<float*>(out.mutable_data_ptr()),
-         p.out_channels() * out.stride(1),
-         Digits(p.OH, p.OW),
-         Digits(1, 1),
-         {out.stride(0), out.stride(2), out.stride(3)},
-         {out.stride(1), 0, 0}},
-        p.G,
-        p.B * p.OH * p.OW,
-        p.out_channels(),
+       {view(x, 1, p.in_channels(), pixels(p, x), elements(p, x)), weights(p, weight, 0, 1),
+        images(out, p.out_channels()), p.G, p.B * p.OH * p.OW, p.out_channels(),
         p.in_channels() * p.R * p.S},
        x, launch.stream);
   return out;
@@ -111,33 +101,16 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   const Launch launch(grad);
   // Where a pixel of x (B, H, W) meets an element of the weight (O / G, R, S) there is an output,
   // or none: then the term is left out.
-  const View outputs{data(grad),
-                     p.out_channels() * grad.stride(1),
-                     grad.stride(2),
-                     grad.stride(3),
-                     static_cast<int>(p.OH),
-                     static_cast<int>(p.OW),
-                     static_cast<int>(p.stride[0]),
-                     static_cast<int>(p.stride[1]),
-                     {Digits(p.H, p.W), grad.stride(0), 1, 1, static_cast<int>(p.padding[0]),
-                      static_cast<int>(p.padding[1])},
-                     {Digits(p.R, p.S), grad.stride(1), -static_cast<int>(p.dilation[0]),
-                      -static_cast<int>(p.dilation[1]), 0, 0},
-                     true,
-                     false};
+  View outputs = view(grad, 1, p.out_channels(),
+                      {Digits(p.H, p.W), grad.stride(0), 1, 1, static_cast<int>(p.padding[0]),
+                       static_cast<int>(p.padding[1])},
+                      {Digits(p.R, p.S), grad.stride(1), -static_cast<int>(p.dilation[0]),
+                       -static_cast<int>(p.dilation[1])});
+  outputs.y_every = p.stride[0], outputs.x_every = p.stride[1];
+  outputs.leaves_out = true;
   gemm(multiplier,
-       {outputs,
-        weights(p, weight, 1, 0),
-        {static_cast<float*>(out.mutable_data_ptr()),
-         p.in_channels() * out.stride(1),
-         Digits(p.H, p.W),
-         Digits(1, 1),
-         {out.stride(0), out.stride(2), out.stride(3)},
-         {out.stride(1), 0, 0}},
-        p.G,
-        p.B * p.H * p.W,
-        p.in_channels(),
-        p.out_channels() * p.R * p.S},
+       {outputs, weights(p, weight, 1, 0), images(out, p.in_channels()), p.G, p.B * p.H * p.W,
+        p.in_channels(), p.out_channels() * p.R * p.S},
        grad, launch.stream);
   return out;
 }
@@ -151,23 +124,13 @@ Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stri
   check_sizes(p);
   Tensor out = torch::stable::new_empty(x, {p.O, p.in_channels(), p.R, p.S});
   const Launch launch(grad);
-  const View outputs{data(grad),
-                     p.out_channels() * grad.stride(1),
-                     grad.stride(2),
-                     grad.stride(3),
-                     static_cast<int>(p.OH),
-                     static_cast<int>(p.OW),
-                     1,
-                     1,
-                     {Digits(1, 1), grad.stride(1), 0, 0, 0, 0},
-                     {Digits(p.OH, p.OW), grad.stride(0), 1, 1, 0, 0},
-                     false,
-                     true};
-  View images = windows(p, x, elements(p, x), pixels(p, x));
-  images.along_columns = true;
+  View outputs =
+      view(grad, 1, p.out_channels(), channel(grad, 1), {Digits(p.OH, p.OW), grad.stride(0), 1, 1});
+  View windows = view(x, 1, p.in_channels(), elements(p, x), pixels(p, x));
+  outputs.along_columns = windows.along_columns = true;
   gemm(multiplier,
        {outputs,
-        images,
+        windows,
         {static_cast<float*>(out.mutable_data_ptr()),
          p.out_channels() * out.stride(0),
          Digits(1, 1),

@@ -22,8 +22,8 @@ View matrix(const Tensor& t, int rows, int columns) {
           1,
           1,
           1,
-          {one, t.stride(rows), 0, 0, 0, 0},
-          {one, t.stride(columns), 0, 0, 0, 0},
+          {one, t.stride(rows)},
+          {one, t.stride(columns)},
           false,
           t.stride(columns) < t.stride(rows)};
 }

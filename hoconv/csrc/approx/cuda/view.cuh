@@ -51,9 +51,9 @@ struct Part {
 
 struct Axis {
   Digits digits;
-  int64_t stride;      // of the first digit, in elements
-  int y_step, x_step;  // of the second and third, in rows and columns
-  int y_first, x_first;
+  int64_t stride;              // of the first digit, in elements
+  int y_step = 0, x_step = 0;  // of the second and third, in rows and columns
+  int y_first = 0, x_first = 0;
 };
 
 // Element (i, k) of matrix n. Where there is none it is zero, or with `leaves_out` it is left out
