@@ -31,9 +31,7 @@ struct Problem {
 
   int64_t head_channels() const { return C / H; }
 
-  // How many weights a tap of a head has.
   int64_t weight_batch() const { return batch_shared ? 1 : B; }
-  int64_t weight_steps() const { return time_shared ? 1 : T; }
 
   // `x` is x or the output's gradient, with the weights' sizes (B or 1, H, K, T or 1).
   template <typename Sizes>
