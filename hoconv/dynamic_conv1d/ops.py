@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv import build
+from hoconv.bilinear import register_second_gradients, save_forward
 from hoconv.dynamic_conv1d import reference
 from hoconv.operators import Implementation
-from hoconv.registration import gradient_layout, register_autocast
+from hoconv.registration import register_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -39,50 +40,20 @@ def _register(impl: str) -> None:
         _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     forward, grad_input, grad_weight = (getattr(getattr(_ops, name), impl) for name in _SCHEMAS)
 
-    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ctx.padding = inputs
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.layout = gradient_layout(weight)
-
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        d_x = None if weight is None else grad_input(grad, weight, ctx.padding)
-        d_weight = None if x is None else grad_weight(grad, x, *ctx.layout, ctx.padding)
+        d_x = None if weight is None else grad_input(grad, weight, ctx.option)
+        d_weight = None if x is None else grad_weight(grad, x, *ctx.layout, ctx.option)
         return d_x, d_weight, None
 
-    def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, weight, ctx.padding = inputs
-        ctx.save_for_backward(grad, weight)
-
-    def differentiate_grad_input(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        grad, weight = ctx.saved_tensors
-        need_grad, need_weight = ctx.needs_input_grad[:2]
-        d_grad = forward(u, weight, ctx.padding) if need_grad else None
-        d_weight = (
-            grad_weight(grad, u, *gradient_layout(weight), ctx.padding) if need_weight else None
-        )
-        return d_grad, d_weight, None
-
-    def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, x, _, _, ctx.padding = inputs
-        ctx.save_for_backward(grad, x)
-
-    def differentiate_grad_weight(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-        grad, x = ctx.saved_tensors
-        need_grad, need_x = ctx.needs_input_grad[:2]
-        d_grad = forward(x, v, ctx.padding) if need_grad else None
-        d_x = grad_input(grad, v, ctx.padding) if need_x else None
-        return d_grad, d_x, None, None, None
-
-    for name, fake, save, differentiate in (
-        ("dynamic_conv1d", _fake, save_forward, differentiate_forward),
-        ("dynamic_conv1d_grad_input", _fake, save_grad_input, differentiate_grad_input),
-        ("dynamic_conv1d_grad_weight", _fake_grad_weight, save_grad_weight,
-         differentiate_grad_weight),
-    ):  # fmt: skip
-        torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
-        torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
+    for op, fake in (
+        (forward, _fake),
+        (grad_input, _fake),
+        (grad_weight, _fake_grad_weight),
+    ):
+        torch.library.register_fake(op, fake)
+    torch.library.register_autograd(forward, differentiate_forward, setup_context=save_forward)
+    register_second_gradients(forward, grad_input, grad_weight)
     register_autocast(_library, forward)
 
 

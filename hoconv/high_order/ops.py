@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv import build
+from hoconv.bilinear import register_second_gradients, save_forward
 from hoconv.high_order import reference
 from hoconv.operators import Implementation
 from hoconv.registration import gradient_layout, register_autocast
@@ -43,19 +44,13 @@ def _register(impl: str) -> None:
         getattr(getattr(_ops, name), impl) for name in _SCHEMAS
     )
 
-    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ctx.dilation = inputs
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.layout = gradient_layout(weight)
-
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if x is not None and weight is not None:
-            return *backward(grad, x, weight, ctx.dilation), None
+            return *backward(grad, x, weight, ctx.option), None
         if weight is not None:
-            return grad_input(grad, weight, ctx.dilation), None, None
-        return None, grad_weight(grad, x, *ctx.layout, ctx.dilation), None
+            return grad_input(grad, weight, ctx.option), None, None
+        return None, grad_weight(grad, x, *ctx.layout, ctx.option), None
 
     def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         grad, x, weight, ctx.dilation = inputs
@@ -78,41 +73,19 @@ def _register(impl: str) -> None:
             d_weight = grad_weight(grad, u, *gradient_layout(weight), d)
         return d_grad, d_x, d_weight, None
 
-    def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, weight, ctx.dilation = inputs
-        ctx.save_for_backward(grad, weight)
-
-    def differentiate_grad_input(ctx: Any, u: Tensor):
-        grad, weight = ctx.saved_tensors
-        need_grad, need_weight = ctx.needs_input_grad[:2]
-        d_grad = forward(u, weight, ctx.dilation) if need_grad else None
-        d_weight = (
-            grad_weight(grad, u, *gradient_layout(weight), ctx.dilation) if need_weight else None
-        )
-        return d_grad, d_weight, None
-
-    def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, x, _, _, ctx.dilation = inputs
-        ctx.save_for_backward(grad, x)
-
-    def differentiate_grad_weight(ctx: Any, v: Tensor):
-        grad, x = ctx.saved_tensors
-        need_grad, need_x = ctx.needs_input_grad[:2]
-        d_grad = forward(x, v, ctx.dilation) if need_grad else None
-        d_x = grad_input(grad, v, ctx.dilation) if need_x else None
-        return d_grad, d_x, None, None, None
-
-    fakes = (_fake_forward, _fake_backward, _fake_grad_input, _fake_grad_weight)
-    derivatives = (
-        (save_forward, differentiate_forward),
-        (save_backward, differentiate_backward),
-        (save_grad_input, differentiate_grad_input),
-        (save_grad_weight, differentiate_grad_weight),
-    )
-    for name, fake, (save, differentiate) in zip(_SCHEMAS, fakes, derivatives, strict=True):
-        qualified = f"hoconv::{name}.{impl}"
-        torch.library.register_fake(qualified, fake)
-        torch.library.register_autograd(qualified, differentiate, setup_context=save)
+    for op, fake in (
+        (forward, _fake_forward),
+        (backward, _fake_backward),
+        (grad_input, _fake_grad_input),
+        (grad_weight, _fake_grad_weight),
+    ):
+        torch.library.register_fake(op, fake)
+    for op, save, differentiate in (
+        (forward, save_forward, differentiate_forward),
+        (backward, save_backward, differentiate_backward),
+    ):
+        torch.library.register_autograd(op, differentiate, setup_context=save)
+    register_second_gradients(forward, grad_input, grad_weight)
     register_autocast(_library, forward)
 
 

@@ -1,0 +1,61 @@
+"""The gradients of an op that is bilinear in x and weight.
+
+Three maps are closed under differentiation: the forward F(x, w), the input gradient X(g, w) and the
+weight gradient W(g, x), which is given the size and stride of its result. Each takes an int last,
+a dilation, say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.registration import gradient_layout
+
+
+def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves what the gradients of F need: x and weight, or None, and the weight's layout."""
+    x, weight, ctx.option = inputs
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+    ctx.layout = gradient_layout(weight)
+
+
+def register_second_gradients(
+    forward: torch._ops.OpOverload,
+    grad_input: torch._ops.OpOverload,
+    grad_weight: torch._ops.OpOverload,
+) -> None:
+    """Makes X and W differentiable any number of times."""
+
+    def save_grad_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, weight, ctx.option = inputs
+        ctx.save_for_backward(grad, weight)
+
+    def differentiate_grad_input(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight = ctx.saved_tensors
+        need_grad, need_weight = ctx.needs_input_grad[:2]
+        d_grad = forward(u, weight, ctx.option) if need_grad else None
+        d_weight = (
+            grad_weight(grad, u, *gradient_layout(weight), ctx.option) if need_weight else None
+        )
+        return d_grad, d_weight, None
+
+    def save_grad_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, x, _, _, ctx.option = inputs
+        ctx.save_for_backward(grad, x)
+
+    def differentiate_grad_weight(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        grad, x = ctx.saved_tensors
+        need_grad, need_x = ctx.needs_input_grad[:2]
+        d_grad = forward(x, v, ctx.option) if need_grad else None
+        d_x = grad_input(grad, v, ctx.option) if need_x else None
+        return d_grad, d_x, None, None, None
+
+    for op, save, differentiate in (
+        (grad_input, save_grad_input, differentiate_grad_input),
+        (grad_weight, save_grad_weight, differentiate_grad_weight),
+    ):
+        torch.library.register_autograd(op, differentiate, setup_context=save)
