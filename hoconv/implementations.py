@@ -36,6 +36,17 @@ def implementations() -> dict[str, str]:
     }
 
 
+def check_name(operator: Operator, impl: str) -> None:
+    """Checks an argument `impl`, of a layer, say, before there are tensors.
+
+    Raises:
+        ValueError: neither ``"auto"`` nor an implementation of the operator.
+    """
+    if impl != "auto" and impl not in operator.implementations:
+        allowed = ", ".join(("auto", *operator.implementations))
+        raise ValueError(f"impl: expected one of {allowed}; got {impl!r} for {operator.name}")
+
+
 def choose(operator: Operator, impl: str, device_type: str) -> Choice:
     """Decides which implementation a call of `operator` on a device uses.
 
@@ -50,11 +61,9 @@ def choose(operator: Operator, impl: str, device_type: str) -> Choice:
         ValueError: the operator has no implementation of that name.
         ImplementationError: it was asked for by name and cannot run here.
     """
+    check_name(operator, impl)
     if impl == "auto":
         return _fastest(operator, device_type)
-    if impl not in operator.implementations:
-        allowed = ", ".join(("auto", *operator.implementations))
-        raise ValueError(f"impl: expected one of {allowed}; got {impl!r} for {operator.name}")
     if reason := _obstacle(operator, impl, device_type):
         raise ImplementationError(f"impl={impl} cannot run {operator.name}: {reason}")
     return Choice(impl, "asked for by name")

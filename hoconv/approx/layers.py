@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hoconv.approx import multipliers
 from hoconv.approx.gradients import Gradient, kinds
 from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul
+from hoconv.implementations import check_name
 from hoconv.operators import Operator
 
 
@@ -143,9 +144,7 @@ class ApproxLinear(nn.Linear):
 def _check(operator: Operator, multiplier: str, gradient: Gradient, impl: str) -> None:
     multipliers.check(multiplier)
     kinds(gradient)
-    if impl != "auto" and impl not in operator.implementations:
-        allowed = ", ".join(("auto", *operator.implementations))
-        raise ValueError(f"impl: expected one of {allowed}; got {impl!r}")
+    check_name(operator, impl)
 
 
 def _shown(layer: ApproxConv2d | ApproxLinear) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.approx.reference import columns, output_size
 from hoconv.approx.tables import LookupTable, table_matmul
+from hoconv.implementations import check_name
 
 Observed = Literal["minmax", "moving_average"]
 
@@ -176,6 +177,7 @@ class TableConv2d(nn.Conv2d):
             raise ValueError(f"padding: expected a number or a pair of them, got {padding!r}")
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
                          bias, device=device)  # fmt: skip
+        check_name(CONV2D, impl)
         self.quantizer = _Quantizer(table, observer, momentum).to(device)
         self.impl = impl
 
@@ -223,6 +225,7 @@ class TableLinear(nn.Linear):
         device: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
+        check_name(MATMUL, impl)
         self.quantizer = _Quantizer(table, observer, momentum).to(device)
         self.impl = impl
 

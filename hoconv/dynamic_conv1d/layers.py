@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d
+from hoconv.implementations import check_name
 
 
 class _Conv1d(nn.Module):
@@ -44,9 +45,7 @@ class _Conv1d(nn.Module):
                 f"weight_dropout: expected a probability from 0 to less than 1, "
                 f"got {weight_dropout}"
             )
-        if impl != "auto" and impl not in OPERATOR.implementations:
-            allowed = ", ".join(("auto", *OPERATOR.implementations))
-            raise ValueError(f"impl: expected one of {allowed}; got {impl!r}")
+        check_name(OPERATOR, impl)
         self.channels = channels
         self.kernel_size = kernel_size
         self.heads = heads
@@ -175,9 +174,7 @@ class LightweightConv1d(_Conv1d):
     ) -> None:
         super().__init__(channels, kernel_size, heads, padding, softmax, weight_dropout, bias, impl)
         self.weight = nn.Parameter(torch.empty(heads, kernel_size))
-        nn.init.xavier_uniform_(
-            self.weight.detach().unsqueeze(1)
-        )  # as of a convolution's (H, 1, K)
+        nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))  # as a convolution's (H, 1, K)
 
     def _weight(self, x: Tensor) -> Tensor:
         return self._normalized(self.weight[None, :, :, None])

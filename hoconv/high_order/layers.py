@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from hoconv.high_order_layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
+from hoconv.implementations import check_name
 
 
 class HighOrderConv2d(nn.Module):
@@ -70,9 +71,7 @@ class HighOrderConv2d(nn.Module):
             raise ValueError(f"dilation: expected at least 1, got {dilation}")
         if normalize not in (None, "softmax"):
             raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
-        if impl != "auto" and impl not in OPERATOR.implementations:
-            allowed = ", ".join(("auto", *OPERATOR.implementations))
-            raise ValueError(f"impl: expected one of {allowed}; got {impl!r}")
+        check_name(OPERATOR, impl)
         self.channels = channels
         self.kernel_size = kernel_size
         self.groups = groups

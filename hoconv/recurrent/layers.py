@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from hoconv.implementations import resolve
+from hoconv.implementations import check_name, resolve
 from hoconv.recurrent.cell import Cell
 from hoconv.recurrent.explain import explain
 from hoconv.recurrent.operator import OPERATOR
@@ -84,8 +84,7 @@ class RNN(nn.Module):
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
-        if impl not in (allowed := ("auto", *OPERATOR.implementations)):
-            raise ValueError(f"impl: expected one of {', '.join(allowed)}; got {impl!r}")
+        check_name(OPERATOR, impl)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers

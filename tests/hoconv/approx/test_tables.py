@@ -272,6 +272,7 @@ def test_numbers_outside_the_range_get_no_gradient() -> None:
     [
         ({"observer": "mean"}, "observer: expected 'minmax' or 'moving_average', got 'mean'"),
         ({"momentum": 0.0}, "momentum: expected more than 0, up to 1; got 0.0"),
+        ({"impl": "fast"}, "impl: expected one of auto, .*; got 'fast' for approx_matmul"),
     ],
 )
 def test_wrong_option_is_refused_by_name(options: Any, message: str) -> None:
