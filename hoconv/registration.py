@@ -1,7 +1,8 @@
-"""What the registrations of all operators share: autocast, and the layout of a gradient."""
+"""What operators share: autocast, the check of dtypes and devices, the layout of a gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -40,6 +41,23 @@ def _register_autocast(
             return op(*args)
 
     library.impl(op.name().removeprefix(f"{op.namespace}::"), cast, key, with_keyset=True)
+
+
+def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:
+    """Checks that x has one of these dtypes, and that the others have x's dtype and device.
+
+    Raises:
+        TypeError: a dtype that is not supported, or that is not x's.
+        ValueError: a device that is not x's.
+    """
+    if x.dtype not in dtypes:
+        names = ", ".join(map(str, dtypes))
+        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: expected the device of x, {x.device}, got {tensor.device}")
 
 
 def gradient_layout(t: Tensor) -> tuple[list[int], list[int]]:

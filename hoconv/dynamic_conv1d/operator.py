@@ -14,7 +14,7 @@ from torch import Tensor
 from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
-from hoconv.registration import autocast
+from hoconv.registration import autocast, check_dtypes
 
 _TOLERANCES = {
     torch.float64: 1e-14,
@@ -84,13 +84,7 @@ def _check(x: Tensor, weight: Tensor, padding: int) -> None:
             f"padding: expected an int from 0 to K - 1 = {K - 1}, got {padding!r}; K - 1 is "
             f"causal, (K - 1) // 2 centred"
         )
-    if x.dtype not in _TOLERANCES:
-        names = ", ".join(str(dtype) for dtype in _TOLERANCES)
-        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
-    if weight.dtype != x.dtype:
-        raise TypeError(f"weight: expected the dtype of x, {x.dtype}, got {weight.dtype}")
-    if weight.device != x.device:
-        raise ValueError(f"weight: expected the device of x, {x.device}, got {weight.device}")
+    check_dtypes(x, _TOLERANCES, weight=weight)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

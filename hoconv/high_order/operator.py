@@ -14,7 +14,7 @@ from torch import Tensor
 from hoconv.high_order.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
-from hoconv.registration import autocast
+from hoconv.registration import autocast, check_dtypes
 
 MAX_KERNEL_SIZE = 11
 _KERNEL_SIZES = {k * k: k for k in range(1, MAX_KERNEL_SIZE + 1)}
@@ -87,13 +87,7 @@ def _check(x: Tensor, weight: Tensor, dilation: int) -> None:
         )
     if isinstance(dilation, bool) or not isinstance(dilation, int) or dilation < 1:
         raise ValueError(f"dilation: expected an int of at least 1, got {dilation!r}")
-    if x.dtype not in _TOLERANCES:
-        names = ", ".join(str(dtype) for dtype in _TOLERANCES)
-        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
-    if weight.dtype != x.dtype:
-        raise TypeError(f"weight: expected the dtype of x, {x.dtype}, got {weight.dtype}")
-    if weight.device != x.device:
-        raise ValueError(f"weight: expected the device of x, {x.device}, got {weight.device}")
+    check_dtypes(x, _TOLERANCES, weight=weight)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -6,6 +6,7 @@ s kernel size of the generator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from hoconv.high_order_layer.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
-from hoconv.registration import autocast
+from hoconv.registration import autocast, check_dtypes
 
 MAX_KERNEL_SIZE = 11
 _TOLERANCES = {
@@ -87,13 +88,11 @@ def _check(
 ) -> None:
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
-    for name, value, most in (
-        ("kernel_size", kernel_size, MAX_KERNEL_SIZE), ("dilation", dilation, None)
-    ):  # fmt: skip
-        allowed = "at least 1" if most is None else f"1 to {most}"
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected an int, {allowed}, got {value!r}")
-        if most is not None and value > most:
+    for name, value, most, allowed in (
+        ("kernel_size", kernel_size, MAX_KERNEL_SIZE, f"1 to {MAX_KERNEL_SIZE}"),
+        ("dilation", dilation, math.inf, "at least 1"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name}: expected an int, {allowed}, got {value!r}")
     if normalize not in (None, "softmax"):
         raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
@@ -115,14 +114,7 @@ def _check(
         raise ValueError(
             f"generator_bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}"
         )
-    if x.dtype not in _TOLERANCES:
-        names = ", ".join(str(dtype) for dtype in _TOLERANCES)
-        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
-    for name, tensor in (("generator_weight", weight), ("generator_bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: expected the device of x, {x.device}, got {tensor.device}")
+    check_dtypes(x, _TOLERANCES, generator_weight=weight, generator_bias=bias)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
