@@ -17,6 +17,10 @@ from hoconv.recurrent.language import (
 
 Step = tuple[Row, dict[str, Row]]
 
+# Of each block of rows of torch.nn's weights: the linear map of x and that of h it belongs to.
+LSTM_GATES = (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))
+GRU_GATES = (("r", "r"), ("z", "z"), ("n", "m"))
+
 
 @cell(state=("h", "c"))
 def lstm(x: Row, h: Row, c: Row, *, bias: bool = True) -> Step:

@@ -38,8 +38,8 @@ class _Known:
 
 
 _KNOWN = (
-    _Known("lstm", cells.lstm, (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))),
-    _Known("gru", cells.gru, (("r", "r"), ("z", "z"), ("n", "m"))),
+    _Known("lstm", cells.lstm, cells.LSTM_GATES),
+    _Known("gru", cells.gru, cells.GRU_GATES),
     _Known("rnn_tanh", cells.elman, (("h", "h"),), ({},)),
 )
 _MODES = {"rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers

@@ -14,7 +14,6 @@ from hoconv.recurrent.layers import RNN
 class _LikePyTorch(RNN):
     """A layer that also takes the state dict of its namesake in torch.nn."""
 
-    # Of each block of rows of nn's weights: the linear map it belongs to, of x and of h.
     _gates: tuple[tuple[str, str], ...]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -57,7 +56,7 @@ class LSTM(_LikePyTorch):
     :data:`hoconv.recurrent.projected_lstm`. See :class:`RNN`.
     """
 
-    _gates = (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))
+    _gates = cells.LSTM_GATES
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class GRU(_LikePyTorch):
     See :class:`RNN`.
     """
 
-    _gates = (("r", "r"), ("z", "z"), ("n", "m"))
+    _gates = cells.GRU_GATES
 
     def __init__(
         self,
