@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hoconv.recurrent.ir import Group, Op, Program, Value, flat
+from hoconv.recurrent.ir import Group, Op, Program, flat
 from hoconv.recurrent.kinds import PRODUCTS, ROWWISE, SUMS
 from hoconv.recurrent.schedule import Plan
 
@@ -17,7 +17,6 @@ _WHY = {
     "graph": "and the whole loop is one call",
     "auto": "the same as graph: every rung of the ladder, none of which costs anything",
 }
-_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1}
 
 
 def explain(plan: Plan) -> str:
@@ -83,12 +82,8 @@ def _saved(program: Program) -> str:
         named.append(_count(len(kept), "sequence", "made before the loop"))
     if not named:
         return "nothing"
-    total = sum(_row_bytes(v) for v in (*saved, *kept) if v.type.rate != "once")
+    total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate != "once")
     return f"{', '.join(named)}; {total} bytes a step and row"
-
-
-def _row_bytes(value: Value) -> int:
-    return _BYTES[value.type.dtype] * value.type.size
 
 
 def _count(n: int, noun: str, rest: str = "") -> str:

@@ -13,10 +13,11 @@ B batch, T time steps, n features of a value, m features of a result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Rate = Literal["once", "sequence", "step"]
+_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Type:
     def size(self) -> int:
         """The features of a row."""
         return self.shape[-1]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the features of a row."""
+        return _BYTES[self.dtype] * self.size
 
     def __str__(self) -> str:
         return f"{self.rate} {self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -140,7 +146,7 @@ class Program:
     results: tuple[tuple[str, Value], ...]
     before: tuple[Op | Group, ...] = ()
     after: tuple[Op | Group, ...] = ()
-    yields: tuple[Yield, ...] = field(default=())
+    yields: tuple[Yield, ...] = ()
     reverse: bool = False
 
     def __str__(self) -> str:

@@ -16,6 +16,8 @@ from hoconv.recurrent.emit.storage import Place, Storage
 from hoconv.recurrent.ir import Group, Op, Type, Value
 from hoconv.recurrent.kinds import REDUCTIONS
 
+_ALIGNMENT = 64  # bytes, of vectors in scratch: a vector register's
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -83,10 +85,6 @@ def lower(group: Group, storage: Storage, copies: Sequence[Value] = ()) -> Kerne
     return _Lowering(group, storage, copies).kernel
 
 
-_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1}
-_ALIGNMENT = 64
-
-
 class _Lowering:
     def __init__(self, group: Group, storage: Storage, copies: Sequence[Value]) -> None:
         self.storage = storage
@@ -141,8 +139,7 @@ class _Lowering:
             return Memory(self.storage.homes[value], 0, value.type)
         if value not in self.scratch:
             self.scratch[value] = Memory(None, self.scratch_bytes, value.type)
-            size = _BYTES[value.type.dtype] * value.type.size
-            self.scratch_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+            self.scratch_bytes += -(-value.type.row_bytes // _ALIGNMENT) * _ALIGNMENT
         return self.scratch[value]
 
     def _in_section(self, section: int) -> Section:

@@ -129,7 +129,7 @@ class _Steps(_Adjoint):
         super().__init__(Builder("step", wide))
         self.program = program
         self.products: list[tuple[Op, Value]] = []
-        self.d_output = Value(replace(program.yields[0].sequence.type), "d_output")
+        self.d_output = Value(program.yields[0].sequence.type, "d_output")
         self.carried = [Value(s.value.type, f"d_{s.name}") for s in program.states]
         for state, carried in zip(program.states, self.carried, strict=True):
             self.add(state.next, Symbol(self.builder, carried))

@@ -28,7 +28,6 @@ CHEAP = (
     "slice",
     "cat",
 )
-_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 _ENDLESS = 1 << 60
 
 
@@ -46,7 +45,7 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
         if value.type.rate == "once":
             continue
-        cost = 0 if value in free else _BYTES[value.type.dtype] * value.type.size
+        cost = 0 if value in free else value.type.row_bytes
         network.connect((value, "in"), (value, "out"), cost)
         op = made_by.get(value)
         if op is None or op.kind not in CHEAP:
