@@ -228,6 +228,7 @@ def _path(library: str, architectures: Sequence[str], identity: str) -> Path:
     return cache_folder() / f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
 
 
+@functools.cache
 def _identity(command: str) -> str:
     version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
     return hashlib.sha256(command.encode() + version).hexdigest()[:8]

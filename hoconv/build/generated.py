@@ -1,22 +1,17 @@
-"""Compiles generated C++ and CUDA into the cache, keyed by text, headers, flags and compiler.
-
-CUDA is compiled by NVRTC, which comes with PyTorch's CUDA wheels, as does its Python interface: no
-toolkit is needed, and no GPU.
-"""
+"""Compiles generated C++ and CUDA into the cache, keyed by text, headers, flags and compiler."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hoconv import build
+from hoconv.build import nvrtc
 
 # Loops over calls of inlined functions become vector instructions; infinities and NaN stay exact.
 _FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
@@ -65,73 +60,27 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
     Raises:
         BuildError: there is no NVRTC, or it failed.
     """
-    nvrtc, (major, minor) = _nvrtc()
     flags = [f"--gpu-architecture={architecture}", "--std=c++17"]
-    flags.append(f"--include-path={build.CSRC}")
+    include = f"--include-path={build.CSRC}"
 
     def make(folder: Path) -> Path:
-        def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
-            status, *values = function(*arguments)
-            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-                raise build.BuildError(f"NVRTC failed: {status.name}{_log(nvrtc, program)}")
-            return tuple(values)
-
-        program = None
-        (program,) = call(nvrtc.nvrtcCreateProgram, text.encode(), b"generated.cu", 0, [], [])
-        call(nvrtc.nvrtcCompileProgram, program, len(flags), [f.encode() for f in flags])
-        (size,) = call(nvrtc.nvrtcGetCUBINSize, program)
-        code = bytearray(size)
-        call(nvrtc.nvrtcGetCUBIN, program, code)
-        call(nvrtc.nvrtcDestroyProgram, program)
-        (made := folder / "kernels.cubin").write_bytes(code)
+        (made := folder / "kernels.cubin").write_bytes(nvrtc.compile(text, [*flags, include]))
         return made
 
-    key = _digest(name, "*.[ch]*", text, flags[:-1])
-    return _kept(f"{name}-{key}-nvrtc{major}.{minor}.cubin", make)
-
-
-def nvrtc_obstacle() -> str | None:
-    """Why CUDA could not be compiled at run time here, with the fix. Compiles nothing."""
-    try:
-        _nvrtc()
-    except build.BuildError as error:
-        return str(error)
-    return None
-
-
-@functools.cache
-def _nvrtc() -> tuple[Any, tuple[int, int]]:
-    """NVRTC's Python interface, and its version."""
-    try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        _, major, minor = nvrtc.nvrtcVersion()
-    except ImportError as error:
-        raise build.BuildError(
-            f"the package cuda-bindings, which comes with PyTorch's CUDA wheels, is missing "
-            f"({error}); pip install cuda-bindings"
-        ) from error
-    except RuntimeError as error:  # its library is looked for at the first call
-        raise build.BuildError(
-            f"NVRTC was not found ({str(error).splitlines()[0]}); pip install nvidia-cuda-nvrtc"
-        ) from error
-    return nvrtc, (major, minor)
-
-
-def _log(nvrtc: Any, program: Any) -> str:
-    """What the compiler said of a source."""
-    if program is None:
-        return ""
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    text = bytearray(size)
-    nvrtc.nvrtcGetProgramLog(program, text)
-    return "\n" + text.decode().strip("\0\n")
+    key = _digest(name, "*.[ch]*", text, flags)
+    return _kept(f"{name}-{key}-nvrtc{nvrtc.version()}.cubin", make)
 
 
 def _digest(name: str, headers: str, text: str, flags: list[str]) -> str:
     digest = hashlib.sha256(repr(flags).encode() + text.encode())
-    for header in sorted((build.CSRC / name).glob(headers)):
-        digest.update(header.read_bytes())
+    digest.update(_contents(name, headers))
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _contents(name: str, headers: str) -> bytes:
+    """The headers of a folder, one after another."""
+    return b"".join(path.read_bytes() for path in sorted((build.CSRC / name).glob(headers)))
 
 
 def _kept(file: str, make: Callable[[Path], Path]) -> Path:

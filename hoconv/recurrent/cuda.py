@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 from torch import Tensor
 
 from hoconv import build
-from hoconv.build.generated import compile_cuda, nvrtc_obstacle
+from hoconv.build import nvrtc
+from hoconv.build.generated import compile_cuda
 from hoconv.recurrent.buffers import bind, results
+from hoconv.recurrent.driver import Kernels
 from hoconv.recurrent.emit.cuda import emit_cuda
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
@@ -32,7 +33,7 @@ _KEPT = 8
 
 def obstacle() -> str | None:
     """Why loops cannot run on a GPU here, with the fix. Compiles nothing."""
-    return nvrtc_obstacle() if torch.cuda.is_available() else build.no_gpu()
+    return nvrtc.obstacle() if torch.cuda.is_available() else build.no_gpu()
 
 
 class CudaLoop:
@@ -66,8 +67,10 @@ class CudaLoop:
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
 
-    def _compiled(self, architecture: str) -> _Kernels:
-        return _Kernels(compile_cuda("recurrent", self.source.text, architecture).read_bytes())
+    def _compiled(self, architecture: str) -> Kernels:
+        code = compile_cuda("recurrent", self.source.text, architecture).read_bytes()
+        driver = ctypes.CDLL("libcuda.so.1")
+        return Kernels(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 
     def _workspace(
         self, B: int, device: torch.device, stream: int, precision: Any, recorded: bool
@@ -119,34 +122,3 @@ def _precision() -> tuple[Any, ...]:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )
-
-
-class _Kernels:
-    """Launches the kernels of a cubin, on the current device and stream."""
-
-    def __init__(self, code: bytes) -> None:
-        self.driver = driver = importlib.import_module("cuda.bindings.driver")
-        arguments = (code, [], [], 0, [], [], 0)
-        self.library = self._checked(driver.cuLibraryLoadData(*arguments))
-        self._function = functools.cache(self._found)
-
-    def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
-        """As :data:`hoconv.recurrent.workspace.Launcher`."""
-        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        stream = self.driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        grid, block = (rows, blocks, 1), (threads, 1, 1)
-        self._checked(
-            self.driver.cuLaunchKernel(
-                self._function(name), *grid, *block, 0, stream, ctypes.addressof(addresses), 0
-            )
-        )
-
-    def _found(self, name: str) -> Any:
-        kernel = self._checked(self.driver.cuLibraryGetKernel(self.library, name.encode()))
-        return self.driver.CUfunction(int(kernel))  # a kernel is launched as a function is
-
-    def _checked(self, result: tuple[Any, ...]) -> Any:
-        status, *values = result
-        if status != self.driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"a kernel of a recurrent cell: the CUDA driver says {status.name}")
-        return values[0] if values else None

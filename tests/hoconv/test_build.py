@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def _new_process() -> Iterator[None]:
     """What is remembered once a process is forgotten, before the test and after it."""
-    remembered = (build.load, build.compiler)
+    remembered = (build.load, build.compiler, build._identity)
     for function in remembered:
         function.cache_clear()
     yield
@@ -192,6 +192,7 @@ def test_changed_header_is_compiled_again(toy: Toy) -> None:
 def test_other_version_of_the_compiler_makes_another_library(toy: Toy) -> None:
     first = build.compile("cpu")
     toy.compiles_with('[ "$1" = --version ] && echo 99.0 && exit; exec c++ "$@"')
+    build._identity.cache_clear()
     assert build.compile("cpu") != first
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoconv.build.generated import compile_cpp
 from hoconv.recurrent.buffers import bind, results
+from hoconv.recurrent.driver import Kernels
 from hoconv.recurrent.emit.cuda import Launch, emit_cuda
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.workspace import Workspace
 
 _HEADER = """
+#include <cstring>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 #include "recurrent/math.h"
@@ -38,22 +39,43 @@ template <typename... A> void block_sum(A&...) {}
 template <typename... A> void block_max(A&...) {}
 }
 """
-_LAUNCH = """
-extern "C" void launch_{name}(int64_t rows, int64_t blocks, int64_t threads, const Call* call,
-                              const int64_t* ahead) {{
-  gridDim.y = blocks, blockDim.x = threads;
+# The driver's functions. A library is the table of its kernels; a kernel, a function that is given
+# the addresses of its arguments.
+_KERNEL = """
+static void launch_{name}(unsigned rows, unsigned blocks, unsigned threads, void** given) {{
+  gridDim.y = blocks, blockDim.x = {threads};
   for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x)
     for (blockIdx.y = blocks; blockIdx.y-- > 0;)
-      for (threadIdx.x = threads; threadIdx.x-- > 0;) {name}(call, *ahead);
+      for (threadIdx.x = blockDim.x; threadIdx.x-- > 0;)
+        {name}(*static_cast<Call**>(given[0]), *static_cast<const {second}*>(given[1]));
 }}
 """
-_ONCE = """
-extern "C" void launch_start(int64_t, int64_t, int64_t, Call* call, const Call* given) {
-  start(call, *given);
-}
-extern "C" void launch_advance(int64_t, int64_t, int64_t, Call* call, const int64_t* steps) {
-  advance(call, *steps);
-}
+_DRIVER = """
+using Function = void (*)(unsigned, unsigned, unsigned, void**);
+struct Kernel {{ const char* name; Function function; }};
+static const Kernel kernels[] = {{ {table} }};
+
+extern "C" int cuLibraryLoadData(const Kernel** library, const char* code, void*, void*, unsigned,
+                                 void*, void*, unsigned) {{
+  *library = kernels;
+  return strcmp(code, "cubin") == 0 ? 0 : 200;
+}}
+extern "C" int cuLibraryGetKernel(Function* function, const Kernel* library, const char* name) {{
+  for (int i = 0; i < {count}; ++i)
+    if (strcmp(library[i].name, name) == 0) return *function = library[i].function, 0;
+  return 500;
+}}
+extern "C" int cuLaunchKernel(Function function, unsigned rows, unsigned blocks, unsigned,
+                              unsigned threads, unsigned, unsigned, unsigned, intptr_t stream,
+                              void** given, void** extra) {{
+  if (stream != 3 || extra != nullptr) return 400;
+  function(rows, blocks, threads, given);
+  return 0;
+}}
+extern "C" int cuGetErrorName(int status, const char** name) {{
+  *name = status == 500 ? "CUDA_ERROR_NOT_FOUND" : "another";
+  return 0;
+}}
 """
 
 
@@ -63,11 +85,20 @@ class ShimLoop:
     def __init__(self, program: Program) -> None:
         self.source = emit_cuda(program)
         body = self.source.text.split("\n", 1)[1]
-        launches = [i for i in (*self.source.before, *self.source.launches)
-                    if isinstance(i, Launch)]  # fmt: skip
-        calls = "".join(_LAUNCH.format(name=launch.name) for launch in launches)
-        self.library = ctypes.CDLL(str(compile_cpp("recurrent", _HEADER + body + calls + _ONCE)))
-        self.alone = {launch.name for launch in launches if not self._waits(launch.name, body)}
+        found = [i for i in (*self.source.before, *self.source.launches) if isinstance(i, Launch)]
+        alone = {launch.name: not self._waits(launch.name, body) for launch in found}
+        assert all(alone[launch.name] or launch.blocks == 1 for launch in found)
+        threads = {name: "threads" if alone[name] else "1" for name in alone}
+        second = {**dict.fromkeys((*alone, "advance"), "int64_t"), "start": "Call"}
+        launches = "".join(
+            _KERNEL.format(name=name, threads=threads.get(name, "1"), second=second[name])
+            for name in second
+        )
+        table = ", ".join(f'{{"{name}", launch_{name}}}' for name in second)
+        driver = _DRIVER.format(table=table, count=len(second))
+        text = _HEADER + body + launches + driver
+        library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
+        self.kernels = Kernels(library, b"cubin", lambda: 3)
         self.workspaces: dict[int, Workspace] = {}
         self.recorded = 0
 
@@ -76,7 +107,7 @@ class ShimLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         T, B = steps(program, values), initial[0].shape[0]
         if B not in self.workspaces:
-            arguments = (self.source, self._launch, B, torch.device("cpu"), self._record)
+            arguments = (self.source, self.kernels, B, torch.device("cpu"), self._record)
             self.workspaces[B] = Workspace(*arguments)
         workspace = self.workspaces[B]
         storage = self.source.steps.storage
@@ -90,15 +121,6 @@ class ShimLoop:
         used = (name, *re.findall(r"kernel\d+", name))
         own = [f for f in functions if any(re.search(rf"\b{n}\(const Call", f) for n in used)]
         return any(word in f for f in own for word in ("block_", "__syncthreads"))
-
-    def _launch(
-        self, name: str, rows: int, blocks: int, threads: int, call: Any, argument: Any
-    ) -> None:
-        if name not in self.alone:
-            assert blocks == 1
-            threads = 1
-        shape = map(ctypes.c_int64, (rows, blocks, threads))
-        self.library[f"launch_{name}"](*shape, call, ctypes.byref(argument))
 
     def _record(self, launch: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1

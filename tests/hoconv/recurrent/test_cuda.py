@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hoconv import recurrent as rnn
-from hoconv.build import obstacle
-from hoconv.build.generated import compile_cuda, nvrtc_obstacle
+from hoconv.build import nvrtc, obstacle
+from hoconv.build.generated import compile_cuda
 from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.emit.cuda import Launch, emit_cuda
 from hoconv.recurrent.interpret import interpret
@@ -21,7 +21,7 @@ from tests.hoconv.recurrent.shim import ShimLoop
 from tests.hoconv.recurrent.support import READY, bound
 from tests.hoconv.recurrent.test_compiler import Case
 
-needs_nvrtc = pytest.mark.skipif(nvrtc_obstacle() is not None, reason=str(nvrtc_obstacle()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 needs_compiler = pytest.mark.skipif(obstacle("cpu") is not None, reason=str(obstacle("cpu")))
 
 
@@ -109,6 +109,12 @@ def test_chunks_of_steps_serve_every_length_and_batch(dtype: torch.dtype) -> Non
             found = interpret(program, params, {"x": x}, states, loop=loop)
             torch.testing.assert_close(found, exact)
     assert loop.recorded == 2 * 5  # of 2, 4, 8, 16 and 32 steps, for each batch
+
+
+@needs_compiler
+def test_what_the_driver_says_of_a_mistake_is_told() -> None:
+    with pytest.raises(RuntimeError, match="the CUDA driver says CUDA_ERROR_NOT_FOUND"):
+        ShimLoop(lstm()).kernels("missing", 1, 1, 1)
 
 
 def launches(program: Program) -> list[str]:
