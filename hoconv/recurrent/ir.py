@@ -12,6 +12,7 @@ B batch, T time steps, n features of a value, m features of a result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -69,7 +70,7 @@ class Op:
     result: Value
     attrs: tuple[int | float, ...] = ()
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[Value, ...]:
         """The inputs that are no constants."""
         return tuple(i for i in self.inputs if isinstance(i, Value))

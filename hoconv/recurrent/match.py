@@ -61,10 +61,6 @@ class Library:
     weights: tuple[tuple[Piece, ...], ...]
     biases: tuple[tuple[Piece | None, ...], ...]
 
-    def fastest(self, dtype: torch.dtype, hidden_size: int) -> bool:
-        """Whether it is at least as fast as our own plan: docs/results has the measurements."""
-        return dtype == torch.float32 and hidden_size <= _SMALL
-
     def run(
         self, x: Tensor, states: list[Tensor], parameters: Mapping[str, Tensor], reverse: bool
     ) -> list[Tensor]:
@@ -90,6 +86,16 @@ class Library:
         )  # fmt: skip
         following = [final[self.order.index(i)][0] for i in range(len(states))]
         return [output.flip(0) if reverse else output, *following]
+
+
+def fastest(program: Program) -> bool:
+    """Whether a library's function is at least as fast as our own plan, by what docs/results has.
+
+    Args:
+        program: one whose dtypes are known.
+    """
+    (_, x), *more = program.sequences
+    return not more and x.type.dtype == "f32" and program.states[0].value.type.size <= _SMALL
 
 
 def match(program: Program) -> Library | None:

@@ -12,13 +12,15 @@ The rungs of the ladder each add one thing to the one before, so that its worth 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.ir import Program, flat
-from hoconv.recurrent.match import Library, match
+from hoconv.recurrent.match import Library, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
@@ -35,23 +37,56 @@ SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "auto")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a layer in one direction computes.
+    """What a layer in one direction computes. Each part is made when it is first asked for.
 
     Attributes:
         schedule: the rung.
-        inference: where no gradient is wanted.
-        forward: returns what the gradient needs, too.
-        backward: the gradient of `forward`.
-        stages: the program after each pass, by the pass's name, in order.
-        library: what a GPU runs instead of the programs, where that is at least as fast.
+        common: what all programs have in common: the program after each pass, by the pass's name,
+            in order.
     """
 
     schedule: str
-    inference: Program
-    forward: Program
-    backward: Program
-    stages: tuple[tuple[str, Program], ...]
-    library: Library | None
+    common: tuple[tuple[str, Program], ...]
+
+    @functools.cached_property
+    def inference(self) -> Program:
+        """The program where no gradient is wanted."""
+        return self._fused(self._loop)
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """The program that returns what the gradient needs, too."""
+        return self._fused(self._gradient[0])
+
+    @functools.cached_property
+    def backward(self) -> Program:
+        """The gradient of `forward`."""
+        return self._fused(self._gradient[1])
+
+    @functools.cached_property
+    def library(self) -> Library | None:
+        """What a GPU runs instead of the programs, where that is at least as fast."""
+        traced = self.common[0][1]
+        return match(traced) if self.schedule == "auto" and fastest(self._loop) else None
+
+    @property
+    def stages(self) -> tuple[tuple[str, Program], ...]:
+        """The program after each pass, by the pass's name, in order."""
+        fused = [("fuse", self.inference)] if _reaches(self.schedule, "fused") else []
+        gradient = ("gradient", self._gradient[1]), ("fuse the gradient", self.backward)
+        return (*self.common, *fused, *gradient)
+
+    @property
+    def _loop(self) -> Program:
+        return self.common[-1][1]
+
+    @functools.cached_property
+    def _gradient(self) -> tuple[Program, Program]:
+        forward, backward = differentiate(self._loop)
+        return trim(forward, accumulate(backward))
+
+    def _fused(self, program: Program) -> Program:
+        return fuse(program) if _reaches(self.schedule, "fused") else program
 
 
 def plan(
@@ -75,34 +110,26 @@ def plan(
     Raises:
         CellError: a cell that is outside of the language.
     """
-    rung = SCHEDULES.index(schedule)
-    stages: list[tuple[str, Program]] = []
+    common = [("trace", replace(trace(cell, training).program, reverse=reverse))]
 
-    def stage(name: str, program: Program) -> Program:
-        stages.append((name, program))
-        return program
+    def then(name: str, run: Callable[[Program], Program]) -> None:
+        common.append((name, run(common[-1][1])))
 
-    program = stage("trace", replace(trace(cell, training).program, reverse=reverse))
-    library = match(program) if schedule == "auto" and not masked else None
-    if library and not library.fastest(dtype, cell.hidden_size):
-        library = None
     if masked:
-        program = stage("mask", mask(program))
-    program = stage("infer dtypes", infer_dtypes(program, dtype))
-    program = stage("simplify", simplify(program))
-    if rung >= SCHEDULES.index("hoisted"):
-        program = stage("hoist", hoist(program))
-    if rung >= SCHEDULES.index("combined"):
-        program = stage("combine", combine(program))
-    if rung >= SCHEDULES.index("hoisted"):
-        program = stage("sink", sink(program))
-    forward, backward = differentiate(program)
-    fused = fuse if rung >= SCHEDULES.index("fused") else lambda p: p
-    forward, backward = trim(forward, accumulate(backward))
-    inference = stage("fuse", fused(program)) if rung >= SCHEDULES.index("fused") else program
-    stage("gradient", backward)
-    forward, backward = fused(forward), stage("fuse the gradient", fused(backward))
-    return Plan(schedule, inference, forward, backward, tuple(stages), library)
+        then("mask", mask)
+    then("infer dtypes", lambda program: infer_dtypes(program, dtype))
+    then("simplify", simplify)
+    if _reaches(schedule, "hoisted"):
+        then("hoist", hoist)
+    if _reaches(schedule, "combined"):
+        then("combine", combine)
+    if _reaches(schedule, "hoisted"):
+        then("sink", sink)
+    return Plan(schedule, tuple(common))
+
+
+def _reaches(schedule: str, rung: str) -> bool:
+    return SCHEDULES.index(schedule) >= SCHEDULES.index(rung)
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:

@@ -131,10 +131,14 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
         for own in dict.fromkeys((buffer, kept.get(state.value, buffer))):
             stores[state.next].append(Place(own, after=True))
 
+    readers: dict[Value, set[int]] = defaultdict(set)  # by their places among the items
+    for i, item in enumerate(items):
+        for value in _read(item):
+            readers[value].add(i)
     temporaries = []
     for i, item in enumerate(items):
         for made in _results(item):
-            elsewhere = any(made in _read(other) for j, other in enumerate(items) if j != i)
+            elsewhere = bool(readers[made] - {i})
             if made in fixed:
                 stores[made].sort(key=lambda place: place.buffer.kind != "state")
                 homeless = [p.buffer.kind for p in stores[made][:1]] != ["state"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from hoconv.recurrent.ir import Group, Op, Program, Value, flat
@@ -30,17 +31,19 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
         lowest = max((level.get(v, 0) for v in op.values), default=0)
         rowwise = _in_group(op)
         level[op.result] = lowest + (lowest % 2 == (1 if rowwise else 0))
+    needed: dict[Value, int] = {}  # the level at which a result is read first
     for op in reversed(ops):
-        users = [level[u.result] - (not _in_group(u)) for u in ops if op.result in u.values]
-        if _in_group(op) and users:
-            level[op.result] = max(level[op.result], min(users))
+        if _in_group(op):
+            level[op.result] = max(level[op.result], needed.get(op.result, 0))
+        at = level[op.result] - (not _in_group(op))
+        for value in op.values:
+            needed[value] = min(at, needed.get(value, at))
+    levels: dict[int, list[Op]] = defaultdict(list)
+    for op in ops:
+        levels[level[op.result]].append(op)
     result: list[Op | Group] = []
-    for at in range(max(level.values(), default=-1) + 1):
-        here = tuple(op for op in ops if level[op.result] == at)
-        if at % 2:
-            result += here
-        elif here:
-            result.append(Group(here))
+    for at, here in sorted(levels.items()):
+        result += here if at % 2 else [Group(tuple(here))]
     return tuple(result)
 
 

@@ -214,7 +214,7 @@ def _backward(program: Program, steps: _Steps, saved: list[Value]) -> Program:
     for op in [*again, *steps.builder.ops]:
         clone = substituted(op, values)
         values[op.result] = Value(op.result.type, op.result.hint)
-        step.append(replace(clone, result=values[op.result]))
+        step.append(Op(clone.kind, clone.inputs, values[op.result], clone.attrs))
 
     yields: dict[Value, Yield] = {}
 

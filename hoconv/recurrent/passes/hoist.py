@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Program, Type, Value, flat
+from hoconv.recurrent.ir import Op, Program, Type, Value, flat
 from hoconv.recurrent.kinds import SOURCES
 from hoconv.recurrent.passes.rewrite import substituted, with_outputs
 
@@ -23,5 +23,5 @@ def hoist(program: Program) -> Program:
             continue
         whole = Value(Type("sequence", op.result.type.shape, op.result.type.dtype), op.result.hint)
         values[op.result] = whole
-        before.append(replace(op, result=whole))
+        before.append(Op(op.kind, op.inputs, whole, op.attrs))
     return with_outputs(replace(program, before=tuple(before), step=tuple(step)), values)

@@ -17,7 +17,7 @@ def substituted(op: Op, values: Mapping[Value, Value]) -> Op:
     """An op with other inputs; the result stays."""
     if not any(v in values for v in op.values):
         return op
-    return replace(op, inputs=tuple(mapped(i, values) for i in op.inputs))
+    return Op(op.kind, tuple(mapped(i, values) for i in op.inputs), op.result, op.attrs)
 
 
 def with_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
