@@ -96,13 +96,15 @@ class RNN(nn.Module):
         self.options = options
         self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
         self._names: list[list[str]] = []
+        self._draws: list[bool] = []  # likewise: whether it has noise in training
         size = input_size
         for layer in range(num_layers):
             bound = cell.bind(size, hidden_size, options)
-            traced = trace(bound)
+            traced = trace(bound, training=True)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 self.runs.append((bound, suffix))
                 self._names.append([d.name + suffix for d in traced.declarations])
+                self._draws.append(traced.draws)
                 for d in traced.declarations:
                     empty = torch.empty(d.shape, device=device, dtype=dtype)
                     self.register_parameter(d.name + suffix, nn.Parameter(empty))
@@ -204,12 +206,11 @@ class RNN(nn.Module):
             outputs = []
             for direction in range(directions):
                 at = layer * directions + direction
-                seed = None
-                if self.training:
-                    seed = torch.randint(1 << 62, (), device=x.device)
+                noise = self.training and self._draws[at]
+                seed = torch.randint(1 << 62, (), device=x.device) if noise else None
                 plan = request(
-                    self._cells[at], str(x.dtype), self.schedule, self.training,
-                    valid is not None, direction == 1,
+                    self._cells[at], str(x.dtype), self.schedule, noise, valid is not None,
+                    direction == 1,
                 )  # fmt: skip
                 initial = [state[at] for state in states]
                 output, *following = run(x, initial, parameters[at], valid, seed, plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.ir import Param, Piece, Program, State, Type, Value, Yield
+from hoconv.recurrent.ir import Param, Piece, Program, State, Type, Value, Yield, flat
 from hoconv.recurrent.language import Frame, Row
 from hoconv.recurrent.symbol import Builder, Symbol, fail
 
@@ -33,6 +33,11 @@ class Trace:
     def output_size(self) -> int:
         """The features of the step's output."""
         return dict(self.program.results)["output"].type.size
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step has random masks."""
+        return any(op.kind == "keep" for op in flat(self.program.step))
 
 
 class _Tracer(Frame):

@@ -171,6 +171,14 @@ def test_noise_is_in_training_only_and_repeats_with_the_seed() -> None:
     assert torch.equal(quiet(x)[0], quiet.eval()(x)[0])
 
 
+@pytest.mark.parametrize(("p", "draws"), [(0.5, True), (0.0, False)])
+def test_only_cells_with_noise_draw_random_numbers(p: float, draws: bool) -> None:
+    made = rnn.RNN(noisy, 3, 8, p=p, impl="reference")
+    before = torch.get_rng_state()
+    made(torch.zeros(2, 1, 3))
+    assert torch.equal(before, torch.get_rng_state()) is not draws
+
+
 def test_dropout_is_between_layers_and_in_training_only() -> None:
     made = rnn.LSTM(3, 4, 2, dropout=1.0, impl="reference")
     still = rnn.LSTM(3, 4, 2, impl="reference")
