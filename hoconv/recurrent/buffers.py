@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hoconv.recurrent.emit.storage import Buffer, Storage, outside_made
+from hoconv.recurrent.emit.storage import Buffer, Storage
 from hoconv.recurrent.evaluate import DTYPES
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
@@ -37,7 +37,7 @@ def bind(
     """
     T, B = steps(program, values), initial[0].shape[0]
     given = [p.value for p in program.params] + [v for _, v in program.sequences]
-    given += outside_made(program)
+    given += program.made_before
     tensors = dict(resident)
     for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
         if buffer in resident:
@@ -47,9 +47,8 @@ def bind(
     for buffer in storage.buffers:
         if buffer not in tensors:
             tensors[buffer] = empty(buffer, T, B, initial[0].device)
-    for state, buffer, first in zip(program.states, storage.states, initial, strict=True):
-        own = {b for y, b in zip(program.yields, storage.yields) if y.source is state.value}
-        for each in {buffer, *(b for b in own if b.kind == "history")}:
+    for buffers, first in zip(storage.initial, initial, strict=True):
+        for each in buffers:
             tensors[each][T - 1 if each.kind == "history" and program.reverse else 0] = first
     return tensors
 

@@ -150,6 +150,12 @@ class Program:
     yields: tuple[Yield, ...] = ()
     reverse: bool = False
 
+    @functools.cached_property
+    def made_before(self) -> tuple[Value, ...]:
+        """What is made before the loop and read in it."""
+        read = {v for op in flat(self.step) for v in op.values} | set(step_outputs(self))
+        return tuple(op.result for op in flat(self.before) if op.result in read)
+
     def __str__(self) -> str:
         return _Printer().program(self)
 

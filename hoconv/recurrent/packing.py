@@ -5,22 +5,20 @@ m features of a result, n features of an operand.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hoconv.recurrent.ir import Program
+from hoconv.recurrent.ir import Piece, Program
 
 
 def packed(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """Of each of the program's params: its pieces on top of each other, contiguous."""
     found = []
     for param in program.params:
-        pieces = []
-        for piece in param.pieces:
-            tensor = parameters[piece.parameter]
-            pieces.append(tensor if piece.columns is None else tensor[:, slice(*piece.columns)])
+        pieces = [_piece(piece, parameters) for piece in param.pieces]
         found.append(pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces))
     return found
 
@@ -29,12 +27,23 @@ def unpacked(
     program: Program, results: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The gradient of each parameter from a gradient program's results; 0 where it has none."""
-    gradients = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    parts: dict[str, dict[tuple[int, int] | None, Tensor]] = defaultdict(dict)
     for i, param in enumerate(program.params):
         if (result := results.get(f"d_{i}")) is None:
-            continue
-        rows = [parameters[piece.parameter].shape[0] for piece in param.pieces]
-        for piece, part in zip(param.pieces, result.split(rows), strict=True):
-            whole = gradients[piece.parameter]
-            (whole if piece.columns is None else whole[:, slice(*piece.columns)]).copy_(part)
-    return gradients
+            found = [torch.zeros_like(_piece(piece, parameters)) for piece in param.pieces]
+        else:
+            found = result.split([len(parameters[piece.parameter]) for piece in param.pieces])
+        for piece, part in zip(param.pieces, found, strict=True):
+            parts[piece.parameter][piece.columns] = part
+    return {
+        name: torch.cat([part for _, part in sorted(parts[name].items())], -1)
+        for name in parameters
+    }
+
+
+def _piece(piece: Piece, parameters: Mapping[str, Tensor]) -> Tensor:
+    whole = parameters[piece.parameter]
+    if piece.columns is None:
+        return whole
+    start, stop = piece.columns
+    return whole.narrow(1, start, stop - start)

@@ -10,6 +10,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from hoconv.recurrent.kinds import ROWWISE
 Kind = Literal["once", "sequence", "step", "state", "history"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Buffer:
     """Memory that a run is given.
 
@@ -61,6 +62,7 @@ class Storage:
         stores: where the step writes a value, the home first.
         params, sequences, states, yields: buffers, in the order of the program's. A state and a
             yield may share one.
+        initial: of each state: the buffers that hold it before the first step.
         temporaries: the other buffers, one for each value that is read by another item.
     """
 
@@ -71,9 +73,10 @@ class Storage:
     sequences: tuple[Buffer, ...]
     states: tuple[Buffer, ...]
     yields: tuple[Buffer, ...]
+    initial: tuple[tuple[Buffer, ...], ...]
     temporaries: tuple[Buffer, ...]
 
-    @property
+    @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """All of them, each once."""
         found = (*self.params, *self.sequences, *self.states, *self.yields, *self.temporaries)
@@ -98,7 +101,7 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
     )
     before = tuple(
         Buffer(f"made{i}", "once" if v.type.rate == "once" else "sequence", v.type)
-        for i, v in enumerate(outside_made(program))
+        for i, v in enumerate(program.made_before)
     )
     saved = _saved_states(program)
     still = {s.value for s in program.states if s.value in fixed or s.next in fixed}
@@ -116,7 +119,7 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
         for i, y in enumerate(program.yields)
     )
     given = (*(p.value for p in program.params), *(v for _, v in program.sequences),
-             *outside_made(program))  # fmt: skip
+             *program.made_before)  # fmt: skip
     homes = {v: Place(b) for v, b in zip(given, (*params, *sequences, *before))}
     homes |= {s.value: Place(b) for s, b in zip(program.states, states)}
 
@@ -127,9 +130,12 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
             kept[each.source] = buffer
         else:
             stores[each.source].append(Place(buffer))
-    for state, buffer in zip(program.states, states):
-        for own in dict.fromkeys((buffer, kept.get(state.value, buffer))):
-            stores[state.next].append(Place(own, after=True))
+    initial = tuple(
+        tuple(dict.fromkeys((buffer, kept.get(state.value, buffer))))
+        for state, buffer in zip(program.states, states)
+    )
+    for state, own in zip(program.states, initial):
+        stores[state.next] += [Place(buffer, after=True) for buffer in own]
 
     readers: dict[Value, set[int]] = defaultdict(set)  # by their places among the items
     for i, item in enumerate(items):
@@ -151,15 +157,7 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
                 homes[made] = stores[made][0]
     items.append(Group(()))
     return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
-                   tuple(temporaries))  # fmt: skip
-
-
-def outside_made(program: Program) -> list[Value]:
-    """What is made before the loop and read in it."""
-    read = {v for item in program.step for v in _read(item)}
-    read |= {s.next for s in program.states} | {y.source for y in program.yields}
-    made = [v for item in program.before for v in _results(item)]
-    return [v for v in made if v in read]
+                   initial, tuple(temporaries))  # fmt: skip
 
 
 def _saved_states(program: Program) -> dict[Value, Yield]:
