@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from hoconv.recurrent.emit.cuda import emit_cuda
 from hoconv.recurrent.ir import Group, Op, Program, flat
 from hoconv.recurrent.kinds import PRODUCTS, ROWWISE, SUMS
+from hoconv.recurrent.match import SMALL, match
 from hoconv.recurrent.schedule import Plan
+from hoconv.recurrent.workspace import CHUNK
 
 _WHY = {
     "naive": "every op by itself, at every step",
@@ -20,7 +23,7 @@ _WHY = {
 
 
 def explain(plan: Plan) -> str:
-    """What a plan does: what left the loop, what a step costs, what is saved, and why."""
+    """What a plan does: what left the loop, what a step costs, what is saved, what runs where."""
     forward, backward = plan.forward, plan.backward
     lines = [
         f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
@@ -31,7 +34,33 @@ def explain(plan: Plan) -> str:
     ]
     lines += [f"  combined into one product: {names}" for names in _combined(forward)]
     lines.append(f"  saved for backward: {_saved(forward)}")
+    lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
+    lines += [f"  cuda: {said}" for said in _on_gpu(plan)]
     return "\n".join(lines)
+
+
+def _on_gpu(plan: Plan) -> Iterable[str]:
+    """What `cuda` runs and why; true without a GPU, too."""
+    chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
+    if plan.library:
+        name = plan.library.function
+        yield f"cuDNN's {name}, which {chip}; with lengths or torch.compile, the following"
+    elif plan.schedule != "auto":
+        yield "not cuDNN, which schedule auto alone calls"
+    elif known := match(plan.common[0][1]):
+        yield f"not cuDNN's {known.function}, which {chip} only"
+    else:
+        yield "not cuDNN: the cell is not exactly its LSTM, GRU or tanh cell"
+    steps = f"graphs of up to {CHUNK} steps" if plan.recorded else "launches one by one"
+    forward, backward = map(_launches, (plan.forward, plan.backward))
+    yield f"{steps}; each step {forward}, backwards {backward}"
+
+
+def _launches(program: Program) -> str:
+    """The products and kernels of a step."""
+    launches = emit_cuda(program).launches
+    products = sum(isinstance(each, Op) for each in launches)
+    return f"{_count(products, 'product')} and {_count(len(launches) - products, 'kernel')}"
 
 
 def _work(region: Iterable[Op | Group]) -> str:

@@ -284,7 +284,8 @@ class RNN(nn.Module):
         """What the compiler makes of each layer, in words.
 
         What was hoisted out of the time loop, which products were combined, how many kernels and
-        products a step has, what is saved for the gradient, and why.
+        products a step has, what is saved for the gradient, what runs on a CPU and what on a GPU,
+        whether there is one or not, and why.
         """
         dtype = next(self.parameters()).dtype
         directions = 1 + self.bidirectional

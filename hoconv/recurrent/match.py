@@ -23,7 +23,7 @@ from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.trace import trace
 
 # Up to this hidden size cuDNN has kernels that keep the weights on the chip, in float32 only.
-_SMALL = 192
+SMALL = 192
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fastest(program: Program) -> bool:
         program: one whose dtypes are known.
     """
     (_, x), *more = program.sequences
-    return not more and x.type.dtype == "f32" and program.states[0].value.type.size <= _SMALL
+    return not more and x.type.dtype == "f32" and program.states[0].value.type.size <= SMALL
 
 
 def match(program: Program) -> Library | None:

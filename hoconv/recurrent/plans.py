@@ -98,7 +98,7 @@ def loop(text: str, which: str, impl: str, device_type: str) -> Loop | None:
 
 @functools.cache
 def _cuda_loop(text: str, which: str) -> CudaLoop:
-    return CudaLoop(program_of(text, which), parsed(text).schedule in ("graph", "auto"))
+    return CudaLoop(program_of(text, which), planned(text).recorded)
 
 
 @functools.cache

@@ -70,6 +70,11 @@ class Plan:
         return match(traced) if self.schedule == "auto" and fastest(self._loop) else None
 
     @property
+    def recorded(self) -> bool:
+        """Whether a GPU runs chunks of steps as graphs, or launches all by itself."""
+        return _reaches(self.schedule, "graph")
+
+    @property
     def stages(self) -> tuple[tuple[str, Program], ...]:
         """The program after each pass, by the pass's name, in order."""
         fused = [("fuse", self.inference)] if _reaches(self.schedule, "fused") else []

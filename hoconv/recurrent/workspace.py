@@ -24,7 +24,7 @@ Launcher = Callable[..., None]
 # Records what a function launches, without running it; what it returns runs that.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 # Steps of the longest chunk, a power of two: what is left over is launched in halves of it.
-_CHUNK = 32
+CHUNK = 32
 
 
 class Workspace:
@@ -83,7 +83,7 @@ class Workspace:
         if self.record is None:
             self._steps(T)
             return
-        size, left = _CHUNK, T
+        size, left = CHUNK, T
         while left > 0:
             while size > max(left, 2):
                 size //= 2

@@ -317,7 +317,29 @@ def test_explanations_say_what_a_plan_does() -> None:
         "  combined into one product: i, f, g, o of h",
         "  saved for backward: the state h, the state c, 3 results of sigmoid, 2 results of tanh; "
         "112 bytes a step and row",
+        "  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch",
+        "  cuda: cuDNN's lstm, which keeps the weights on the chip in float32 with up to 192 "
+        "hidden units; with lengths or torch.compile, the following",
+        "  cuda: graphs of up to 32 steps; each step 1 product and 1 kernel, backwards 1 product "
+        "and 1 kernel",
     ]
     naive = rnn.RNN(rnn.lstm, 3, 4, schedule="naive").explain()
     assert "before the loop, once for all steps: nothing" in naive
     assert "13 kernels of one op each" in naive
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "why", "how"),
+    [
+        (rnn.lstm, {"dtype": torch.bfloat16}, "not cuDNN's lstm, which keeps", "graphs of up to"),
+        (rnn.gru, {"schedule": "graph"}, "not cuDNN, which schedule auto", "graphs of up to"),
+        (rnn.gru, {"schedule": "hoisted"}, "not cuDNN, which schedule auto", "launches one by one"),
+        (rnn.minimal_gated, {}, "not cuDNN: the cell is not exactly", "each step 2 products and 2"),
+    ],
+)
+def test_explanations_say_what_a_gpu_runs(
+    cell: rnn.Cell, options: dict[str, Any], why: str, how: str
+) -> None:
+    *_, first, second = rnn.RNN(cell, 3, 4, **options).explain().splitlines()
+    assert first.startswith(f"  cuda: {why}")
+    assert how in second
