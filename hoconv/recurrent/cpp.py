@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv import build
 from hoconv.build.generated import compile_cpp
 from hoconv.recurrent.buffers import bind, results
 from hoconv.recurrent.emit.cpp import HEADER, Source, emit_cpp
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
+
+
+def obstacle() -> str | None:
+    """Why loops cannot be compiled here, with the fix. Compiles nothing."""
+    try:
+        build.compiler("cpu")
+    except build.BuildError as error:
+        return str(error)
+    return None
 
 
 def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:

@@ -5,17 +5,15 @@ B batch, H hidden size, I input size, T time steps, n features of a state.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hoconv import build
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.recurrent import cells, cuda, ops
+from hoconv.recurrent import cells, cpp, cuda, ops
 from hoconv.recurrent.cell import BoundCell, Cell
 from hoconv.recurrent.plans import register, request
 from hoconv.recurrent.trace import trace
@@ -162,7 +160,7 @@ OPERATOR = declare(
                 _implementation(ops.RUNS["cpp"]),
                 devices=("cpu", "cuda"),
                 thread_invariant=False,
-                load=functools.partial(build.obstacle, "cpu"),
+                load=cpp.obstacle,
             ),
             "cuda": Implementation(
                 _implementation(ops.RUNS["cuda"]), devices=("cuda",), load=cuda.obstacle

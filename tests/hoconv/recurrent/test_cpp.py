@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from hoconv import build
 from hoconv import recurrent as rnn
-from hoconv.build import obstacle
-from hoconv.recurrent.cpp import compile_loops
+from hoconv.recurrent.cpp import compile_loops, obstacle
+from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import op
 from hoconv.recurrent.plans import register, request
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import READY, bound, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import Case
 
-pytestmark = pytest.mark.skipif(obstacle("cpu") is not None, reason=str(obstacle("cpu")))
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 def check(which: str | int, schedule: str, **options: bool) -> None:
@@ -220,6 +221,14 @@ def test_states_can_be_each_other_and_the_input() -> None:
         weights = torch.randn_like(output)
         (gradient,) = torch.autograd.grad((made(leaf)[0] * weights).sum(), leaf)
         torch.testing.assert_close(gradient[0], weights[2, :, :3])
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)  # has found none yet
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    reason = OPERATOR.implementations["cpp"].load()
+    assert reason is not None
+    assert "CXX=/nowhere/c++ was not found" in reason
 
 
 def test_copies_and_pickles_work() -> None:
