@@ -101,6 +101,19 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     assert failed.results["error"] == "ImplementationError: the reason; the fix"
 
 
+@pytest.mark.parametrize("sweep", [False, True])
+def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path, sweep):
+    (tmp_path / "file").touch()
+    overrides = ("-m", "seed=1,2") if sweep else ()
+    failed = run(*overrides, *SHORT, folder=tmp_path / "file" / "run")
+    name = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+    assert failed.exit_code == 1
+    assert failed.err.splitlines() == [
+        f"Error: {name}: {failed.folder} cannot be written (Not a directory); set {name} to a "
+        "folder that can be"
+    ]
+
+
 def test_missing_data_is_one_line_that_says_what_to_do(run, monkeypatch, tmp_path):
     nowhere = (tmp_path / "nowhere").as_uri() + "/"
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [nowhere])

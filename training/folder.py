@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 
+from reporting import console
 from training.checkpoints import saved
+
+PROBE_BYTES = 2**16  # more than what Hydra writes before the run begins
 
 
 def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> str:
@@ -28,6 +34,32 @@ def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> st
         # first of them has something to write.
         return str(Path(tempfile.gettempdir()) / f"hoconv_rank{rank}_{os.getpid()}")
     return str(Path(parent) / name)
+
+
+class WritableFolder(Callback):
+    """A hook of Hydra: where the folder of a run or a sweep cannot be written, the process exits
+    with 1 and one line, before Hydra writes there."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        HydraConfig.instance().set_config(config)  # the name of the folder refers to it
+        _require_writable(config.hydra.run.dir, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _require_writable(config.hydra.sweep.dir, "hydra.sweep.dir")
+
+
+def _require_writable(folder: str, name: str) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        console.show_problem(
+            "Error",
+            f"{name}: {folder} cannot be written ({error.strerror}); set {name} to a folder that "
+            "can be",
+        )
+        sys.exit(1)
 
 
 def begin(config: DictConfig, run_dir: Path) -> None:
