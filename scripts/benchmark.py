@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import benchmark_approx
 import benchmark_layer
@@ -22,9 +21,8 @@ import benchmark_start
 import benchmark_step
 import benchmark_table
 import benchmark_throughput
-from common import ROOT, add_device_option, record
+from common import add_device_option, add_out_option, record
 
-RESULTS = ROOT / "docs" / "results"
 # Name -> module and what its line in the help says.
 COMMANDS = {
     "op": (benchmark_op, "time and memory of forward and backward of an operator"),
@@ -55,8 +53,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, description=module.METHOD, help=summary)
         add_device_option(command)
-        command.add_argument("--out", type=Path, default=RESULTS,
-                             help="folder; default: docs/results")  # fmt: skip
+        add_out_option(command)
         module.add_options(command)
         command.set_defaults(run=module.run)
     return parser.parse_args(argv)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from charts import COLOURS, save
-from common import ROOT, console, record, write, write_json
+from common import add_out_option, console, record, write, write_json
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=100 * BATCH,
                         help="random operands of each multiplier")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    add_out_option(parser)
     arguments = parser.parse_args(argv)
 
     names = [name for name in approx.MULTIPLIERS if name != "exact"]

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from hoconv import build, doctor
 from hoconv.operators import Sample, operators
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
 sys.path.append(str(ROOT))  # models/ is there, which is not installed
 
 
@@ -40,6 +42,22 @@ def _device(name: str) -> str:
     if name not in doctor.devices():
         raise argparse.ArgumentTypeError(f"{name}: {build.no_gpu()}")
     return name
+
+
+def add_out_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=_folder, default=str(RESULTS),
+                        help="folder; default: docs/results")  # fmt: skip
+
+
+def _folder(name: str) -> Path:
+    """Known to be writable before anything is measured."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be written ({error.strerror})") from error
 
 
 def console() -> Console:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from charts import COLOURS, save
-from common import ROOT, console, record, write, write_json
+from common import add_out_option, console, record, write, write_json
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_OR_SWEEP")
     parser.add_argument("--baseline", help="a label of the table; default: impl reference, or the "
                         "first group")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    add_out_option(parser)
     parser.add_argument("--name", default="compare", help="of the files; default: %(default)s")
     parser.add_argument("--wandb", action="store_true", help="publish them at Weights & Biases")
     arguments = parser.parse_args(argv)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from benchmark import RESULTS
-from common import ROOT, console
+from common import RESULTS, ROOT, console
 from rich.table import Table
 
 

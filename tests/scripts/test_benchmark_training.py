@@ -1,4 +1,4 @@
-"""The sub-commands `table` and `scaling`, which train: what they write."""
+"""The sub-commands that train, `table`, `scaling`, `loading` and `throughput`: what they write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGITS = ("experiment=mnist_lstm", "data=digits", "impl=reference", "data.batch_
 def run(script: Script, out: Path, *arguments: str) -> dict[str, Any]:
     command = [arguments[0], "--device", "cpu", "--out", str(out), *arguments[1:]]
     assert script("benchmark").main(command) == 0
-    name = {"table": "table", "scaling": "scaling_cpu"}[arguments[0]]
+    name = "table" if arguments[0] == "table" else f"{arguments[0]}_cpu"
     return json.loads((out / f"{name}.json").read_text())
 
 
@@ -82,6 +82,17 @@ def test_scaling_is_efficiency_beside_one_device(script: Script, tmp_path: Path)
     assert one["efficiency"] == 1
     assert two["efficiency"] == pytest.approx(two["samples_per_s"] / (2 * one["samples_per_s"]))
     assert record["overrides"] == list(DIGITS)
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_anything_is_measured(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    with pytest.raises(SystemExit):
+        script("benchmark").main(["throughput", "--device", "cpu", "--out", str(out)])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"argument --out: {out} cannot be written (Not a directory)")
 
 
 def test_the_cost_of_the_throughput_callback(
