@@ -35,8 +35,8 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
 from scipy.stats import t
+from wandb_report import ReportError, publish, require_online
 
-from reporting.loggers import has_api_key
 from reporting.runs import Run, find, varied
 
 METHOD = (
@@ -76,28 +76,32 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "first group")  # fmt: skip
     add_out_option(parser)
     parser.add_argument("--name", default="compare", help="of the files; default: %(default)s")
-    parser.add_argument("--wandb", action="store_true", help="publish them at Weights & Biases")
+    parser.add_argument("--wandb", action="store_true",
+                        help="publish table and chart as a report at Weights & Biases")  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
-        groups = group(find(arguments.folders))
-        baseline = _baseline(groups, arguments.baseline)
-        if arguments.wandb and not has_api_key():
-            raise MisconfigurationException("--wandb: there is no API key; run `wandb login` first")
-    except MisconfigurationException as error:
+        run(arguments, record("compare.py", argv)["command"])
+    except (MisconfigurationException, ReportError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
+    return 0
 
+
+def run(arguments: argparse.Namespace, command: str) -> None:
+    """Compares, shows, writes and publishes what the arguments ask for."""
+    groups = group(find(arguments.folders))
+    baseline = _baseline(groups, arguments.baseline)
+    if arguments.wandb:
+        require_online()
     compared = compare(groups, baseline)
     text = table(compared)
     console().print(Markdown(text))
     path = arguments.out / f"{arguments.name}.json"
-    head = {"command": record("compare.py", argv)["command"], "method": METHOD}
-    write_json(path, head | compared)
+    write_json(path, {"command": command, "method": METHOD, **compared})
     write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
     write(path.with_suffix(".png"), functools.partial(_draw, groups))
     if arguments.wandb:
-        _publish(path, compared)
-    return 0
+        print(publish(arguments.name, text, path.with_suffix(".png")))
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -249,19 +253,6 @@ def _draw(groups: list[Group], path: Path) -> None:
     panels[0].set(xlabel="step", ylabel="training loss", yscale="log")
     panels[1].set(xlabel="seconds of training")
     save(figure, "Training loss: mean, least and greatest over the seeds", path)
-
-
-def _publish(path: Path, compared: dict[str, Any]) -> None:
-    import wandb
-
-    with wandb.init(project="hoconv", job_type="compare", name=path.stem) as run:
-        labels = [name for name in compared["groups"][0] if name in THROUGHPUT]
-        rows = [[g["label"], *(g[name]["mean"] for name in labels), g["speedup"]["mean"],
-                 *(value["mean"] for value in g["metrics"].values())]
-                for g in compared["groups"]]  # fmt: skip
-        columns = ["runs", *labels, "speedup", *compared["groups"][0]["metrics"]]
-        run.log({"table": wandb.Table(columns=columns, data=rows),
-                 "loss": wandb.Image(str(path.with_suffix(".png")))})  # fmt: skip
 
 
 if __name__ == "__main__":
