@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 
 import benchmark_approx
+import benchmark_images
 import benchmark_layer
+import benchmark_loading
 import benchmark_op
 import benchmark_profile
 import benchmark_recurrent
@@ -23,6 +25,8 @@ import benchmark_table
 import benchmark_throughput
 from common import add_device_option, add_out_option, record
 
+from datamodules.images import DataNotFoundError
+
 # Name -> module and what its line in the help says.
 COMMANDS = {
     "op": (benchmark_op, "time and memory of forward and backward of an operator"),
@@ -31,6 +35,8 @@ COMMANDS = {
     "recurrent": (benchmark_recurrent, "recurrent layers against PyTorch's, and their schedules"),
     "table": (benchmark_table, "training steps of all models, implementations and batches"),
     "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
+    "images": (benchmark_images, "1,000 COCO images through the high-order layer"),
+    "loading": (benchmark_loading, "how long training on COCO waits for its data"),
     "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
     "scaling": (benchmark_scaling, "training on several devices"),
     "throughput": (benchmark_throughput, "what the callback that measures throughput costs"),
@@ -41,7 +47,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse(argv)
-    arguments.run(arguments, record("benchmark.py", argv))
+    try:
+        arguments.run(arguments, record("benchmark.py", argv))
+    except DataNotFoundError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -173,15 +173,15 @@ def _time_steps(network: Network, impl: str, device: torch.device) -> dict[str, 
 
 
 def _run_s(step: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(STEPS[device.type]):
         step()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begin
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 

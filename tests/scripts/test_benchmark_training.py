@@ -84,6 +84,25 @@ def test_scaling_is_efficiency_beside_one_device(script: Script, tmp_path: Path)
     assert record["overrides"] == list(DIGITS)
 
 
+@pytest.mark.slow
+def test_waiting_for_data_with_and_without_the_cache(script: Script, tmp_path: Path) -> None:
+    small = (
+        "data=coco_tiny", "data.image_size=16", "data.num_workers=2", "data.batch_size=8",
+        f"data.cache_dir={tmp_path / 'cache'}", "model.network.width=2", "impl=reference",
+    )  # fmt: skip
+    record = run(
+        script, tmp_path, "loading", "--steps", "26", "--experiment", "coco_segmentation", "--",
+        *small,
+    )  # fmt: skip
+    assert [row["cache_images"] for row in record["rows"]] == [False, True]
+    for row in record["rows"]:
+        assert row["error"] is None
+        assert 0 <= row["data_wait_fraction"] < 1
+        assert row["step_ms"]["median_ms"] > 0
+    assert len(list((tmp_path / "cache").glob("images-*/images.npy"))) == 2  # train and val
+    assert record["overrides"] == list(small)
+
+
 def test_a_folder_that_cannot_be_written_is_known_before_anything_is_measured(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
