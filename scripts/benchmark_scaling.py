@@ -39,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="of each run; default: %(default)s"
     )
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for each run")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds for each run; default: %(default)s"
+    )
     parser.add_argument("overrides", nargs="*", default=list(OVERRIDES),
                         help="of train.py; default: " + " ".join(OVERRIDES))  # fmt: skip
 

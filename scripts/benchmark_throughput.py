@@ -12,6 +12,7 @@ Writes::
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 import warnings
 from typing import Any
@@ -37,6 +38,8 @@ METHOD = (
     "the time from the end of a warm-up to the end of the last step, the device synchronised at "
     "both, over the steps between."
 )
+
+logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # it says what it runs on
 
 
 class Network(pl.LightningModule):
