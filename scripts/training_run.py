@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,15 +46,23 @@ def measure_training(
         pipe = subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
-        )
+            command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             _, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
             err = f"{INTERVALS} intervals of {interval} steps take more than {timeout_s:g} s"
+        finally:
+            _kill(process)
         return _measured(Path(folder), err)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """And the processes that it started. SIGTERM waits for a step, and that for a compiler."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def _measured(folder: Path, err: str) -> dict[str, Any]:

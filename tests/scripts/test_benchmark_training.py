@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,19 @@ def test_cells_of_experiments_or_why_they_are_empty(
 def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
     found = script("training_run").measure_training(DIGITS, 10**6, 10**6, 0.1, threads=1)
     assert found["error"] == "3 intervals of 1000000 steps take more than 0.1 s"
+
+
+def test_an_experiment_that_takes_too_long_is_over_with_all_its_processes(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntrap '' TERM\n(sleep 3; touch {tmp_path}/survived) & wait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    found = script("training_run").measure_training((), 1, 1, 1.0, threads=1)
+    assert found["error"] == "3 intervals of 1 steps take more than 1 s"
+    # Whoever survived would have held the other end of a pipe that is closed by now.
+    assert not (tmp_path / "survived").exists()
 
 
 @pytest.mark.slow
