@@ -15,8 +15,6 @@ from rich.table import Table
 from reporting import console
 from reporting.runs import Run, read, varied
 
-METRIC = "test/accuracy"
-
 
 class SweepTable(Callback):
     """A hook of Hydra: at the end of a sweep, a row for each job with what was varied.
@@ -32,12 +30,14 @@ class SweepTable(Callback):
             return
         rows = [_row(number, job) for number, job in jobs.items()]
         names = varied([row["overrides"] for row in rows])
+        metrics = dict.fromkeys(name for row in rows for name in row if name.startswith("test/"))
         table = Table(*names, "status", title="Sweep")
-        for column in (METRIC, "samples/s"):
+        for column in (*metrics, "samples/s"):
             table.add_column(column, justify="right")
         for row in rows:
             values = [str(row["overrides"].get(name, "")) for name in names]
-            table.add_row(*values, row["status"], *map(_shown, (row[METRIC], row["samples/s"])))
+            measured = (_shown(row.get(name)) for name in (*metrics, "samples/s"))
+            table.add_row(*values, row["status"], *measured)
         console.stdout().print(table)
         (folder / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
         _draw(list(jobs.values()), names, rows, folder / "sweep.png")
@@ -54,12 +54,13 @@ def _number(folder: Path) -> int:
 
 
 def _row(number: int, job: Run) -> dict[str, Any]:
+    metrics = job.results["metrics"].items()
     return {
         "number": number,
         "overrides": dict(t.split("=", 1) for t in job.results["overrides"] if "=" in t),
         "status": job.results["status"],
         "error": job.results.get("error"),
-        METRIC: job.results["metrics"].get(METRIC),
+        **{name: value for name, value in metrics if name.startswith("test/")},
         "samples/s": job.results["throughput"]["samples_per_sec"],
     }
 

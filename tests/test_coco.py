@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 import hoconv
 
@@ -60,11 +61,27 @@ def test_a_run_leaves_metrics_and_pictures(small, task):
     assert set(done.results["metrics"]) == {
         "train/loss", *(f"{stage}/{name}" for stage in ("val", "test") for name in METRICS[task]),
     }  # fmt: skip
+    objective = OmegaConf.load(done.folder / "config.yaml").objective
+    assert done.results["metrics"][objective] >= 0
     used = done.results["environment"]["implementations"]
     assert list(used.values()) == 3 * ["reference"]
     assert {p.name for p in (done.folder / "pictures").iterdir()} == {
         "epoch_0000.png", "epoch_0001.png",
     }  # fmt: skip
+
+
+def test_a_sweep_ends_with_the_metrics_of_its_models(run, cache_dir):
+    done = run(
+        "-m", "experiment=coco_segmentation,coco_captions", "data=coco_tiny",
+        f"data.cache_dir={cache_dir}", *SMALL, "impl=reference", "trainer=cpu",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    rows = json.loads((done.folder / "sweep.json").read_text())
+    for row, metrics in zip(rows, METRICS.values(), strict=True):
+        assert {name for name in row if name.startswith("test/")} == {f"test/{m}" for m in metrics}
+    table = done.out[done.out.rindex("Sweep") :]
+    assert "test/mean_iou" in table
+    assert "test/cider_d" in table
 
 
 @pytest.mark.parametrize("impl", ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)])
