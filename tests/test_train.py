@@ -196,6 +196,14 @@ def test_every_experiment_composes(monkeypatch, capfd, experiment):
     assert "_target_: datamodules." in capfd.readouterr().out
 
 
+def test_arguments_of_the_trainer_that_come_with_a_model_are_its(monkeypatch, capfd):
+    for trainer in ("default", "cpu", "ddp"):
+        arguments = ["train.py", "experiment=mnist_lstm", f"trainer={trainer}", "--cfg", "job"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        train.main()
+        assert "  gradient_clip_val: 1.0\n" in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_default_experiment_learns_to_read_digits(run):
     done = run("logger=none", "trainer=cpu")
