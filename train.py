@@ -15,9 +15,7 @@ import hydra
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
-from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -34,6 +32,7 @@ from reporting.results import Results
 from training.checkpoints import continuation, discard
 from training.finite import NotFiniteError
 from training.folder import begin, finished
+from training.instantiation import instantiate
 from training.resolvers import register
 from training.trainer import make_trainer
 
@@ -87,12 +86,11 @@ def main(config: DictConfig) -> float | None:
             checkpoint = MODES[config.mode](config, run_dir, results)
     except Exception as error:
         failed_jobs.append(run_dir)
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if not isinstance(cause, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             if HydraConfig.get().mode == RunMode.RUN:
                 raise
             traceback.print_exc()  # Hydra would leave the table of the other jobs out
-        console.show_problem("Error", str(cause))
+        console.show_problem("Error", str(error))
         return None
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         console.show_problem("Interrupted", f"what there is so far is in {run_dir}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
+
+from training.instantiation import instantiate
 
 
 def build(model: DictConfig, config: DictConfig) -> Any:

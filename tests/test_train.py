@@ -101,6 +101,23 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     assert failed.results["error"] == "ImplementationError: the reason; the fix"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
+        (("model=approx_cnn", "model.gradient=nonsense"), "gradient: expected one of"),
+        (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
+    ],
+    ids=["network", "model", "data"],
+)
+def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
+    failed = run(*SHORT, *overrides)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith(f"Error: {message}")
+    assert failed.results["error"] == line.replace("Error", "MisconfigurationException", 1)
+
+
 @pytest.mark.parametrize("sweep", [False, True])
 def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path, sweep):
     (tmp_path / "file").touch()
