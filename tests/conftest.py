@@ -105,9 +105,11 @@ def run(monkeypatch, tmp_path, capfd):
         out, err = capfd.readouterr()
         return Run(code or int(bool(train.failed_jobs)), folder, out, err)
 
-    interrupt = signal.getsignal(signal.SIGINT)
+    # A fit takes both signals; Lightning ignores SIGINT after an interrupt.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield run
-    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after an interrupt
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
