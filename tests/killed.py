@@ -1,4 +1,4 @@
-"""train.py, killed at a moment: ``python tests/killed.py <calls> <override>...``.
+"""train.py, killed at a moment, in a process of its own.
 
 The process gets SIGKILL at so many function calls after the first training step has begun; at none
 it is left alone, and prints how many there were. Losses depend on every random number generator.
@@ -11,6 +11,8 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,27 +21,31 @@ import torch
 import train
 from models.classifier import Classifier
 
-kill_at = int(sys.argv.pop(1))
-calls = 0
 
+def main(kill_at: int, overrides: Sequence[str], output: Path) -> None:
+    """Does not return. The file `output` gets what the process prints."""
+    calls = 0
 
-def count(*_: Any) -> None:
-    global calls
-    calls += 1
-    if calls == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
+        sys.setprofile(count)
+        threading.setprofile(None)
+        noise = torch.rand(()) + np.random.rand() + random.random()  # noqa: NPY002
+        return original(self, batch, batch_idx) * (1 + noise)
 
-def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
-    sys.setprofile(count)
-    threading.setprofile(None)
-    noise = torch.rand(()) + np.random.rand() + random.random()  # noqa: NPY002
-    return original(self, batch, batch_idx) * (1 + noise)
-
-
-original = Classifier.training_step
-Classifier.training_step = training_step
-train.main()
-sys.setprofile(None)
-print("calls", calls)
-sys.exit(1 if train.failed_jobs else 0)
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    original = Classifier.training_step
+    Classifier.training_step = training_step
+    sys.argv = ["train.py", *overrides]
+    train.main()
+    sys.setprofile(None)
+    print("calls", calls)
+    sys.exit(1 if train.failed_jobs else 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import tests.killed
 from models.classifier import Classifier
 from training.folder import run_folder
 
-ROOT = Path(__file__).parents[1]
 RUN = (
     "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
     "trainer.max_epochs=3", "trainer.log_every_n_steps=3", "trainer.val_check_interval=0.5",
@@ -28,16 +29,25 @@ RUN = (
 )  # fmt: skip
 
 
-def killed(folder: Path, calls: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+# One process imports PyTorch and Lightning; those that are killed begin as copies of it.
+copies = multiprocessing.get_context("forkserver")
+copies.set_forkserver_preload(["tests.killed"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    exit_code: int | None
+    out: str
+
+
+def killed(folder: Path, calls: int, *overrides: str) -> Ended:
     """Runs train.py in a process of its own, which is killed at so many function calls."""
-    command = [sys.executable, "tests/killed.py", str(calls), *RUN, *overrides]
-    return subprocess.run(
-        [*command, f"hydra.run.dir={folder}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    output = folder.with_suffix(".out")
+    arguments = (calls, (*RUN, *overrides, f"hydra.run.dir={folder}"), output)
+    process = copies.Process(target=tests.killed.main, args=arguments)
+    process.start()
+    process.join()
+    return Ended(process.exitcode, output.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +55,8 @@ def whole(tmp_path_factory) -> tuple[Path, int]:
     """A run that nothing happens to, and how many function calls it took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = killed(folder, 0)
-    assert done.returncode == 0, done.stderr
-    return folder, int(done.stdout.split()[-1])
+    assert done.exit_code == 0, done.out
+    return folder, int(done.out.split()[-1])
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -79,12 +89,12 @@ def assert_same(folder: Path, whole: Path) -> None:
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path):
     folder, calls = whole
-    assert killed(tmp_path / "run", round(0.55 * calls), "resume=auto").returncode == -9
+    assert killed(tmp_path / "run", round(0.55 * calls), "resume=auto").exit_code == -9
     checkpoints = (tmp_path / "run" / "resume").glob("*.ckpt")
     assert sorted(path.name for path in checkpoints) == ["step_12.ckpt", "step_16.ckpt"]
     done = killed(tmp_path / "run", 0, "resume=auto")
-    assert done.returncode == 0, done.stderr
-    assert "Going on after step 16" in done.stdout
+    assert done.exit_code == 0, done.out
+    assert "Going on after step 16" in done.out
     assert_same(tmp_path / "run", folder)
     assert not (tmp_path / "run" / "resume").exists()
 
@@ -92,13 +102,13 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HOCONV_KILLS", "3"))))
 def test_a_run_may_be_killed_at_any_moment(whole, tmp_path, seed):
-    """And again, while it goes on. HOCONV_KILLS=20 tries more of them, a minute each."""
+    """And again, while it goes on. HOCONV_KILLS=20 tries more of them, half a minute each."""
     folder, calls = whole
     generator = random.Random(seed)
     killed(tmp_path / "run", generator.randrange(1, calls), "resume=auto")
     killed(tmp_path / "run", generator.randrange(1, calls // 2), "resume=auto")
     done = killed(tmp_path / "run", 0, "resume=auto")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.out
     assert_same(tmp_path / "run", folder)
 
 
@@ -132,9 +142,17 @@ def go_on(run, folder: Path, *overrides: str):
     return run(*SHORT, "resume=auto", *overrides, folder=folder)
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
 @pytest.fixture
-def expected(run) -> Path:
-    return run(*SHORT).folder
+def expected(run, kept) -> Path:
+    """A run that nothing happens to, the same for all tests."""
+    if not kept.exists():
+        shutil.copytree(run(*SHORT).folder, kept)
+    return kept
 
 
 def test_sigterm_makes_a_checkpoint_first(run, monkeypatch, expected):
