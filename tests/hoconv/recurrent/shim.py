@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from hoconv.build.generated import compile_cpp
 from hoconv.recurrent.buffers import bind, results
 from hoconv.recurrent.driver import Kernels
-from hoconv.recurrent.emit.cuda import Launch, emit_cuda
+from hoconv.recurrent.emit.cuda import CudaSource, Launch, emit_cuda
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.workspace import Workspace
@@ -26,7 +26,7 @@ _HEADER = """
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 #include "recurrent/math.h"
-#define __global__ __attribute__((visibility("hidden")))
+#define __global__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
@@ -38,9 +38,10 @@ using torch::headeronly::Half;
 template <typename... A> void block_sum(A&...) {}
 template <typename... A> void block_max(A&...) {}
 }
+using Function = void (*)(unsigned, unsigned, unsigned, void**);
+struct Kernel { const char* name; Function function; };
 """
-# The driver's functions. A library is the table of its kernels; a kernel, a function that is given
-# the addresses of its arguments.
+# A kernel of the driver: a function that is given the addresses of its arguments.
 _KERNEL = """
 static void launch_{name}(unsigned rows, unsigned blocks, unsigned threads, void** given) {{
   gridDim.y = blocks, blockDim.x = {threads};
@@ -50,19 +51,20 @@ static void launch_{name}(unsigned rows, unsigned blocks, unsigned threads, void
         {name}(*static_cast<Call**>(given[0]), *static_cast<const {second}*>(given[1]));
 }}
 """
+# The driver's functions. The code of a library is the name of a program; a library is the table of
+# its kernels.
 _DRIVER = """
-using Function = void (*)(unsigned, unsigned, unsigned, void**);
-struct Kernel {{ const char* name; Function function; }};
-static const Kernel kernels[] = {{ {table} }};
+static const struct {{ const char* code; const Kernel* kernels; }} libraries[] = {{ {libraries} }};
 
 extern "C" int cuLibraryLoadData(const Kernel** library, const char* code, void*, void*, unsigned,
                                  void*, void*, unsigned) {{
-  *library = kernels;
-  return strcmp(code, "cubin") == 0 ? 0 : 200;
+  for (auto& each : libraries)
+    if (strcmp(each.code, code) == 0) return *library = each.kernels, 0;
+  return 200;
 }}
 extern "C" int cuLibraryGetKernel(Function* function, const Kernel* library, const char* name) {{
-  for (int i = 0; i < {count}; ++i)
-    if (strcmp(library[i].name, name) == 0) return *function = library[i].function, 0;
+  for (; library->name; ++library)
+    if (strcmp(library->name, name) == 0) return *function = library->function, 0;
   return 500;
 }}
 extern "C" int cuLaunchKernel(Function function, unsigned rows, unsigned blocks, unsigned,
@@ -79,26 +81,52 @@ extern "C" int cuGetErrorName(int status, const char** name) {{
 """
 
 
+def shim_loops(programs: Mapping[str, Program]) -> dict[str, ShimLoop]:
+    """As :func:`hoconv.recurrent.cpp.compile_loops`, of generated CUDA."""
+    sources = {name: emit_cuda(program) for name, program in programs.items()}
+    libraries = ", ".join(f'{{"{name}", {name}::kernels}}' for name in sources)
+    parts = (_namespace(name, source) for name, source in sources.items())
+    text = "".join((_HEADER, *parts, _DRIVER.format(libraries=libraries)))
+    driver = ctypes.CDLL(str(compile_cpp("recurrent", text)))
+    return {
+        name: ShimLoop(source, Kernels(driver, name.encode(), lambda: 3))
+        for name, source in sources.items()
+    }
+
+
+def _namespace(name: str, source: CudaSource) -> str:
+    """The kernels of a program, beside those of other programs."""
+    body = source.text.split("\n", 1)[1]  # without its header
+    found = [i for i in (*source.before, *source.launches) if isinstance(i, Launch)]
+    alone = {launch.name: not _waits(launch.name, body) for launch in found}
+    assert all(alone[launch.name] or launch.blocks == 1 for launch in found)
+    threads = {name: "threads" if alone[name] else "1" for name in alone}
+    second = {**dict.fromkeys((*alone, "advance"), "int64_t"), "start": "Call"}
+    functions = [
+        _KERNEL.format(name=kernel, threads=threads.get(kernel, "1"), second=second[kernel])
+        for kernel in second
+    ]
+    table = "".join(f'{{"{kernel}", launch_{kernel}}}, ' for kernel in second)
+    return "\n".join((
+        f"namespace {name} {{", body.replace('extern "C" __global__', "static __global__"),
+        *functions, f"static const Kernel kernels[] = {{ {table}{{}} }};", "}\n",
+    ))  # fmt: skip
+
+
+def _waits(name: str, body: str) -> bool:
+    """Whether the threads of a kernel wait for each other."""
+    functions = re.split(r"\n(?=__device__|extern)", body)
+    used = (name, *re.findall(r"kernel\d+", name))
+    own = [f for f in functions if any(re.search(rf"\b{n}\(const Call", f) for n in used)]
+    return any(word in f for f in own for word in ("block_", "__syncthreads"))
+
+
 class ShimLoop:
     """As :class:`hoconv.recurrent.cuda.CudaLoop`, on a CPU; `recorded` counts what was recorded."""
 
-    def __init__(self, program: Program) -> None:
-        self.source = emit_cuda(program)
-        body = self.source.text.split("\n", 1)[1]
-        found = [i for i in (*self.source.before, *self.source.launches) if isinstance(i, Launch)]
-        alone = {launch.name: not self._waits(launch.name, body) for launch in found}
-        assert all(alone[launch.name] or launch.blocks == 1 for launch in found)
-        threads = {name: "threads" if alone[name] else "1" for name in alone}
-        second = {**dict.fromkeys((*alone, "advance"), "int64_t"), "start": "Call"}
-        launches = "".join(
-            _KERNEL.format(name=name, threads=threads.get(name, "1"), second=second[name])
-            for name in second
-        )
-        table = ", ".join(f'{{"{name}", launch_{name}}}' for name in second)
-        driver = _DRIVER.format(table=table, count=len(second))
-        text = _HEADER + body + launches + driver
-        library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
-        self.kernels = Kernels(library, b"cubin", lambda: 3)
+    def __init__(self, source: CudaSource, kernels: Kernels) -> None:
+        self.source = source
+        self.kernels = kernels
         self.workspaces: dict[int, Workspace] = {}
         self.recorded = 0
 
@@ -114,13 +142,6 @@ class ShimLoop:
         tensors = bind(program, storage, values, initial, workspace.resident)
         workspace.run(T, seed, tensors)
         return results(program, storage, tensors, T)
-
-    def _waits(self, name: str, body: str) -> bool:
-        """Whether the threads of a kernel wait for each other."""
-        functions = re.split(r"\n(?=__device__|extern)", body)
-        used = (name, *re.findall(r"kernel\d+", name))
-        own = [f for f in functions if any(re.search(rf"\b{n}\(const Call", f) for n in used)]
-        return any(word in f for f in own for word in ("block_", "__syncthreads"))
 
     def _record(self, launch: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1

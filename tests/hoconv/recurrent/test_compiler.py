@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,9 @@ class Case:
 
     def close(self, got: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         assert got.keys() == exact.keys()
-        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            got, exact, rtol=1e-9, atol=1e-9, msg=lambda text: f"{self.cell.name}: {text}"
+        )
 
     def run(
         self, program: Program, loop: Loop | None = None
@@ -125,6 +127,23 @@ class Case:
         gradients |= {name: final[f"d_{name}"] for name in self.states}
         gradients |= unpacked(made.backward, results, self.parameters)
         self.close(gradients, self.gradients)
+
+
+def check_loops(
+    cases: Sequence[Case],
+    schedule: str,
+    compile: Callable[[Mapping[str, Program]], Mapping[str, Loop]],
+) -> None:
+    """Every case by compiled loops, all compiled at once: their headers take longest."""
+    plans = [plan(case.cell, torch.float64, schedule, **case.options) for case in cases]
+    programs = {
+        f"{name}_{i}": getattr(made, name)
+        for i, made in enumerate(plans)
+        for name in ("inference", "forward", "backward")
+    }
+    loops = {programs[name]: loop for name, loop in compile(programs).items()}
+    for case, made in zip(cases, plans):
+        case.check_plan(made, loops.get)
 
 
 @pytest.mark.parametrize("which", CELLS)

@@ -17,42 +17,29 @@ from hoconv.recurrent.cpp import compile_loops, obstacle
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import op
 from hoconv.recurrent.plans import register, request
-from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import READY, bound, gradients, layer, sequence
-from tests.hoconv.recurrent.test_compiler import Case
+from tests.hoconv.recurrent.test_compiler import Case, check_loops
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
-def check(which: str | int, schedule: str, **options: bool) -> None:
-    case = Case(which, **options)
-    made = plan(case.cell, torch.float64, schedule, **case.options)
-    programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
-    loops = compile_loops(programs)
-    case.check_plan(made, {programs[name]: loop for name, loop in loops.items()}.get)
-
-
-@pytest.mark.parametrize("which", READY)
-def test_compiled_loops_are_exact(which: str) -> None:
-    check(which, "auto", masked=True)
-
-
-@pytest.mark.parametrize("which", [0, 9])
-def test_compiled_loops_of_random_cells_are_exact(which: int) -> None:
-    check(which, "auto")
+def test_compiled_loops_are_exact() -> None:
+    cases = [*(Case(which, masked=True) for which in READY), Case(0), Case(9)]
+    check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", range(50))
-def test_compiled_loops_of_all_random_cells_are_exact(which: int) -> None:
-    check(which, "auto", reverse=which % 2 == 1)
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_compiled_loops_of_all_random_cells_are_exact(first: int) -> None:
+    cases = [Case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
+    check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", rnn.SCHEDULES)
-@pytest.mark.parametrize("which", ["lstm", "minimal_gated", "layernorm_lstm"])
-def test_compiled_loops_of_every_schedule_are_exact(which: str, schedule: str) -> None:
-    check(which, schedule, reverse=True)
+def test_compiled_loops_of_every_schedule_are_exact(schedule: str) -> None:
+    cases = [Case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")]
+    check_loops(cases, schedule, compile_loops)
 
 
 def pair(name: str, **arguments: Any) -> tuple[rnn.RNN, rnn.RNN]:
