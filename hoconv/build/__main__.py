@@ -13,8 +13,9 @@ def main() -> None:
     parser.add_argument("library", nargs="?", choices=LIBRARIES,
                         help="which to compile; by default all that this machine can")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="X.Y",
-                        help="compute capability, such as 9.0; may be repeated, needs no GPU; "
-                             "by default those of the GPUs here")  # fmt: skip
+                        help="compute capability, such as 9.0, needs no GPU; repeated, in "
+                             "ascending order: one library for several; by default those of "
+                             "the GPUs here")  # fmt: skip
     arguments = parser.parse_args()
     if arguments.arch and arguments.library != "cuda":
         parser.error("--arch goes with the library cuda")
@@ -26,8 +27,7 @@ def main() -> None:
                 continue
             if not arguments.arch and not torch.cuda.is_available():
                 raise BuildError(no_gpu())
-            for architectures in [(arch,) for arch in arguments.arch or ()] or [visible_gpus()]:
-                print(compile(library, architectures))
+            print(compile(library, arguments.arch or visible_gpus()))
         except BuildError as error:
             if arguments.library:
                 sys.exit(f"{library}: {error}")
