@@ -114,8 +114,12 @@ def test_ways_to_train(small, impl, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_compiled_network_computes_the_same(small, task, impl):
-    """A small kernel, which compiles faster, in training only. Dropout draws other numbers."""
-    less = ("model.network.kernel_size=3", "trainer.limit_val_batches=0")
+    """A small kernel, which compiles faster, in training only: two steps, as words in a loop are a
+    graph for each number of them. Dropout draws other numbers."""
+    less = (
+        "model.network.kernel_size=3", "trainer.limit_train_batches=2",
+        "trainer.limit_val_batches=0",
+    )  # fmt: skip
     same_noise = ("model.network.dropout=0",) if task == "captions" else ()
     chosen = (*implementation(impl), *less, *same_noise)
     plain, compiled = small(*chosen), small(*chosen, "compile=true")
@@ -166,7 +170,15 @@ def test_missing_coco_is_one_line_that_says_what_to_do(run, task, tmp_path, cach
 
 
 @pytest.mark.slow
-def test_the_generated_shapes_are_learned(tiny, task):
-    metric, expected = {"segmentation": ("mean_iou", 0.6), "captions": ("cider_d", 1.0)}[task]
-    done = tiny("logger=none", "trainer=cpu")
+@pytest.mark.parametrize(
+    ("task", "metric", "expected", "less"),
+    [
+        ("segmentation", "mean_iou", 0.6, ()),
+        # 2.8 to 3.6 over seeds; the best of the captions for every image: 1.6.
+        ("captions", "cider_d", 2.0, ("data.image_size=32", "trainer.max_epochs=2")),
+    ],
+    ids=METRICS,
+)
+def test_the_generated_shapes_are_learned(tiny, task, metric, expected, less):
+    done = tiny("logger=none", "trainer=cpu", *less)
     assert done.results["metrics"][f"test/{metric}"] >= expected
