@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import hoconv
+from datamodules.coco import shapes
 
 METRICS = {
     "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
@@ -113,12 +114,13 @@ def test_ways_to_train(small, impl, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_compiled_network_computes_the_same(small, task, impl):
-    """A small kernel, which compiles faster, in training only: two steps, as words in a loop are a
-    graph for each number of them. Dropout draws other numbers."""
+def test_a_compiled_network_computes_the_same(small, task, impl, monkeypatch, tmp_path):
+    """In training only, with few kernels to compile: 3 x 3 taps, one halving of the image, captions
+    of three words. Dropout draws other numbers."""
+    monkeypatch.setattr(shapes, "describe", lambda drawn: 5 * ["a few shapes"])
     less = (
-        "model.network.kernel_size=3", "trainer.limit_train_batches=2",
-        "trainer.limit_val_batches=0",
+        "model.network.kernel_size=3", "model.network.depth=1", "trainer.limit_val_batches=0",
+        "trainer.limit_test_batches=0", f"data.cache_dir={tmp_path / 'cache'}",
     )  # fmt: skip
     same_noise = ("model.network.dropout=0",) if task == "captions" else ()
     chosen = (*implementation(impl), *less, *same_noise)
@@ -171,14 +173,16 @@ def test_missing_coco_is_one_line_that_says_what_to_do(run, task, tmp_path, cach
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "metric", "expected", "less"),
+    ("task", "metric", "expected", "epochs"),
     [
-        ("segmentation", "mean_iou", 0.6, ()),
-        # 2.8 to 3.6 over seeds; the best of the captions for every image: 1.6.
-        ("captions", "cider_d", 2.0, ("data.image_size=32", "trainer.max_epochs=2")),
+        # 0.60 and 0.87 with two seeds; perfect outlines of one class: 0.35.
+        ("segmentation", "mean_iou", 0.5, 6),
+        # 2.8 to 3.6 over three seeds; the best of the captions, for every image: 1.6.
+        ("captions", "cider_d", 2.0, 2),
     ],
     ids=METRICS,
 )
-def test_the_generated_shapes_are_learned(tiny, task, metric, expected, less):
+def test_the_generated_shapes_are_learned(tiny, task, metric, expected, epochs):
+    less = ("data.image_size=32", f"trainer.max_epochs={epochs}")
     done = tiny("logger=none", "trainer=cpu", *less)
     assert done.results["metrics"][f"test/{metric}"] >= expected
