@@ -48,13 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         console().print(_listed())
         return 0
     done = Table("name", "minutes", "result")
-    try:
-        for name in arguments.names:
-            begin = time.perf_counter()
+    for name in arguments.names:
+        begin = time.perf_counter()
+        try:
             result = run(name, STEPS[name], arguments.logs)
-            done.add_row(name, f"{(time.perf_counter() - begin) / 60:.1f}", result)
-    finally:
-        console().print(done)
+        except KeyboardInterrupt:
+            result = "interrupted"
+        done.add_row(name, f"{(time.perf_counter() - begin) / 60:.1f}", result)
+        if result == "interrupted":
+            break
+    console().print(done)
     return int(any(result != "done" for result in done.columns[2].cells))
 
 

@@ -47,7 +47,7 @@ def test_a_command_that_fails_keeps_no_other_from_running(reproduce, monkeypatch
         "STEPS",
         {
             "fails": reproduce.Step("python -c 'print(\"said\"); raise SystemExit(3)'", 1),
-            "hangs": reproduce.Step("python -c 'import time; time.sleep(99)'", 0.01),
+            "hangs": reproduce.Step("python -c 'import signal; signal.pause()'", 0.01),
             "many": reproduce.Step("python -c 1", 1, gpus=99),
             "missing": reproduce.Step("no-such-program", 1),
             "works": reproduce.Step("python -c 1", 1),
@@ -62,6 +62,24 @@ def test_a_command_that_fails_keeps_no_other_from_running(reproduce, monkeypatch
         assert line in out
     assert (tmp_path / "logs" / "fails.log").read_text() == "said\n"
     assert reproduce.main(["works", "--logs", str(tmp_path / "logs")]) == 0
+
+
+def test_an_interrupt_ends_with_what_was_done(reproduce, monkeypatch, capfd, tmp_path) -> None:
+    steps = {name: reproduce.Step("python -c 1", 1) for name in ("first", "second", "third")}
+    monkeypatch.setattr(reproduce, "STEPS", steps)
+    run = reproduce.run
+
+    def interrupted(name, step, logs):
+        if name == "second":
+            raise KeyboardInterrupt
+        return run(name, step, logs)
+
+    monkeypatch.setattr(reproduce, "run", interrupted)
+    assert reproduce.main(["--logs", str(tmp_path / "logs")]) == 1
+    table = capfd.readouterr().out.rpartition("result")[2]
+    assert "done" in table
+    assert "interrupted" in table
+    assert "third" not in table
 
 
 def test_a_run_leaves_its_results(reproduce, monkeypatch, tmp_path) -> None:
