@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.recurrent import evaluate, random
+from hoconv.recurrent import evaluate, products, random
 from hoconv.recurrent.evaluate import DTYPES
 from hoconv.recurrent.ir import Op, Program, Value, flat
 
@@ -36,7 +36,7 @@ def interpret(
         sequences: what it reads, by name: (T, B, n) or, of a parameter's, (n,).
         states: (B, n) before the first step, by name.
         seed: int64 scalar, of the random masks.
-        loop: runs the steps; op by op in PyTorch by default.
+        loop: runs the steps; without one they are run op by op, and autograd sees every op.
 
     Returns:
         The program's results, and the states after the last step, by name.
@@ -44,8 +44,11 @@ def interpret(
     values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
     like = next(iter(states.values()))
+    linear = products.linear if loop else evaluate.linear
     for op in flat(program.before):
-        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs], like.device)
+        values[op.result] = _evaluate(
+            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
+        )
     initial = [
         (
             states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
@@ -57,7 +60,9 @@ def interpret(
     last = dict(zip(program.states, final, strict=True))
     values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
     for op in flat(program.after):
-        values[op.result] = _evaluate(op, [_read(i, values) for i in op.inputs], like.device)
+        values[op.result] = _evaluate(
+            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
+        )
     results = {name: values[value] for name, value in program.results}
     return results, {s.name: state for s, state in last.items() if s.total is None}
 
@@ -100,15 +105,19 @@ def _read(operand: Any, values: Mapping[Value, Tensor]) -> Any:
 
 
 def _evaluate(
-    op: Op, operands: list[Any], device: torch.device, batch: int | None = None
+    op: Op,
+    operands: list[Any],
+    device: torch.device,
+    batch: int | None = None,
+    linear: Callable[..., Tensor] = evaluate.linear,
 ) -> Tensor:
     """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
     dtype = DTYPES[op.result.type.dtype]
     match op.kind:
         case "linear":
-            return evaluate.linear(*operands)
+            return linear(*operands)
         case "linear_t":
-            return operands[0] @ operands[1]
+            return linear(operands[0], operands[1].mT)
         case "outer":
             g, x = (t.flatten(0, 1) for t in operands)
             return g.mT @ x

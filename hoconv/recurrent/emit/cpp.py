@@ -95,7 +95,8 @@ def _loop(name: str, program: Program, steps: Steps) -> list[str]:
             shape = transposed if item.kind == "linear" else f"{rows}, {columns}, {columns}, 1"
             dtype = f"aoti_torch_dtype_{_DTYPES[buffer.type.dtype]}()"
             lines.append(
-                f"  const Matrix by_{buffer.name}(buffers[{index[buffer]}], {shape}, {dtype});"
+                f"  const Factor<{TYPES[buffer.type.dtype]}> by_{buffer.name}("
+                f"buffers[{index[buffer]}], {shape}, {dtype}, T);"
             )
     lines.append("  for (int64_t i = 0; i < T; ++i) {")
     lines.append(f"    const int64_t t = {'T - 1 - i' if program.reverse else 'i'};")

@@ -127,6 +127,22 @@ def test_dtypes_are_near_the_definition_in_float64(
         assert (mine.double() - exact).norm() <= tolerance * exact.norm()
 
 
+@pytest.mark.parametrize("batch", [0, 16])
+@pytest.mark.parametrize("schedule", ["naive", "auto"])
+@pytest.mark.parametrize("which", ["lstm", "elman"])
+def test_large_products_which_are_onednns_are_near_the_definition_in_float64(
+    which: str, schedule: str, batch: int
+) -> None:
+    cell, sizes = getattr(rnn, which), (512, 512)
+    ours = rnn.RNN(cell, *sizes, impl="cpp", schedule=schedule, bidirectional=True)
+    reference = rnn.RNN(cell, *sizes, impl="reference", bidirectional=True, dtype=torch.float64)
+    reference.load_state_dict(ours.state_dict())
+    x = sequence(16, batch, 512).float()
+    for mine, exact in zip(gradients(ours, x), gradients(reference, x.double())):
+        assert mine.dtype == torch.float32
+        assert (mine.double() - exact).norm() <= 1e-5 * exact.norm()
+
+
 def test_gradients_of_gradients_are_those_of_the_definition() -> None:
     ours, _ = pair("peephole_lstm")
     x = sequence(2, 2, 3).requires_grad_()
