@@ -31,9 +31,9 @@ from reporting import console, loggers
 from reporting.results import Results
 from training.checkpoints import continuation, discard
 from training.finite import NotFiniteError
-from training.folder import begin, finished
+from training.folder import as_given, begin, finished
 from training.instantiation import instantiate
-from training.resolvers import register
+from training.resolvers import check, register
 from training.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parent
@@ -65,8 +65,6 @@ def main(config: DictConfig) -> float | None:
     if config.resume == "auto" and finished(run_dir):
         print(f"{run_dir} is finished")
         return None
-    if config.mode == "train":
-        console.show_config(config)
     choices = HydraConfig.get().runtime.choices
     results = Results(
         run_dir / "results.json",
@@ -74,10 +72,13 @@ def main(config: DictConfig) -> float | None:
         model=choices["model"],
         data=choices["data"],
         seed=config.seed,
-        overrides=list(HydraConfig.get().overrides.task),
+        overrides=as_given(HydraConfig.get().overrides.task),
     )
     try:
         with results:
+            check(config)
+            if config.mode == "train":
+                console.show_config(config)
             if config.mode not in MODES:
                 raise MisconfigurationException(
                     f"mode: expected {' or '.join(MODES)}, got {config.mode!r}"

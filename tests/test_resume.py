@@ -253,8 +253,10 @@ def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
     folder("03", "seed=1", status="finished")
     folder("04", "seed=1", step=0)
     other = folder("05", "seed=2")
+    related = folder("06", "seed=3", "model.network.width=${seed}")
     assert find("auto", "resume=auto", "seed=1") == wanted
     assert find("auto", "seed=2") == other
+    assert find("auto", "seed=3", "model.network.width=${seed}") == related
     assert find("auto", "seed=3") == str(tmp_path / "new")
     assert find(None, "seed=1") == str(tmp_path / "new")
 

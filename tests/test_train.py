@@ -107,8 +107,10 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
         (("model=approx_cnn", "model.gradient=nonsense"), "gradient: expected one of"),
         (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
+        (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
+        (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
     ],
-    ids=["network", "model", "data"],
+    ids=["network", "model", "data", "model for other data", "interpolation"],
 )
 def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
     failed = run(*SHORT, *overrides)

@@ -89,10 +89,15 @@ def finished(folder: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["status"] == "finished"
 
 
+def as_given(overrides: Any) -> list[str]:
+    """Hydra's list of overrides with the interpolations that are in it, such as ``seed=${x}``."""
+    return [str(text) for text in OmegaConf.to_container(overrides, resolve=False)]  # pyright: ignore
+
+
 def _overrides(folder: Path) -> set[str] | None:
     path = folder / ".hydra" / "overrides.yaml"
     return _identity(OmegaConf.load(path)) if path.exists() else None
 
 
 def _identity(overrides: Any) -> set[str]:
-    return {text for text in overrides if not text.startswith("resume=")}
+    return {text for text in as_given(overrides) if not text.startswith("resume=")}

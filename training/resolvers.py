@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hydra.utils import get_class
-from omegaconf import OmegaConf
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from training.folder import run_folder
 
@@ -16,9 +19,25 @@ def register() -> None:
     """``${project:x}`` is a path in the project; ``${attribute:module.Class,x}`` is what a class
     declares; ``${run_folder:...}`` is :func:`training.folder.run_folder`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
-    OmegaConf.register_new_resolver(
-        "attribute",
-        lambda path, name: OmegaConf.create([getattr(get_class(path), name)])[0],
-        replace=True,
-    )
+    OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+
+
+def check(config: DictConfig) -> None:
+    """Resolves everything once, before anything is made.
+
+    Raises:
+        MisconfigurationException: some value cannot be resolved.
+    """
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except InterpolationResolutionError as error:
+        reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
+        raise MisconfigurationException(f"{error.full_key}: {reason}") from error
+
+
+def _attribute(path: str, name: str) -> Any:
+    declared = get_class(path)
+    if not hasattr(declared, name):
+        raise AttributeError(f"{declared.__name__} has none; choose another model= or data=")
+    return OmegaConf.create([getattr(declared, name)])[0]
