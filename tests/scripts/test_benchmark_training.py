@@ -132,9 +132,24 @@ def test_a_folder_that_cannot_be_written_is_known_before_anything_is_measured(
 def test_the_cost_of_the_throughput_callback(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(script("benchmark_throughput").STEPS, "cpu", 5)
-    command = ["throughput", "--device", "cpu", "--turns", "1", "--out", str(tmp_path)]
+    monkeypatch.setitem(script("benchmark_throughput").STEPS, "cpu", 10)
+    command = ["throughput", "--device", "cpu", "--pairs", "3", "--out", str(tmp_path)]
     assert script("benchmark").main(command) == 0
     record = json.loads((tmp_path / "throughput_cpu.json").read_text())
-    without, with_callback = (record["step_ms"][how]["median_ms"] for how in ("without", "with"))
-    assert record["cost"] == pytest.approx(with_callback / without - 1)
+    assert [record["step_ms"][how]["repeats"] for how in ("without", "with")] == [3, 3]
+    assert record["step_ms"]["with"]["median_ms"] > 0
+    assert record["cost"]["low"] <= record["cost"]["median"] <= record["cost"]["high"]
+
+
+def test_the_cost_is_found_between_neighbours(
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = script("benchmark_throughput")
+    blocks = []
+    for i in range(100):  # the machine slows down all the time; the callback costs 5 %
+        block = (False, 10.0 + i), (True, 1.05 * (10.0 + i))
+        blocks += block if i % 2 else block[::-1]
+    monkeypatch.setattr(module, "measure", lambda *_: blocks)
+    script("benchmark").main(["throughput", "--device", "cpu", "--out", str(tmp_path)])
+    cost = json.loads((tmp_path / "throughput_cpu.json").read_text())["cost"]
+    assert cost == pytest.approx({"median": 0.05, "low": 0.05, "high": 0.05})
