@@ -1,9 +1,10 @@
 """Times training steps of every model with every implementation: ``benchmark.py table``.
 
 The simple model is the high-order layer on 3 x 224 x 224 images, global average pooling and a
-linear classifier, on one fixed batch; the others are experiments of train.py. Writes::
+linear classifier, on one fixed batch; the others are experiments of train.py. Writes, <devices>
+being cpu, cuda or cpu_cuda::
 
-    table.json
+    table_<devices>.json
         command, date, method, environment
         cells             one for each model and column:
             model, column, device, impl, compile, batch of the simple model
@@ -11,8 +12,8 @@ linear classifier, on one fixed batch; the others are experiments of train.py. W
                           error: null, or why there is nothing; step_ms with percentiles
         batches           the same for the simple model by `batch`
         largest_batch     of the simple model on a GPU, a power of two: column -> images, or null
-    table.md              time and peak memory of the cells
-    table_<device>.png    time of a step of the simple model against its batch
+    table_<devices>.md    time and peak memory of the cells
+    table_<devices>.png   time and memory of a step of the simple model against its batch
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     measured |= {"largest_batch": largest}
     text = markdown(measured)
     console().print(Markdown(text))
-    write_json(arguments.out / "table.json", measured)
-    write(arguments.out / "table.md", lambda partial: partial.write_text(text))
-    for device in {row["device"] for row in batches}:
-        rows = [row for row in batches if row["device"] == device]
-        write(arguments.out / f"table_{device}.png", functools.partial(_draw, rows))
+    path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
+    write_json(path, measured)
+    write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
+    if batches:
+        write(path.with_suffix(".png"), functools.partial(_draw, batches))
 
 
 def _cell(model: str, column: str) -> dict[str, Any]:

@@ -19,8 +19,7 @@ DIGITS = ("experiment=mnist_lstm", "data=digits", "impl=reference", "data.batch_
 def run(script: Script, out: Path, *arguments: str) -> dict[str, Any]:
     command = [arguments[0], "--device", "cpu", "--out", str(out), *arguments[1:]]
     assert script("benchmark").main(command) == 0
-    name = "table" if arguments[0] == "table" else f"{arguments[0]}_cpu"
-    return json.loads((out / f"{name}.json").read_text())
+    return json.loads((out / f"{arguments[0]}_cpu.json").read_text())
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_cells_of_the_simple_model(script: Script, table: ModuleType, tmp_path: 
     assert reference["error"] is None
     assert reference["step_ms"]["p20_ms"] <= reference["step_ms"]["median_ms"]
     assert reference["peak_memory_mb"] > 0
-    text = (tmp_path / "table.md").read_text()
+    text = (tmp_path / "table_cpu.md").read_text()
     assert "|  | reference CPU | cpp CPU |" in text
     assert "| simple, 32 images, ms |" in text  # the nearest to 64
     assert (tmp_path / "table_cpu.png").stat().st_size > 0
@@ -64,7 +63,7 @@ def test_cells_of_experiments_or_why_they_are_empty(
     assert measured["samples_per_s"] > 0
     assert "data/nothing" in failed["error"]
     assert failed["step_ms"] is None
-    text = (tmp_path / "table.md").read_text()
+    text = (tmp_path / "table_cpu.md").read_text()
     assert "| digits_cnn, ms | (1) |" in text
     assert f"(1) {failed['error']}" in text
 
