@@ -225,8 +225,11 @@ def markdown(measured: dict[str, Any]) -> str:
 def _ms(cell: dict[str, Any], reasons: list[str]) -> str:
     if cell["error"]:
         return f"({1 + reasons.index(cell['error'])})"
-    times = cell["step_ms"]
-    return f"{times['median_ms']:.3g} ({times['p20_ms']:.3g}-{times['p80_ms']:.3g})"
+    median, low, high = (
+        f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+        for ms in (cell["step_ms"][key] for key in ("median_ms", "p20_ms", "p80_ms"))
+    )
+    return f"{median} ({low}-{high})"
 
 
 def _mb(cell: dict[str, Any]) -> str:
