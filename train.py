@@ -76,8 +76,8 @@ def main(config: DictConfig) -> float | None:
     )
     try:
         with results:
-            check(config)
-            if config.mode == "train":
+            if config.mode == "train":  # to predict, the run of the checkpoint says what it was
+                check(config)
                 console.show_config(config)
             if config.mode not in MODES:
                 raise MisconfigurationException(

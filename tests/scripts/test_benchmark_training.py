@@ -128,10 +128,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_anything_is_measured(
     assert line.endswith(f"argument --out: {out} cannot be written (Not a directory)")
 
 
-def test_the_cost_of_the_throughput_callback(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(script("benchmark_throughput").STEPS, "cpu", 10)
+def test_the_cost_of_the_throughput_callback(script: Script, tmp_path: Path) -> None:
     command = ["throughput", "--device", "cpu", "--pairs", "3", "--out", str(tmp_path)]
     assert script("benchmark").main(command) == 0
     record = json.loads((tmp_path / "throughput_cpu.json").read_text())

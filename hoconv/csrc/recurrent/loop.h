@@ -50,8 +50,8 @@ class Matrix : public Tensor {
   }
 };
 
-// A matrix (inner, columns) that every step multiplies by. oneDNN's product is the fastest where
-// the matrix is large; it is copied, once, into the order in which oneDNN reads it.
+// A matrix (inner, columns) that every step multiplies by. In float32 oneDNN's product is the
+// fastest where the matrix is large; it is copied, once, into the order in which oneDNN reads it.
 template <typename T>
 class Factor {
  public:
