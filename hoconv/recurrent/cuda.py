@@ -89,13 +89,13 @@ def _recorder(device: torch.device, stream: int) -> Recorder:
     memory; those of two streams may run at the same time.
     """
 
-    def place() -> tuple[torch.cuda.Stream, Any]:
-        return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    def place() -> tuple[torch.cuda.Stream, Any, None]:
+        return torch.cuda.Stream(device), torch.cuda.graph_pool_handle(), None
 
-    side, pool = place()
+    side, pool, first = place()
 
     def record(launch: Callable[[], None]) -> Callable[[], None]:
-        nonlocal side, pool
+        nonlocal side, pool, first
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(side):
@@ -107,8 +107,9 @@ def _recorder(device: torch.device, stream: int) -> Recorder:
                 finally:
                     graph.capture_end()
         except BaseException:
-            side, pool = place()  # where recording failed, it may not begin again
+            side, pool, first = place()  # where recording failed, it may not begin again
             raise
+        first = first or graph  # a pool none of whose graphs is left takes no other
         return graph.replay
 
     return record
