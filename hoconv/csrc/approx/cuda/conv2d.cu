@@ -27,6 +27,7 @@ void check_sizes(const Conv2d& p) {
 // Images, or a weight's kernels; `channels` of dimension `split` belong to a group.
 View view(const Tensor& t, int split, int64_t channels, const Axis& row, const Axis& column) {
   return {data(t),
+          span(t),
           channels * t.stride(split),
           t.stride(2),
           t.stride(3),

@@ -1,10 +1,11 @@
 // The matrix product whose multiplications are approximate; every convolution and its gradients are
 // one, of views (view.cuh).
 //
-// A block owns a tile of the result. Of kDepth k at a time, a slab, both operands are copied from
-// memory while the ones before are multiplied, and then prepared (lanes.cuh); a thread owns rows
-// and columns of the tile and keeps their sums in registers. Where the exponents of a slab do not
-// allow the prepared form, the definition is called instead, one product at a time: the same bits.
+// Both operands are prepared first (lanes.cuh), where they lie. A block owns a tile of the result.
+// Of kDepth k at a time, a slab, what was prepared is copied to shared memory while the slabs
+// before are multiplied; a thread owns rows and columns of the tile and keeps their sums in
+// registers. Where the exponents of a slab do not allow the prepared form, the definition is called
+// instead, one product at a time: the same bits.
 //
 // The sum over k is cut into chunks, which are added in ascending order (problem.h). Where there
 // are few tiles, chunks are divided among blocks and added by a second kernel.
@@ -36,6 +37,7 @@ struct Tile {
   static constexpr int R = thread_rows, C = thread_columns;
   static constexpr int warp_columns = kThreads / 32 / warp_rows;
   static constexpr int rows = R * warp_rows, columns = 32 * C * warp_columns;
+  static constexpr int group = R * C > 64 ? 4 : 2;
   // On a multiprocessor, of as many registers as the sums and a depth of operands need.
   static constexpr int blocks = R * C > 64 ? 1 : 2;
 
@@ -48,21 +50,28 @@ struct Tile {
   static constexpr int column(int j) { return 32 * j; }
 };
 
-// kDepth rows of each operand, prepared; + 1 spreads depths over the banks.
+// Rows of a left operand that are read, and looked at, at once.
+template <typename Left, int n>
+struct alignas(2 * sizeof(Left)) Group {
+  Left row[n];
+};
+
+// kDepth rows of each operand, prepared; the padding spreads depths over the banks.
 template <typename Multiplier, typename T>
 struct Slab {
   using L = Lane<Multiplier>;
-  static constexpr int left_pitch = T::rows + 1, right_pitch = T::columns + 1;
-  alignas(16) typename L::Left left[kDepth * left_pitch];
-  alignas(16) typename L::Right right[kDepth * right_pitch];
+  static constexpr int left_pitch = T::rows + 2, right_pitch = T::columns + 1;
+  // One depth more, which is read but not used.
+  alignas(16) typename L::Left left[(kDepth + 1) * left_pitch];
+  alignas(16) typename L::Right right[(kDepth + 1) * right_pitch];
 };
+constexpr int kSlabs = 3;  // one multiplied, one there, one on its way
 template <typename Multiplier, typename T>
 struct Shared {
-  Slab<Multiplier, T> slabs[2];
+  Slab<Multiplier, T> slabs[kSlabs];
   Part rows[T::rows], columns[T::columns];             // of the tile
   Part depths[2][2 * kFound];                          // of the left and the right operand, in turn
   int64_t out_rows[T::rows], out_columns[T::columns];  // in the result; -1: outside of it
-  float raw[kDepth * (T::rows + T::columns)];          // on their way from memory
   int range[4];
 };
 
@@ -71,36 +80,38 @@ __device__ __forceinline__ Part nowhere() { return {0, -(1 << 30), -(1 << 30), 0
 
 // What a thread reads of an operand: kDepth columns k of `count` rows, whichever lie next to each
 // other for neighbouring threads. The thread's elements are all in one of its columns, or one of
-// its rows.
-template <int count>
+// its rows. Element (row, depth) goes to depth * pitch + row.
+template <typename Word, int count, int pitch>
 struct Reader {
   static constexpr int each = (count * kDepth + kThreads - 1) / kThreads;
   static_assert(kThreads % count == 0 && kThreads % kDepth == 0);
-  const float* data;
+  const Word* data;
   const View& view;
   const Part *fixed, *moving;   // of the first element
   int fixed_turn, moving_turn;  // 1 where it is a depth
   int step;                     // of `moving`, from element to element
-  float* raw;
-  int row, depth, row_step, depth_step;
+  int first, stride;            // where they go
 
-  __device__ Reader(const View& view, int64_t matrix, const Part* rows, const Part* depths,
-                    float* raw)
-      : data(view.data + matrix * view.batch), view(view), raw(raw + threadIdx.x) {
+  __device__ Reader(const View& view, const Word* words, int64_t matrix, const Part* rows,
+                    const Part* depths)
+      : data(words + matrix * view.batch), view(view) {
     const bool along = view.along_columns;
-    row = along ? threadIdx.x / kDepth : threadIdx.x % count;
-    depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
-    row_step = along ? kThreads / kDepth : 0, depth_step = along ? 0 : kThreads / count;
+    const int row = along ? threadIdx.x / kDepth : threadIdx.x % count;
+    const int depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
     fixed = along ? depths + depth : rows + row, moving = along ? rows + row : depths + depth;
     fixed_turn = along, moving_turn = !along;
-    step = row_step + depth_step;
+    step = along ? kThreads / kDepth : kThreads / count;
+    first = depth * pitch + row, stride = along ? step : step * pitch;
   }
   // Whether there is an n-th element.
   __device__ static bool has(int n) {
     return n * kThreads + kThreads <= count * kDepth || threadIdx.x < count * kDepth;
   }
-  // Starts to. What does not exist is zero; where it matters that it is left out, see add_special.
-  __device__ __forceinline__ void load(int first_depth) {
+  struct Place {
+    const Word* from;
+    int bytes;  // 0 where there is no element
+  };
+  __device__ __forceinline__ void find(int first_depth, Place (&places)[each]) const {
     const Part at = fixed[first_depth * fixed_turn];
     const Part* with = moving + first_depth * moving_turn;
 #pragma unroll
@@ -108,50 +119,116 @@ struct Reader {
       if (!has(n)) break;
       int64_t offset;
       const bool exists = view.find(at, with[n * step], offset);
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
-                       static_cast<unsigned>(__cvta_generic_to_shared(raw + n * kThreads))),
-                   "l"(data + offset), "r"(exists ? 4 : 0));
+      places[n] = {data + offset, exists ? int{sizeof(Word)} : 0};
     }
   }
-  // Prepares what has arrived: f(its row, its depth, the value).
+  // Starts to. What does not exist is zero; where it matters that it is left out, see add_special.
+  __device__ __forceinline__ void load(const Place (&places)[each], Word* to) const {
+#pragma unroll
+    for (int n = 0; n < each; ++n) {
+      if (!has(n)) break;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(
+                       static_cast<unsigned>(__cvta_generic_to_shared(to + first + n * stride))),
+                   "l"(places[n].from), "n"(sizeof(Word)), "r"(places[n].bytes));
+    }
+  }
+  // f(each that has arrived)
   template <typename F>
-  __device__ __forceinline__ void prepare(const F& f) const {
+  __device__ __forceinline__ void visit(const Word* at, const F& f) const {
 #pragma unroll
     for (int n = 0; n < each; ++n)
-      if (has(n)) f(row + n * row_step, depth + n * depth_step, raw[n * kThreads]);
+      if (has(n)) f(at[first + n * stride]);
   }
 };
 
-// The products of a slab as they were prepared.
-template <typename Multiplier, typename T>
+// A column as a thread multiplies it; `zeros`: where it may be a zero, it is said once a number and
+// not once a product.
+template <bool zeros, typename L>
+struct Column {
+  typename L::Right word;
+  float exists;
+  Column() = default;
+  __device__ explicit Column(const typename L::Right& word) : word(word) {
+    if constexpr (zeros) {
+      exists = L::zero(word) ? 0.0f : 1.0f;
+      asm volatile("" : "+f"(exists));
+    }
+  }
+};
+
+// Which groups of rows need care, a bit each: of the first depth's groups, then the second's. A
+// lane looks at a group, for its warp.
+template <typename L, typename T, int pitch>
+__device__ __forceinline__ unsigned careful_groups(const typename L::Left* left) {
+  if constexpr (!L::kPrepared) return 0;
+  constexpr int groups = T::R / T::group;
+  static_assert(groups * kDepth <= 32);
+  const int lane = threadIdx.x % 32, depth = lane / groups % kDepth;
+  const auto& rows = *reinterpret_cast<const Group<typename L::Left, T::group>*>(
+      left + depth * pitch + T::row(lane % groups * T::group));
+  bool careful = false;
+#pragma unroll
+  for (int r = 0; r < T::group; ++r) careful |= L::zero(rows.row[r]) || L::large(rows.row[r]);
+  return __ballot_sync(~0u, careful);
+}
+
+// The products of a slab as they were prepared; `zeros`: some of the right operand may be.
+template <bool zeros, typename Multiplier, typename T>
 __device__ __forceinline__ void add_prepared(float (&sum)[T::R][T::C],
                                              const Slab<Multiplier, T>& slab, int first_row,
                                              int first_column) {
   using L = Lane<Multiplier>;
   using S = Slab<Multiplier, T>;
+  using Rows = Group<typename L::Left, T::group>;
+  constexpr int G = T::group;
   const typename L::Left* left = slab.left + first_row;
   const typename L::Right* right = slab.right + first_column;
+  unsigned careful = careful_groups<L, T, S::left_pitch>(left);
+  // Operands are read long before they are needed: those of a group of rows while the group before
+  // is multiplied, and the next depth's columns as soon as the last group is done with the present
+  // ones.
+  Column<zeros, L> y[T::C];
+#pragma unroll
+  for (int j = 0; j < T::C; ++j) y[j] = Column<zeros, L>(right[T::column(j)]);
+  Rows x = *reinterpret_cast<const Rows*>(left);
 #pragma unroll 1  // the registers hold one depth
   for (int d = 0; d < kDepth; ++d) {
-    typename L::Right y[T::C];
+    right += S::right_pitch;
 #pragma unroll
-    for (int j = 0; j < T::C; ++j) y[j] = right[d * S::right_pitch + T::column(j)];
-    const auto add_rows = [&](int first, const typename L::Left(&x)[2], auto is_large) {
+    for (int i = 0; i < T::R; i += G) {
+      const bool last = i + G == T::R;
+      if (last) left += S::left_pitch;
+      const Rows next = *reinterpret_cast<const Rows*>(left + T::row(last ? 0 : i + G));
+      if (__builtin_expect(careful & 1u << i / G, 0)) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+        for (int r = 0; r < G; ++r) {
+          const auto add_row = [&](auto is_large) {
 #pragma unroll
-        for (int j = 0; j < T::C; ++j)
-          L::template add<is_large.value>(sum[first + i][j], x[i], y[j]);
-    };
+            for (int j = 0; j < T::C; ++j)
+              L::template add<is_large.value, zeros>(sum[i + r][j], x.row[r], y[j].word,
+                                                     y[j].exists);
+          };
+          if (L::zero(x.row[r])) continue;  // for all lanes, as the rest
+          if (L::large(x.row[r]))
+            add_row(std::true_type{});
+          else
+            add_row(std::false_type{});
+        }
+        if (last)
 #pragma unroll
-    for (int i = 0; i < T::R; i += 2) {
-      const auto* at = left + d * S::left_pitch + T::row(i);
-      const typename L::Left x[]{at[0], at[1]};
-      if (__any_sync(~0u, L::large(x[0]) || L::large(x[1])))
-        add_rows(i, x, std::true_type{});
-      else
-        add_rows(i, x, std::false_type{});
+          for (int j = 0; j < T::C; ++j) y[j] = Column<zeros, L>(right[T::column(j)]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < T::C; ++j) {
+#pragma unroll
+          for (int r = 0; r < G; ++r)
+            L::template add<false, zeros>(sum[i + r][j], x.row[r], y[j].word, y[j].exists);
+          if (last) y[j] = Column<zeros, L>(right[T::column(j)]);
+        }
+      }
+      x = next;
     }
+    careful >>= T::R / G;
   }
 }
 
@@ -218,7 +295,7 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
   if (a.special() || b.special())
     add_special<Multiplier, T>(sum, p, matrix, first_row, first_column, k, last);
   else if (L::holds(a, b) || a.most == 0 || b.most == 0)
-    add_prepared<Multiplier, T>(sum, slab, T::first_row(), T::first_column());
+    add_prepared<true, Multiplier, T>(sum, slab, T::first_row(), T::first_column());
   else
     add_defined<Multiplier, T>(sum, slab);
 }
@@ -227,8 +304,10 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
 // then each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
 __global__ void __launch_bounds__(kThreads, T::blocks)
-    multiply_matrices(const __grid_constant__ Product p, int64_t row_tiles, int64_t column_tiles,
-                      float* parts) {
+    multiply_matrices(const __grid_constant__ Product p,
+                      const typename Lane<Multiplier>::Left* left_words,
+                      const typename Lane<Multiplier>::Right* right_words, int64_t row_tiles,
+                      int64_t column_tiles, float* parts) {
   using L = Lane<Multiplier>;
   using S = Slab<Multiplier, T>;
   extern __shared__ __align__(16) char memory[];
@@ -248,9 +327,10 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
     shared.columns[n] = exists ? p.right.row_part(column) : nowhere();
     shared.out_columns[n] = exists ? Target::offset(p.out.column_digits, p.out.column, column) : -1;
   }
-  Reader<T::rows> left(p.left, matrix, shared.rows, shared.depths[0], shared.raw);
-  Reader<T::columns> right(p.right, matrix, shared.columns, shared.depths[1],
-                           shared.raw + kDepth * T::rows);
+  const Reader<typename L::Left, T::rows, S::left_pitch> left(p.left, left_words, matrix,
+                                                              shared.rows, shared.depths[0]);
+  const Reader<typename L::Right, T::columns, S::right_pitch> right(
+      p.right, right_words, matrix, shared.columns, shared.depths[1]);
 
   int my_row = T::first_row(), my_column = T::first_column();
   asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept: threadIdx takes long to read
@@ -262,20 +342,27 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
     const View& view = operand == 0 ? p.left : p.right;
     shared.depths[operand][d % (2 * kFound)] = d < depth ? view.column_part(chunk + d) : nowhere();
   };
-  const auto load = [&](int d) { left.load(d % (2 * kFound)), right.load(d % (2 * kFound)); };
-  // Whether all numbers are plain.
-  const auto store = [&](S& slab) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+  const auto load = [&](int d, S& slab) {
+    typename decltype(left)::Place of_left[decltype(left)::each];
+    typename decltype(right)::Place of_right[decltype(right)::each];
+    // All that is read of shared memory first: no read may overtake a copy to it.
+    left.find(d % (2 * kFound), of_left), right.find(d % (2 * kFound), of_right);
+    left.load(of_left, slab.left), right.load(of_right, slab.right);
+    asm volatile("cp.async.commit_group;");
+  };
+  // Waits for a slab, all but the last that was begun.
+  enum Numbers { kPlain, kZeros, kStrained };
+  const auto arrived = [&](const S& slab) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
     uint32_t strain = 0;
-    left.prepare([&](int row, int depth, float value) {
-      slab.left[depth * S::left_pitch + row] = L::left(value);
-      strain = max(strain, L::strain(value));
+    bool zeros = false;
+    left.visit(slab.left, [&](const auto& word) { strain = max(strain, L::strain(word)); });
+    right.visit(slab.right, [&](const auto& word) {
+      strain = max(strain, L::strain(word)), zeros |= L::zero(word);
     });
-    right.prepare([&](int row, int depth, float value) {
-      slab.right[depth * S::right_pitch + row] = L::right(value);
-      strain = max(strain, L::strain(value));
-    });
-    return strain <= L::kPlain;
+    const bool strained = strain > L::kPlain;
+    if (!__syncthreads_or(strained || zeros)) return kPlain;
+    return __syncthreads_or(strained) ? kStrained : kZeros;
   };
 
   const int64_t begin = parts == nullptr ? 0 : blockIdx.y * kChunk;
@@ -283,15 +370,23 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
   for (int64_t chunk = begin; chunk < max(end, int64_t{1}); chunk += kChunk) {
     const int depth = min(kChunk, end - chunk);
     float sum[T::R][T::C] = {};
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();  // the slabs of the chunk before are read and written no longer
     find(chunk, 0, depth);
     __syncthreads();
-    load(0);
-    bool strained = __syncthreads_or(!store(shared.slabs[0]));
+    load(0, shared.slabs[0]);
+    load(kDepth, shared.slabs[1]);
+    Numbers numbers = arrived(shared.slabs[0]);
     int turn = 0;
-    for (int d = 0; d < depth; d += kDepth, turn ^= 1) {
+    for (int d = 0; d < depth; d += kDepth) {
       if (d % kFound == 0) find(chunk, d + kFound, depth);
-      load(d + kDepth);
-      if (strained) {
+      const int next = turn + 1 == kSlabs ? 0 : turn + 1;
+      load(d + 2 * kDepth, shared.slabs[next + 1 == kSlabs ? 0 : next + 1]);
+      if (numbers == kPlain) {
+        add_prepared<false, Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
+      } else if (numbers == kZeros) {
+        add_prepared<true, Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
+      } else {
         float copy[T::R][T::C];
 #pragma unroll
         for (int i = 0; i < T::R; ++i)
@@ -303,10 +398,9 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
         for (int i = 0; i < T::R; ++i)
 #pragma unroll
           for (int j = 0; j < T::C; ++j) sum[i][j] = copy[i][j];
-      } else {
-        add_prepared<Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
       }
-      strained = __syncthreads_or(!store(shared.slabs[turn ^ 1]));
+      numbers = arrived(shared.slabs[next]);
+      turn = next;
     }
     float* out = parts == nullptr ? p.out.data : parts + blockIdx.y * p.batch * p.M * p.N;
     out += matrix * p.out.batch;
@@ -333,19 +427,15 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
   }
 }
 
+template <typename L, typename Word>
+__global__ void prepare_operand(const float* from, int64_t size, Word* to) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step)
+    L::prepare(to[i], from[i]);
+}
+
 int64_t tiles(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
-// What a product costs with a tile, in instructions: three for each of its products, those that
-// load operands, and about 45 to prepare one. A multiprocessor's share, and half a block for what
-// is uneven.
-template <typename T>
-double cost(const Product& p, int multiprocessors, bool divided) {
-  const double blocks = double(p.batch) * tiles(p.M, T::rows) * tiles(p.N, T::columns);
-  const double of_depth =
-      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C) + 45.0 * (T::rows + T::columns);
-  const double share = std::max(blocks * tiles(p.K, kDepth) / multiprocessors, 1.0);
-  return of_depth * (share + 0.5 * tiles(divided ? std::min(p.K, kChunk) : p.K, kDepth));
-}
 template <typename T>
 int64_t tiles_of(const Product& p) {
   return p.batch * tiles(p.M, T::rows) * tiles(p.N, T::columns);
@@ -357,25 +447,67 @@ bool divides(const Product& p, int multiprocessors) {
   return chunks > 1 && tiles_of<T>(p) < 2 * T::blocks * multiprocessors && chunks <= 65535;
 }
 
+// What a product costs with a tile, in instructions of the multiprocessor that has most to do:
+// three for each of its products, those that load operands, and about 20 to copy one. Blocks start
+// in rounds; those of a last chunk, which is shorter, where others are done.
+template <typename T>
+double cost(const Product& p, int multiprocessors) {
+  const double of_depth =
+      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C) + 20.0 * (T::rows + T::columns);
+  const bool divided = divides<T>(p, multiprocessors);
+  const int64_t blocks = tiles_of<T>(p) * (divided ? p.K / kChunk : 1);
+  const int64_t together = std::min<int64_t>(T::blocks, tiles(blocks, multiprocessors));
+  const int64_t rounds = tiles(blocks, together * multiprocessors);
+  const double share = double(tiles_of<T>(p)) * p.K / multiprocessors;
+  return of_depth * std::max(share, double(rounds * together * (divided ? kChunk : p.K)));
+}
+
+Tensor floats(const Tensor& like, int64_t count) {
+  const std::array<int64_t, 1> size{count};
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size));
+}
+
+// An operand as its products take it, at the same places.
+template <typename L, typename Word>
+struct Prepared {
+  Tensor memory;
+  const Word* words;
+
+  Prepared(const View& view, const Tensor& like, cudaStream_t stream)
+      : memory(floats(like, L::kPrepared ? view.span * 2 : 0)),
+        words(reinterpret_cast<const Word*>(view.data)) {
+    if constexpr (L::kPrepared) {
+      static_assert(sizeof(Word) == 2 * sizeof(float));
+      auto* to = reinterpret_cast<Word*>(memory.mutable_data_ptr());
+      words = to;
+      if (view.span == 0) return;
+      prepare_operand<L>
+          <<<std::min<int64_t>(tiles(view.span, kThreads), 4096), kThreads, 0, stream>>>(
+              view.data, view.span, to);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  }
+};
+
 template <typename Multiplier, typename T>
 void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStream_t stream) {
+  using L = Lane<Multiplier>;
   const auto kernel = multiply_matrices<Multiplier, T>;
   constexpr int bytes = sizeof(Shared<Multiplier, T>);
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t row_tiles = tiles(p.M, T::rows), column_tiles = tiles(p.N, T::columns);
   const int64_t blocks = tiles_of<T>(p), chunks = tiles(p.K, kChunk);
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "the result: too large");
-  if (!divides<T>(p, multiprocessors)) {
-    kernel<<<blocks, kThreads, bytes, stream>>>(p, row_tiles, column_tiles, nullptr);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    return;
-  }
+  const Prepared<L, typename L::Left> left(p.left, like, stream);
+  const Prepared<L, typename L::Right> right(p.right, like, stream);
+  const bool divided = divides<T>(p, multiprocessors);
   const int64_t size = p.batch * p.M * p.N;
-  const std::array<int64_t, 1> floats{chunks * size};
-  Tensor parts = torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(floats));
-  auto* data = static_cast<float*>(parts.mutable_data_ptr());
-  kernel<<<dim3(blocks, chunks), kThreads, bytes, stream>>>(p, row_tiles, column_tiles, data);
+  Tensor parts = floats(like, divided ? chunks * size : 0);
+  auto* data = divided ? static_cast<float*>(parts.mutable_data_ptr()) : nullptr;
+  kernel<<<dim3(blocks, divided ? chunks : 1), kThreads, bytes, stream>>>(
+      p, left.words, right.words, row_tiles, column_tiles, data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (!divided) return;
   add_chunks<<<std::min<int64_t>(tiles(size, kThreads), 4096), kThreads, 0, stream>>>(
       data, chunks, size, p.out.data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -384,7 +516,7 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
 // Calls f with the tile that costs least.
 template <typename... Tiles, typename F>
 void with_tile(const Product& p, int multiprocessors, const F& f) {
-  const double costs[]{cost<Tiles>(p, multiprocessors, divides<Tiles>(p, multiprocessors))...};
+  const double costs[]{cost<Tiles>(p, multiprocessors)...};
   const auto least = std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs);
   int n = 0;
   ((n++ == least ? f(Tiles{}) : void()), ...);

@@ -25,9 +25,9 @@ struct Range {
   __device__ bool special() const { return most == 255; }
 };
 
-// Left and Right are what is kept of an operand in shared memory. Products hold of numbers whose
-// `strain` is at most kPlain; of others `holds` knows. Where an operand is not `large`, none of its
-// products drops the correction.
+// Left and Right are what an operand is prepared into, once and for all of its products. Those hold
+// of numbers whose `strain` is at most kPlain; of others `holds` knows. Where an operand is not
+// `large`, none of its products drops the correction.
 template <typename Multiplier>
 struct Lane;
 
@@ -37,15 +37,15 @@ struct Lane<Exact> {
     float value;
   };
   using Right = Left;
-  __device__ static Left left(float value) { return {value}; }
-  __device__ static Right right(float value) { return {value}; }
+  static constexpr bool kPrepared = false;  // operands are what they came as
   static constexpr uint32_t kPlain = 0x7f7fffff;
-  __device__ static uint32_t strain(float value) { return float_bits(value) & 0x7fffffff; }
+  __device__ static uint32_t strain(const Left& a) { return float_bits(a.value) & 0x7fffffff; }
+  __device__ static bool zero(const Left&) { return false; }
+  __device__ static bool large(const Left&) { return false; }
   __device__ static bool holds(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
-  __device__ static bool large(const Left&) { return false; }
-  template <bool is_large>
-  __device__ static void add(float& sum, const Left& a, const Right& b) {
+  template <bool, bool>
+  __device__ static void add(float& sum, const Left& a, const Right& b, float) {
     sum = __fadd_rn(sum, __fmul_rn(a.value, b.value));
   }
 };
@@ -53,71 +53,80 @@ struct Lane<Exact> {
 template <int keep, bool corrected>
 struct Lane<Logarithmic<keep, corrected>> {
   using Definition = Logarithmic<keep, corrected>;
-  static constexpr int kTop = Definition::kMantissa + 1;
+  static constexpr bool kPrepared = true;
+  static constexpr int kMantissa = Definition::kMantissa, kTop = kMantissa + 1;
   static constexpr int kCorrection = Definition::kCorrection & Definition::kKept;
   static constexpr int kAfterCarry = (Definition::kCorrection >> 1) & Definition::kKept;
   static_assert(kCorrection == 2 * kAfterCarry);
 
-  struct alignas(16) Left {
-    int bits;
-    float power;  // signed, of two
-    int mantissa;
-    float exists;  // 1, or 0 for zero
+  // Bits of a product are those of its operands, less those of 1.0. Half of what is taken off comes
+  // with each product: a sum of three is the integer units' work, of two that of the units which
+  // multiply, and those have enough.
+  static constexpr int kOff = 1 << 23, kLess = kOne - kOff;
+
+  // Nothing but zeros in memory, too, is a zero.
+  struct alignas(8) Left {
+    int bits;     // the kept ones
+    float power;  // of two, signed; 0 of a zero; its last bit says that the number is large
   };
-  struct alignas(16) Right {
-    int bits, carries;  // less those of 1.0; least mantissa whose product is not corrected
-    float power;        // times the correction
-    int exists;
+  struct alignas(8) Right {
+    int bits;     // the kept ones, less kLess
+    float power;  // times the correction, if there is one
   };
 
   __device__ static int kept(int bits) {
-    return (bits & (~Definition::kMantissa | Definition::kKept)) | Definition::kSet;
+    return (bits & (~kMantissa | Definition::kKept)) | Definition::kSet;
   }
-  __device__ static Left left(float value) {
+  __device__ static void prepare(Left& a, float value) {
     const int bits = float_bits(value);
-    const bool exists = exponent(bits) != 0;
-    return {exists ? kept(bits) : kOne, bits_float(bits & ~Definition::kMantissa),
-            kept(bits) & Definition::kMantissa, exists ? 1.0f : 0.0f};
+    // One in twenty-five, of evenly spread mantissas.
+    const bool large = kCorrection != 0 && (kept(bits) & kMantissa) >= kTop - kAfterCarry + 1;
+    a = {kept(bits), exponent(bits) == 0 ? 0.0f : bits_float((bits & ~kMantissa) | int{large})};
   }
-  __device__ static Right right(float value) {
+  __device__ static void prepare(Right& b, float value) {
     const int bits = float_bits(value);
-    const bool exists = exponent(bits) != 0;
-    const float power = exists ? bits_float(bits & ~Definition::kMantissa) : 0.0f;
-    return {exists ? kept(bits) - kOne : 0,
-            2 * kTop - kAfterCarry - (kept(bits) & Definition::kMantissa),
-            power * (float{kCorrection} / kTop), exists};
+    const float unit = kCorrection == 0 ? 1.0f : float{kCorrection} / kTop;
+    b = {0, 0.0f};
+    if (exponent(bits) != 0) b = {kept(bits) - kLess, bits_float(bits & ~kMantissa) * unit};
   }
   // Exponents 64 to 190, and zeros.
   static constexpr uint32_t kPlain = (190 - 64) << 23;
-  __device__ static uint32_t strain(float value) {
-    const int bits = float_bits(value) & 0x7f800000;
-    return (bits == 0 ? kOne : bits) - (64 << 23);
+  __device__ static uint32_t strain(const Left& a) { return zero(a) ? 0 : strain(a.bits); }
+  __device__ static uint32_t strain(const Right& b) { return zero(b) ? 0 : strain(b.bits + kLess); }
+  __device__ static uint32_t strain(int bits) { return (bits & 0x7f800000) - (64 << 23); }
+  template <typename T>
+  __device__ static bool zero(const T& operand) {
+    return operand.power == 0;
   }
   // Whether no product of such numbers leaves the range of exponents.
   __device__ static bool holds(const Range& a, const Range& b) {
     return a.least + b.least - 127 >= 1 && a.most + b.most - 127 + 1 <= 254;
   }
   // A number that gives the same products, of one that is not special.
-  __device__ static float original(const Left& a) {
-    return a.exists == 0 ? 0.0f : bits_float(a.bits);
-  }
+  __device__ static float original(const Left& a) { return zero(a) ? 0.0f : bits_float(a.bits); }
   __device__ static float original(const Right& b) {
-    return b.exists == 0 ? 0.0f : bits_float(b.bits + kOne);
+    return zero(b) ? 0.0f : bits_float(b.bits + kLess);
   }
-  // One in twenty-five, of evenly spread mantissas.
-  __device__ static bool large(const Left& a) {
-    return kCorrection != 0 && a.mantissa + Definition::kMantissa >= 2 * kTop - kAfterCarry;
-  }
-  template <bool is_large>
-  __device__ static void add(float& sum, const Left& a, const Right& b) {
-    float product = bits_float(a.bits * b.exists + b.bits);
-    if constexpr (kCorrection != 0 && is_large)  // written out, so that no copy is made
+  __device__ static bool large(const Left& a) { return float_bits(a.power) & 1; }
+  // Adds the product of a number that is not zero; `zeros`: b may be, and then does not exist. Its
+  // bits are such that the product is finite.
+  template <bool is_large, bool zeros>
+  __device__ static void add(float& sum, const Left& a, const Right& b, float exists) {
+    int bits;
+    asm("{\n.reg .s32 t;\nadd.s32 t, %1, %2;\nadd.s32 %0, t, %3;\n}"  // in this order: see kOff
+        : "=r"(bits)
+        : "r"(a.bits), "r"(b.bits), "n"(-kOff));
+    float product = bits_float(bits);
+    if constexpr (kCorrection != 0 && is_large) {  // written out, so that no copy is made
+      const int mantissa = a.bits & kMantissa;
+      const int carries = 2 * kTop - kAfterCarry - (b.bits & kMantissa);
       asm("{\n.reg .pred p;\nsetp.lt.s32 p, %1, %2;\n@p fma.rz.f32 %0, %3, %4, %0;\n}"
           : "+f"(product)
-          : "r"(a.mantissa), "r"(b.carries), "f"(a.power), "f"(b.power));
-    else if constexpr (kCorrection != 0)
+          : "r"(mantissa), "r"(carries), "f"(bits_float(float_bits(a.power) & ~1)), "f"(b.power));
+    } else if constexpr (kCorrection != 0) {
       product = __fmaf_rz(a.power, b.power, product);
-    sum = __fmaf_rn(product, a.exists, sum);
+    }
+    sum = zeros ? __fmaf_rn(product, exists, sum) : __fadd_rn(sum, product);
   }
 };
 

@@ -15,6 +15,7 @@ namespace {
 View matrix(const Tensor& t, int rows, int columns) {
   const Digits one(1, 1);
   return {static_cast<const float*>(t.const_data_ptr()),
+          span(t),
           t.stride(0),
           0,
           0,

@@ -42,6 +42,14 @@ struct Digits {
   }
 };
 
+// Elements from the first of a tensor to its last.
+inline int64_t span(const Tensor& t) {
+  if (t.numel() == 0) return 0;
+  int64_t elements = 1;
+  for (int64_t d = 0; d < t.dim(); ++d) elements += (t.size(d) - 1) * t.stride(d);
+  return elements;
+}
+
 // What a row or a column adds to the place of an element.
 struct Part {
   int64_t offset;
@@ -60,6 +68,7 @@ struct Axis {
 // of the sum: -0.0, which no element is then.
 struct View {
   const float* data;
+  int64_t span;   // elements from there on that hold the operand, and others between
   int64_t batch;  // strides, in elements
   int64_t y_stride, x_stride;
   int height, width, y_every, x_every;  // of the image, and how far its pixels are apart
