@@ -263,7 +263,9 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 def _peak_memory_mb(device: torch.device) -> float | None:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MB
+        # As max_memory_allocated, which makes a sorted dictionary of all statistics each time.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return stats["allocated_bytes"]["all"]["peak"] / MB
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
