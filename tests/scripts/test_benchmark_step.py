@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,8 +23,10 @@ Script = Callable[[str], ModuleType]
 def step(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with networks on small images."""
     module = script("benchmark_step")
-    for name, shape in (("mnist_cnn", (1, 8, 8)), ("one layer at 224 x 224", (3, 8, 8))):
-        small = dataclasses.replace(module.NETWORKS[name], batch=2, image_shape=shape)
+    for name, network in module.NETWORKS.items():
+        shape = (network.image_shape[0], 32, 32)
+        labels = shape[1:] if len(network.label_shape) == 2 else network.label_shape
+        small = dataclasses.replace(network, batch=2, image_shape=shape, label_shape=labels)
         monkeypatch.setitem(module.NETWORKS, name, small)
     return module
 
@@ -40,14 +43,16 @@ def test_every_network_is_timed_with_every_implementation(
     record = run(script, tmp_path, device)
 
     impls = {"reference", "cuda" if device == "cuda" else "cpp"} - set(record["unavailable"])
-    found = {(row["network"], row["impl"]) for row in record["rows"]}
-    assert found == {(network, impl) for network in step.NETWORKS for impl in impls}
+    precisions = ["float32"] if device == "cpu" else ["float32", "bfloat16"]
+    found = [(row["network"], row["precision"], row["impl"]) for row in record["rows"]]
+    assert sorted(found) == sorted(product(step.NETWORKS, precisions, impls))
     for row in record["rows"]:
         assert row["error"] is None
         assert row["samples_per_s"] > 0
         share = row["layers_ms"]["median_ms"] / row["step_ms"]["median_ms"]
         assert row["layers_share"] == share
         assert 0 < share < 1
+        assert row["speed_up_limit"] == 1 / (1 - share)
 
 
 def test_network_that_fails_says_why(
@@ -69,7 +74,7 @@ def test_network_that_fails_says_why(
     errors = {(row["network"], row["impl"]): row["error"] for row in record["rows"]}
     assert errors["mnist_cnn", "reference"] == "out of memory"
     assert errors["one layer at 224 x 224", "reference"] is None
-    assert "mnist_cnn, reference: out of memory" in capsys.readouterr().out
+    assert "mnist_cnn, float32, reference: out of memory" in capsys.readouterr().out
     assert torch.backends.cudnn.allow_tf32 == flag
 
 
