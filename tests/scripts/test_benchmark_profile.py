@@ -51,13 +51,13 @@ def test_counters_become_a_record(
 ) -> None:
     wait = profile._STALL.format("wait")
     profiler(report(profile, **{"launch__registers_per_thread": "128", wait: "0.04"}))
-    arguments = Namespace(device=["cuda"], precision=["tf32"], out=tmp_path)
+    arguments = Namespace(device=["cuda"], case=["layer tf32"], out=tmp_path)
     profile.run(arguments, {"command": "it"})
     record = json.loads((tmp_path / "profile_cuda.json").read_text())
     assert record["command"] == "it"
     forward, backward = record["kernels"]
     assert (forward["kernel"], backward["kernel"]) == ("forward", "backward")
-    assert forward["precision"] == "tf32"
+    assert forward["case"] == "layer tf32"
     assert forward["registers_per_thread"] == 128
     assert forward["million_instructions"] == pytest.approx(1024.5 / 1e6)
     assert forward["percent"]["issue"] == 1024.5
@@ -70,7 +70,7 @@ def test_a_profiler_that_fails_is_quoted(
     profile: ModuleType, profiler: Callable[..., None], tmp_path: Path, text: str, code: int
 ) -> None:
     profiler(text, code)
-    arguments = Namespace(device=["cuda"], precision=["tf32"], out=tmp_path)
+    arguments = Namespace(device=["cuda"], case=["layer tf32"], out=tmp_path)
     with pytest.raises(SystemExit, match=text):
         profile.run(arguments, {})
 
@@ -80,9 +80,9 @@ def test_a_missing_profiler_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="ncu was not found"):
-        profile.run(Namespace(device=["cuda"], precision=["tf32"], out=tmp_path), {})
+        profile.run(Namespace(device=["cuda"], case=["layer tf32"], out=tmp_path), {})
 
 
 def test_a_cpu_has_no_counters(profile: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="profile: "):
-        profile.run(Namespace(device=["cpu"], precision=["tf32"], out=tmp_path), {})
+        profile.run(Namespace(device=["cpu"], case=["layer tf32"], out=tmp_path), {})
