@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hoconv import build
 from hoconv.build.generated import compile_cpp
+from hoconv.recurrent import products
 from hoconv.recurrent.buffers import bind, results
 from hoconv.recurrent.emit.cpp import HEADER, Source, emit_cpp
 from hoconv.recurrent.interpret import Tensors, steps
@@ -47,7 +48,7 @@ class CppLoop:
     def __init__(self, source: Source, function: Any) -> None:
         self.source = source
         self.function = function
-        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 2
+        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_bool] + [ctypes.c_void_p] * 2
 
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
@@ -60,6 +61,7 @@ class CppLoop:
         pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))
         scratch = torch.empty(B * self.source.scratch_bytes + 64, dtype=torch.uint8)
         start = (scratch.data_ptr() + 63) // 64 * 64
-        if self.function(T, B, 0 if seed is None else int(seed), pointers, start):
+        number = 0 if seed is None else int(seed)
+        if self.function(T, B, number, products.onednn(), pointers, start):
             raise RuntimeError(f"{program.name}: PyTorch's matrix product failed in the time loop")
         return results(program, storage, tensors, T)

@@ -56,11 +56,12 @@ template <typename T>
 class Factor {
  public:
   Factor(void* data, int64_t inner, int64_t columns, int64_t row_stride, int64_t column_stride,
-         int32_t dtype, int64_t steps)
+         int32_t dtype, bool onednn, int64_t steps)
       : plain_(data, inner, columns, row_stride, column_stride, dtype) {
     // With less, PyTorch's own product, which is called sooner and needs no copy, is as fast.
     constexpr int64_t kLarge = 1 << 18, kOften = 16;
-    if (sizeof(T) != 4 || inner * columns < kLarge || steps < kOften || !has_onednn()) return;
+    if (!onednn || sizeof(T) != 4 || inner * columns < kLarge || steps < kOften) return;
+    if (&aoti_torch_cpu__linear_pointwise == nullptr) return;
     const Matrix given(data, columns, inner, column_stride, row_stride, dtype);
     const int64_t sizes[]{columns, inner}, strides[]{inner, 1};
     Tensor weight;
@@ -81,9 +82,6 @@ class Factor {
   AtenTensorHandle plain() const { return plain_.get(); }
 
  private:
-  // PyTorch may have been built without.
-  static bool has_onednn() { return &aoti_torch_cpu__linear_pointwise != nullptr; }
-
   Matrix plain_;
   Tensor packed_;
 };

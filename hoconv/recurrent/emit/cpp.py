@@ -84,8 +84,8 @@ def _loop(name: str, program: Program, steps: Steps) -> list[str]:
     storage = steps.storage
     index = {buffer: i for i, buffer in enumerate(storage.buffers)}
     lines = [
-        f'extern "C" int {name}(int64_t T, int64_t B, int64_t seed, void** buffers,',
-        "    char* scratch) {",
+        f'extern "C" int {name}(int64_t T, int64_t B, int64_t seed, bool onednn,',
+        "    void** buffers, char* scratch) {",
     ]
     for item in steps.items:
         if isinstance(item, Op):
@@ -96,7 +96,7 @@ def _loop(name: str, program: Program, steps: Steps) -> list[str]:
             dtype = f"aoti_torch_dtype_{_DTYPES[buffer.type.dtype]}()"
             lines.append(
                 f"  const Factor<{TYPES[buffer.type.dtype]}> by_{buffer.name}("
-                f"buffers[{index[buffer]}], {shape}, {dtype}, T);"
+                f"buffers[{index[buffer]}], {shape}, {dtype}, onednn, T);"
             )
     lines.append("  for (int64_t i = 0; i < T; ++i) {")
     lines.append(f"    const int64_t t = {'T - 1 - i' if program.reverse else 'i'};")

@@ -143,6 +143,21 @@ def test_large_products_which_are_onednns_are_near_the_definition_in_float64(
         assert (mine.double() - exact).norm() <= 1e-5 * exact.norm()
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_onednn_is_called_where_it_is_enabled(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
+    ours = rnn.RNN(rnn.lstm, 512, 512, impl="cpp", schedule="auto")
+    x = sequence(16, 16, 512).float()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
+        gradients(ours, x)
+    called = [event.key for event in profile.key_averages() if event.key.startswith("mkldnn::")]
+    assert bool(called) == enabled
+
+
 def test_gradients_of_gradients_are_those_of_the_definition() -> None:
     ours, _ = pair("peephole_lstm")
     x = sequence(2, 2, 3).requires_grad_()
