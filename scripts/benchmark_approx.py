@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import COLOURS, hardware, save
-from common import console, write, write_json
+from common import console, count, write, write_json
 from matplotlib.figure import Figure
 from measurement import (
     APART,
@@ -118,11 +118,11 @@ def problems(matmul_size: int, images: int, channels: int) -> list[Problem]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--multiplier", nargs="+", choices=approx.MULTIPLIERS,
                         default=list(approx.MULTIPLIERS), help="default: all")  # fmt: skip
-    parser.add_argument("--size", type=int, help="rows and columns of the matrices; default: 512 "
+    parser.add_argument("--size", type=count, help="rows and columns of the matrices; default: 512 "
                         "on a CPU, 4096 on a GPU")  # fmt: skip
-    parser.add_argument("--images", type=int, default=32, help="default: 32")
-    parser.add_argument("--channels", type=int, default=256, help="default: 256")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
+    parser.add_argument("--images", type=count, default=32, help="default: 32")
+    parser.add_argument("--channels", type=count, default=256, help="default: 256")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(),
                         help="of a CPU; default: PyTorch's")  # fmt: skip
 
 

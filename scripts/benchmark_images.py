@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmark_step import CLASSES, NETWORKS, synchronize
-from common import ROOT, console, write_json
+from common import ROOT, console, count, write_json
 from measurement import failure, memory_limit, temporarily
 from rich.table import Table
 from torch import Tensor
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", type=Path, default=data_dir / "coco", metavar="FOLDER",
                         help="of images; default: coco in HOCONV_DATA_DIR, or in data/ of the "
                         "project")  # fmt: skip
-    parser.add_argument("--images", type=int, default=IMAGES, help="default: %(default)s")
+    parser.add_argument("--images", type=count, default=IMAGES, help="default: %(default)s")
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import grid, hardware, lines, save, sizes_axis
-from common import console, write, write_json
+from common import console, count, write, write_json
 from measurement import (
     ENOUGH_S,
     REPEATS,
@@ -158,9 +158,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     names = [precision.name for precision in PRECISIONS["cuda"]]
     parser.add_argument("--precision", nargs="+", choices=names, default=names,
                         help="default: all that the device has; a CPU has float32")  # fmt: skip
-    parser.add_argument("--sizes", nargs="+", type=int,
+    parser.add_argument("--sizes", nargs="+", type=count,
                         help=f"default: cpu {SIZES['cpu']}, cuda {SIZES['cuda']}")  # fmt: skip
-    parser.add_argument("--slow-sizes", nargs="+", type=int, default=SLOW_SIZES,
+    parser.add_argument("--slow-sizes", nargs="+", type=count, default=SLOW_SIZES,
                         help="those of them at which reference and torch.compile are timed too; "
                         f"default: {SLOW_SIZES}")  # fmt: skip
 

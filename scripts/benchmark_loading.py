@@ -16,7 +16,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import console, write_json
+from common import console, count, write_json
 from rich.table import Table
 from training_run import METHOD, measure_training
 
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experiment", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS),
                         help="default: both")  # fmt: skip
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help="of each run; default: %(default)s"
+        "--steps", type=count, default=STEPS, help="of each run; default: %(default)s"
     )
     parser.add_argument(
         "--timeout", type=float, default=600, help="seconds for each run; default: %(default)s"

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from charts import grid, hardware, lines, save, sizes_axis
-from common import add_operator_option, console, dtype_name, write, write_json
+from common import add_operator_option, console, count, dtype_name, write, write_json
 from measurement import (
     APART,
     REPEATS,
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_operator_option(parser)
     parser.add_argument("--dtype", nargs="+", choices=dtypes, default=["float32"],
                         help="default: float32")  # fmt: skip
-    parser.add_argument("--sizes", nargs="+", type=int, help="default: the declared ones")
+    parser.add_argument("--sizes", nargs="+", type=count, help="default: the declared ones")
     parser.add_argument("--quick", action="store_true", help="the first size only, three repeats")
 
 

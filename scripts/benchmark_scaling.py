@@ -17,7 +17,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import console, write_json
+from common import console, count, write_json
 from rich.table import Table
 from training_run import METHOD as TRAINING
 from training_run import measure_training
@@ -34,10 +34,10 @@ METHOD = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", nargs="+", type=int, default=[1, 2, 4],
+    parser.add_argument("--devices", nargs="+", type=count, default=[1, 2, 4],
                         help="how many; default: 1 2 4")  # fmt: skip
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help="of each run; default: %(default)s"
+        "--steps", type=count, default=STEPS, help="of each run; default: %(default)s"
     )
     parser.add_argument(
         "--timeout", type=float, default=300, help="seconds for each run; default: %(default)s"

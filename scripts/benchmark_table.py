@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from benchmark_step import CLASSES, NETWORKS
 from charts import lines, save, sizes_axis
-from common import console, write, write_json
+from common import console, count, write, write_json
 from matplotlib.figure import Figure
 from measurement import (
     WARM_UP,
@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", choices=[SIMPLE, *EXPERIMENTS],
                         default=[SIMPLE, *EXPERIMENTS], metavar="MODEL",
                         help=f"of {', '.join([SIMPLE, *EXPERIMENTS])}; default: all")  # fmt: skip
-    parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES),
+    parser.add_argument("--batch", nargs="+", type=count, default=list(BATCHES),
                         help=f"of the simple model, of which the table shows {BATCH} or the "
                         f"nearest; default: {' '.join(map(str, BATCHES))}")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300,

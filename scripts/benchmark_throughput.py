@@ -25,7 +25,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from benchmark_step import CLASSES, NETWORKS, synchronize
-from common import console, write_json
+from common import console, count, write_json
 from measurement import percentiles
 from pytorch_lightning.loggers.logger import DummyLogger
 from rich.table import Table
@@ -94,7 +94,9 @@ class InTurns(Throughput):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of blocks; default: %(default)s")
+    parser.add_argument(
+        "--pairs", type=count, default=PAIRS, help="of blocks; default: %(default)s"
+    )
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:

@@ -44,6 +44,17 @@ def _device(name: str) -> str:
     return name
 
 
+def count(text: str) -> int:
+    """At least one, for the type of an option."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return number
+
+
 def add_out_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=_folder, default=str(RESULTS),
                         help="folder; default: docs/results")  # fmt: skip

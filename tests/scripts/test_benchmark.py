@@ -204,3 +204,12 @@ def test_start_that_fails_says_why(
 
     with pytest.raises(build.BuildError, match=r"cpu: a C\+\+ compiler was not found"):
         script("benchmark_start")._start("cpu", str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many"])
+def test_option_that_counts_is_at_least_one(
+    script: Script, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script("benchmark").main(["throughput", f"--pairs={text}"])
+    assert f"--pairs: expected a number of at least 1, got '{text}'" in capsys.readouterr().err
