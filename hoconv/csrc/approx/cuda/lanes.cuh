@@ -59,9 +59,9 @@ struct Lane<Logarithmic<keep, corrected>> {
   static constexpr int kAfterCarry = (Definition::kCorrection >> 1) & Definition::kKept;
   static_assert(kCorrection == 2 * kAfterCarry);
 
-  // Bits of a product are those of its operands, less those of 1.0. Half of what is taken off comes
-  // with each product: a sum of three is the integer units' work, of two that of the units which
-  // multiply, and those have enough.
+  // Bits of a product are those of its operands, less those of 1.0: kLess is taken off a right
+  // operand's, kOff off each sum. A sum of three is the integer units' work; one of two would be
+  // that of the units which multiply.
   static constexpr int kOff = 1 << 23, kLess = kOne - kOff;
 
   // Nothing but zeros in memory, too, is a zero.
