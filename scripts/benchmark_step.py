@@ -170,6 +170,7 @@ def measure(device_type: str, networks: list[str]) -> dict[str, Any]:
 
 
 def _row(name: str, precision: str, impl: str, device_type: str) -> dict[str, Any]:
+    print(f"{name}, {precision}, {impl}", flush=True)
     network = NETWORKS[name]
     times: dict[str, Any] = dict.fromkeys(MEASURED)
 
