@@ -208,6 +208,24 @@ def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
 
 
 @matmul_everywhere
+def test_operands_may_lie_far_apart_in_memory(place: Place) -> None:
+    a = torch.randn(5, 7 * 1024, device=place.device)[:, ::1024]
+    b = torch.randn(7, 3 * 64, device=place.device)[:, ::64]
+    dense = place.call(a.contiguous(), b.contiguous(), "mbm16")
+    assert torch.equal(bits(place.call(a, b, "mbm16")), bits(dense))
+
+
+@pytest.mark.gpu
+def test_what_lies_between_elements_takes_no_memory() -> None:
+    wide = torch.ones(1024, 4096, device="cuda")
+    b = torch.ones(2, 2, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    approx.matmul(wide[:, :2], b, "mbm16", impl="cuda")
+    assert torch.cuda.max_memory_allocated() - before < wide.nbytes / 4
+
+
+@matmul_everywhere
 @every_multiplier
 @pytest.mark.parametrize("small", [2.0**-60, 2.0**-100])
 def test_an_infinite_number_among_small_ones(place: Place, multiplier: str, small: float) -> None:

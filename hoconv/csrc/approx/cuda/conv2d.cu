@@ -75,12 +75,13 @@ Target images(Tensor& out, int64_t channels) {
           {out.stride(1), 0, 0}};
 }
 
-Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding, Ints dilation,
-               int64_t groups, std::string multiplier) {
+Tensor forward(Tensor x, Tensor weight, Ints stride, Ints padding, Ints dilation, int64_t groups,
+               std::string multiplier) {
   const Conv2d p(sizes(x), sizes(weight), stride, padding, dilation, groups);
   check_float(x, "x");
   check_alike(weight, x, "weight");
   check_sizes(p);
+  x = compact(x), weight = compact(weight);
   Tensor out = torch::stable::new_empty(x, {p.B, p.O, p.OH, p.OW});
   const Launch launch(x);
   gemm(multiplier,
@@ -91,13 +92,14 @@ Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding,
   return out;
 }
 
-Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints stride,
-                      Ints padding, Ints dilation, int64_t groups, std::string multiplier) {
+Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints padding,
+                      Ints dilation, int64_t groups, std::string multiplier) {
   const Conv2d p(size, sizes(weight), stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(weight, grad, "weight");
   p.check_grad(grad);
   check_sizes(p);
+  grad = compact(grad), weight = compact(weight);
   Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
   const Launch launch(grad);
   // Where a pixel of x (B, H, W) meets an element of the weight (O / G, R, S) there is an output,
@@ -116,13 +118,14 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   return out;
 }
 
-Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stride, Ints padding,
-                       Ints dilation, int64_t groups, std::string multiplier) {
+Tensor backward_weight(Tensor grad, Tensor x, Ints size, Ints stride, Ints padding, Ints dilation,
+                       int64_t groups, std::string multiplier) {
   const Conv2d p(sizes(x), size, stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(x, grad, "x");
   p.check_grad(grad);
   check_sizes(p);
+  grad = compact(grad), x = compact(x);
   Tensor out = torch::stable::new_empty(x, {p.O, p.in_channels(), p.R, p.S});
   const Launch launch(grad);
   View outputs =

@@ -30,8 +30,9 @@ View matrix(const Tensor& t, int rows, int columns) {
 }
 
 // out (B, M, N) of a (B, M, K) and b (B, K, N).
-Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier) {
+Tensor matmul(Tensor a, Tensor b, std::string multiplier) {
   const Matmul p(a, b);
+  a = compact(a), b = compact(b);
   Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.N});
   const Launch launch(a);
   const Digits one(1, 1);

@@ -7,6 +7,8 @@
 // are `step` apart.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdint>
 
 #include "approx/multipliers.h"
@@ -48,6 +50,11 @@ inline int64_t span(const Tensor& t) {
   int64_t elements = 1;
   for (int64_t d = 0; d < t.dim(); ++d) elements += (t.size(d) - 1) * t.stride(d);
   return elements;
+}
+
+// The same, or a copy where much lies between the elements, which would be prepared with them.
+inline Tensor compact(const Tensor& t) {
+  return span(t) > 2 * t.numel() ? torch::stable::contiguous(t) : t;
 }
 
 // What a row or a column adds to the place of an element.
