@@ -4,7 +4,7 @@
 // M, N rows and columns of the result, K what is summed over.
 #pragma once
 
-#include "approx/cuda/view.cuh"
+#include "approx/cuda/lanes.cuh"
 
 namespace hoconv::approx {
 
