@@ -50,6 +50,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from datamodules.coco.datamodule import COCO
 from hoconv import HighOrderConv2d
 from hoconv.implementations import ImplementationError, choose
 from hoconv.operators import layers
@@ -61,7 +62,7 @@ RUNS = 5
 STEPS = {"cpu": 1, "cuda": 20}  # of a run
 MARKED_STEPS = 5
 CLASSES = 10
-CATEGORIES = 81  # of COCO, with the background
+CATEGORIES = COCO.num_classes
 WORDS, VOCABULARY = 20, 10_000
 PRECISIONS = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
 MEASURED = "samples_per_s", "step_ms", "layers_ms", "layers_share", "speed_up_limit"
