@@ -19,9 +19,9 @@ const float* data(const Tensor& t) { return static_cast<const float*>(t.const_da
 void check_sizes(const Conv2d& p) {
   for (const int64_t size : {p.H + 2 * p.padding[0], p.W + 2 * p.padding[1], p.OH, p.OW,
                              p.R * p.dilation[0], p.S * p.dilation[1], p.stride[0], p.stride[1]})
-    STD_TORCH_CHECK(size < (1 << 30),
+    STD_TORCH_CHECK(size < kFar / 4,
                     "height, width, kernel, stride, padding and dilation: expected "
-                    "less than 2^30");
+                    "less than 2^28");
 }
 
 // Images, or a weight's kernels; `channels` of dimension `split` belong to a group.

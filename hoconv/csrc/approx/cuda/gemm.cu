@@ -3,7 +3,7 @@
 //
 // Both operands are prepared first (lanes.cuh), where they lie. A block owns a tile of the result.
 // Of kDepth k at a time, a slab, what was prepared is copied to shared memory (slab.cuh) while the
-// slabs before are multiplied (products.cuh); a thread owns rows and columns of the tile and keeps
+// slab before is multiplied (products.cuh); a thread owns rows and columns of the tile and keeps
 // their sums in registers.
 //
 // The sum over k is cut into chunks, which are added in ascending order (problem.h). Where there
@@ -28,11 +28,11 @@ namespace {
 // blockIdx.x: tiles, of all matrices after each other; blockIdx.y: chunks, if they are divided:
 // then each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
-__global__ void __launch_bounds__(kThreads, T::blocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     multiply_matrices(const __grid_constant__ Product p,
                       const typename Lane<Multiplier>::Left* left_words,
-                      const typename Lane<Multiplier>::Right* right_words, int64_t row_tiles,
-                      int64_t column_tiles, float* parts) {
+                      const typename Lane<Multiplier>::Right* right_words, const int* some_strained,
+                      int64_t row_tiles, int64_t column_tiles, float* parts) {
   using L = Lane<Multiplier>;
   using S = Slab<Multiplier, T>;
   extern __shared__ __align__(16) char memory[];
@@ -40,22 +40,24 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
   const int64_t tile = blockIdx.x, matrix = tile / column_tiles / row_tiles;
   const int64_t first_row = tile / column_tiles % row_tiles * T::rows;
   const int64_t first_column = tile % column_tiles * T::columns;
+  const auto* left_matrix = left_words + matrix * p.left.batch;
+  const auto* right_matrix = right_words + matrix * p.right.batch;
   for (int n = threadIdx.x; n < T::rows; n += kThreads) {
     const int64_t row = first_row + n;
     const bool exists = row < p.M;
-    shared.rows[n] = exists ? p.left.row_part(row) : nowhere();
+    shared.rows[n] = addressed(exists ? p.left.row_part(row) : nowhere(), left_matrix);
     shared.out_rows[n] = exists ? Target::offset(p.out.row_digits, p.out.row, row) : -1;
   }
   for (int n = threadIdx.x; n < T::columns; n += kThreads) {
     const int64_t column = first_column + n;
     const bool exists = column < p.N;
-    shared.columns[n] = exists ? p.right.row_part(column) : nowhere();
+    shared.columns[n] = addressed(exists ? p.right.row_part(column) : nowhere(), right_matrix);
     shared.out_columns[n] = exists ? Target::offset(p.out.column_digits, p.out.column, column) : -1;
   }
-  const Reader<typename L::Left, T::rows, S::left_pitch> left(p.left, left_words, matrix,
-                                                              shared.rows, shared.depths[0]);
-  const Reader<typename L::Right, T::columns, S::right_pitch> right(
-      p.right, right_words, matrix, shared.columns, shared.depths[1]);
+  const Reader<typename L::Left, T::rows, S::left_pitch> left{p.left, shared.rows,
+                                                              shared.depths[0]};
+  const Reader<typename L::Right, T::columns, S::right_pitch> right{p.right, shared.columns,
+                                                                    shared.depths[1]};
 
   int my_row = T::first_row(), my_column = T::first_column();
   asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept: threadIdx takes long to read
@@ -65,29 +67,24 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
     const int operand = threadIdx.x / kFound, d = first + threadIdx.x % kFound;
     if (operand >= 2) return;
     const View& view = operand == 0 ? p.left : p.right;
-    shared.depths[operand][d % (2 * kFound)] = d < depth ? view.column_part(chunk + d) : nowhere();
+    const Part part = d < depth ? view.column_part(chunk + d) : nowhere();
+    shared.depths[operand][d % (2 * kFound)] = addressed<typename L::Left>(part);
   };
   const auto load = [&](int d, S& slab) {
-    typename decltype(left)::Place of_left[decltype(left)::each];
-    typename decltype(right)::Place of_right[decltype(right)::each];
-    // All that is read of shared memory first: no read may overtake a copy to it.
-    left.find(d % (2 * kFound), of_left), right.find(d % (2 * kFound), of_right);
-    left.load(of_left, slab.left), right.load(of_right, slab.right);
-    asm volatile("cp.async.commit_group;");
+    left.copy(d % (2 * kFound), slab.left), right.copy(d % (2 * kFound), slab.right);
   };
-  // Waits for a slab, all but the last that was begun.
-  enum Numbers { kPlain, kZeros, kStrained };
+  // Votes, though all threads have the same: so that the compiler knows that branches do not
+  // diverge.
+  const bool unsure = __any_sync(~0u, *some_strained);
+  // Waits for a slab. Returns whether a number of it is strained.
   const auto arrived = [&](const S& slab) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    if (!unsure) return false;
     uint32_t strain = 0;
-    bool zeros = false;
-    left.visit(slab.left, [&](const auto& word) { strain = max(strain, L::strain(word)); });
-    right.visit(slab.right, [&](const auto& word) {
-      strain = max(strain, L::strain(word)), zeros |= L::zero(word);
-    });
-    const bool strained = strain > L::kPlain;
-    if (!__syncthreads_or(strained || zeros)) return kPlain;
-    return __syncthreads_or(strained) ? kStrained : kZeros;
+    const auto look = [&](const auto& word) { strain = max(strain, L::strain(word)); };
+    left.visit(slab.left, look), right.visit(slab.right, look);
+    return __any_sync(~0u, __syncthreads_or(strain > L::kPlain)) != 0;
   };
 
   const int64_t begin = parts == nullptr ? 0 : blockIdx.y * kChunk;
@@ -95,22 +92,17 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
   for (int64_t chunk = begin; chunk < max(end, int64_t{1}); chunk += kChunk) {
     const int depth = min(kChunk, end - chunk);
     float sum[T::R][T::C] = {};
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();  // the slabs of the chunk before are read and written no longer
+    __syncthreads();  // the rows and columns are there; the depths of the chunk before read no
+                      // longer
     find(chunk, 0, depth);
     __syncthreads();
     load(0, shared.slabs[0]);
-    load(kDepth, shared.slabs[1]);
-    Numbers numbers = arrived(shared.slabs[0]);
-    int turn = 0;
-    for (int d = 0; d < depth; d += kDepth) {
+    bool strained = arrived(shared.slabs[0]);
+    for (int d = 0, turn = 0; d < depth; d += kDepth, turn ^= 1) {
       if (d % kFound == 0) find(chunk, d + kFound, depth);
-      const int next = turn + 1 == kSlabs ? 0 : turn + 1;
-      load(d + 2 * kDepth, shared.slabs[next + 1 == kSlabs ? 0 : next + 1]);
-      if (numbers == kPlain) {
-        add_prepared<false, Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
-      } else if (numbers == kZeros) {
-        add_prepared<true, Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
+      load(d + kDepth, shared.slabs[turn ^ 1]);
+      if (!strained) {
+        add_prepared<Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
       } else {
         float copy[T::R][T::C];
 #pragma unroll
@@ -124,8 +116,7 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
 #pragma unroll
           for (int j = 0; j < T::C; ++j) sum[i][j] = copy[i][j];
       }
-      numbers = arrived(shared.slabs[next]);
-      turn = next;
+      strained = arrived(shared.slabs[turn ^ 1]);
     }
     float* out = parts == nullptr ? p.out.data : parts + blockIdx.y * p.batch * p.M * p.N;
     out += matrix * p.out.batch;
@@ -152,11 +143,28 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
   }
 }
 
+// Returns the largest strain of a thread's numbers.
 template <typename L, typename Word>
-__global__ void prepare_operand(const float* from, int64_t size, Word* to) {
+__device__ uint32_t prepare_operand(const float* from, int64_t size, Word* to) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step)
-    L::prepare(to[i], from[i]);
+  uint32_t strain = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step) {
+    Word word;
+    L::prepare(word, from[i]);
+    strain = max(strain, L::strain(word));
+    if constexpr (L::kPrepared) to[i] = word;
+  }
+  return strain;
+}
+
+// blockIdx.y: the left operand, or the right. Sets `some_strained`, which is 0 before.
+template <typename L>
+__global__ void prepare_operands(const float* left, int64_t left_size, typename L::Left* left_words,
+                                 const float* right, int64_t right_size,
+                                 typename L::Right* right_words, int* some_strained) {
+  const uint32_t strain = blockIdx.y == 0 ? prepare_operand<L>(left, left_size, left_words)
+                                          : prepare_operand<L>(right, right_size, right_words);
+  if (strain > L::kPlain) *some_strained = 1;
 }
 
 int64_t tiles(int64_t size, int64_t of) { return (size + of - 1) / of; }
@@ -169,19 +177,21 @@ int64_t tiles_of(const Product& p) {
 template <typename T>
 bool divides(const Product& p, int multiprocessors) {
   const int64_t chunks = tiles(p.K, kChunk);
-  return chunks > 1 && tiles_of<T>(p) < 2 * T::blocks * multiprocessors && chunks <= 65535;
+  return chunks > 1 && tiles_of<T>(p) < 2 * kBlocks * multiprocessors && chunks <= 65535;
 }
 
 // What a product costs with a tile, in instructions of the multiprocessor that has most to do:
-// three for each of its products, those that load operands, and about 20 to copy one. Blocks start
-// in rounds; those of a last chunk, which is shorter, where others are done.
+// three for each of its products, those that load operands, about 25 for the loop over a thread's
+// rows and columns, and 10 to copy an operand. Blocks start in rounds; those of a last chunk, which
+// is shorter, where others are done.
 template <typename T>
 double cost(const Product& p, int multiprocessors) {
   const double of_depth =
-      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C) + 20.0 * (T::rows + T::columns);
+      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C + 25.0 / (T::R * T::C)) +
+      10.0 * (T::rows + T::columns);
   const bool divided = divides<T>(p, multiprocessors);
   const int64_t blocks = tiles_of<T>(p) * (divided ? p.K / kChunk : 1);
-  const int64_t together = std::min<int64_t>(T::blocks, tiles(blocks, multiprocessors));
+  const int64_t together = std::min<int64_t>(kBlocks, tiles(blocks, multiprocessors));
   const int64_t rounds = tiles(blocks, together * multiprocessors);
   const double share = double(tiles_of<T>(p)) * p.K / multiprocessors;
   return of_depth * std::max(share, double(rounds * together * (divided ? kChunk : p.K)));
@@ -192,25 +202,35 @@ Tensor floats(const Tensor& like, int64_t count) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size));
 }
 
-// An operand as its products take it, at the same places.
-template <typename L, typename Word>
+// The operands as their products take them, at the same places.
+template <typename L>
 struct Prepared {
-  Tensor memory;
-  const Word* words;
+  using Left = typename L::Left;
+  using Right = typename L::Right;
+  Tensor memory, flag;
+  const Left* left;
+  const Right* right;
+  int* some_strained;
 
-  Prepared(const View& view, const Tensor& like, cudaStream_t stream)
-      : memory(floats(like, L::kPrepared ? view.span * 2 : 0)),
-        words(reinterpret_cast<const Word*>(view.data)) {
+  Prepared(const View& a, const View& b, const Tensor& like, cudaStream_t stream)
+      : memory(floats(like, L::kPrepared ? (a.span + b.span) * 2 : 0)),
+        flag(floats(like, 1)),
+        left(reinterpret_cast<const Left*>(a.data)),
+        right(reinterpret_cast<const Right*>(b.data)),
+        some_strained(static_cast<int*>(flag.mutable_data_ptr())) {
+    STD_CUDA_CHECK(cudaMemsetAsync(some_strained, 0, sizeof *some_strained, stream));
+    Left* left_words = nullptr;
+    Right* right_words = nullptr;
     if constexpr (L::kPrepared) {
-      static_assert(sizeof(Word) == 2 * sizeof(float));
-      auto* to = reinterpret_cast<Word*>(memory.mutable_data_ptr());
-      words = to;
-      if (view.span == 0) return;
-      prepare_operand<L>
-          <<<std::min<int64_t>(tiles(view.span, kThreads), 4096), kThreads, 0, stream>>>(
-              view.data, view.span, to);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      static_assert(sizeof(Left) == 2 * sizeof(float) && sizeof(Right) == sizeof(Left));
+      left = left_words = static_cast<Left*>(memory.mutable_data_ptr());
+      right = right_words = reinterpret_cast<Right*>(left_words + a.span);
     }
+    const int64_t blocks = std::min<int64_t>(tiles(std::max(a.span, b.span), kThreads), 2048);
+    if (blocks == 0) return;
+    prepare_operands<L><<<dim3(blocks, 2), kThreads, 0, stream>>>(
+        a.data, a.span, left_words, b.data, b.span, right_words, some_strained);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
 
@@ -223,14 +243,13 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   const int64_t row_tiles = tiles(p.M, T::rows), column_tiles = tiles(p.N, T::columns);
   const int64_t blocks = tiles_of<T>(p), chunks = tiles(p.K, kChunk);
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "the result: too large");
-  const Prepared<L, typename L::Left> left(p.left, like, stream);
-  const Prepared<L, typename L::Right> right(p.right, like, stream);
+  const Prepared<L> operands(p.left, p.right, like, stream);
   const bool divided = divides<T>(p, multiprocessors);
   const int64_t size = p.batch * p.M * p.N;
   Tensor parts = floats(like, divided ? chunks * size : 0);
   auto* data = divided ? static_cast<float*>(parts.mutable_data_ptr()) : nullptr;
   kernel<<<dim3(blocks, divided ? chunks : 1), kThreads, bytes, stream>>>(
-      p, left.words, right.words, row_tiles, column_tiles, data);
+      p, operands.left, operands.right, operands.some_strained, row_tiles, column_tiles, data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   if (!divided) return;
   add_chunks<<<std::min<int64_t>(tiles(size, kThreads), 4096), kThreads, 0, stream>>>(
@@ -262,10 +281,9 @@ void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStre
     std::swap(p.out.row_digits, p.out.column_digits);
   }
   with_multiplier(multiplier, [&](auto definition) {
-    with_tile<Tile<16, 8, 8>, Tile<8, 8, 8>, Tile<8, 4, 4>, Tile<4, 4, 4>>(
-        p, multiprocessors, [&](auto tile) {
-          launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
-        });
+    with_tile<Tile<16, 4, 4>, Tile<8, 4, 4>, Tile<4, 4, 4>>(p, multiprocessors, [&](auto tile) {
+      launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
+    });
   });
 }
 

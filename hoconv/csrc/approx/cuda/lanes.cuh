@@ -38,14 +38,15 @@ struct Lane<Exact> {
   };
   using Right = Left;
   static constexpr bool kPrepared = false;  // operands are what they came as
+  __device__ static void prepare(Left& a, float value) { a.value = value; }
   static constexpr uint32_t kPlain = 0x7f7fffff;
   __device__ static uint32_t strain(const Left& a) { return float_bits(a.value) & 0x7fffffff; }
   __device__ static bool zero(const Left&) { return false; }
   __device__ static bool large(const Left&) { return false; }
   __device__ static bool holds(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
-  template <bool, bool>
-  __device__ static void add(float& sum, const Left& a, const Right& b, float) {
+  template <bool>
+  __device__ static void add(float& sum, const Left& a, const Right& b, bool) {
     sum = __fadd_rn(sum, __fmul_rn(a.value, b.value));
   }
 };
@@ -66,8 +67,10 @@ struct Lane<Logarithmic<keep, corrected>> {
 
   // Nothing but zeros in memory, too, is a zero.
   struct alignas(8) Left {
-    int bits;     // the kept ones
-    float power;  // of two, signed; 0 of a zero; its last bit says that the number is large
+    int bits;  // the kept ones
+    // Of two, signed; 0 of a zero. Its last bit says that the number is large; what that adds to a
+    // correction is less than the last bit of any product, and cut off.
+    float power;
   };
   struct alignas(8) Right {
     int bits;     // the kept ones, less kLess
@@ -107,26 +110,27 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static float original(const Right& b) {
     return zero(b) ? 0.0f : bits_float(b.bits + kLess);
   }
-  __device__ static bool large(const Left& a) { return float_bits(a.power) & 1; }
-  // Adds the product of a number that is not zero; `zeros`: b may be, and then does not exist. Its
-  // bits are such that the product is finite.
-  template <bool is_large, bool zeros>
-  __device__ static void add(float& sum, const Left& a, const Right& b, float exists) {
+  __device__ static bool large(const Left& a) {
+    return kCorrection != 0 && (float_bits(a.power) & 1);
+  }
+  // Adds the product of a number that is not zero, and large only where `may_be_large`; b does not
+  // exist, 0.0 or 1.0, where it is zero: its bits are such that the product is finite.
+  template <bool may_be_large>
+  __device__ static void add(float& sum, const Left& a, const Right& b, bool exists) {
     int bits;
     asm("{\n.reg .s32 t;\nadd.s32 t, %1, %2;\nadd.s32 %0, t, %3;\n}"  // in this order: see kOff
         : "=r"(bits)
         : "r"(a.bits), "r"(b.bits), "n"(-kOff));
     float product = bits_float(bits);
-    if constexpr (kCorrection != 0 && is_large) {  // written out, so that no copy is made
-      const int mantissa = a.bits & kMantissa;
-      const int carries = 2 * kTop - kAfterCarry - (b.bits & kMantissa);
+    if constexpr (kCorrection != 0 && may_be_large) {  // written out, so that no copy is made
+      const int below = 2 * kTop - kAfterCarry - (a.bits & kMantissa);
       asm("{\n.reg .pred p;\nsetp.lt.s32 p, %1, %2;\n@p fma.rz.f32 %0, %3, %4, %0;\n}"
           : "+f"(product)
-          : "r"(mantissa), "r"(carries), "f"(bits_float(float_bits(a.power) & ~1)), "f"(b.power));
+          : "r"(b.bits & kMantissa), "r"(below), "f"(a.power), "f"(b.power));
     } else if constexpr (kCorrection != 0) {
       product = __fmaf_rz(a.power, b.power, product);
     }
-    sum = zeros ? __fmaf_rn(product, exists, sum) : __fadd_rn(sum, product);
+    if (exists) sum = __fadd_rn(sum, product);
   }
 };
 

@@ -11,94 +11,114 @@
 
 namespace hoconv::approx {
 
-// A column as a thread multiplies it; `zeros`: where it may be a zero, it is said once a number and
-// not once a product.
-template <bool zeros, typename L>
+// A column as a thread multiplies it. Where it is a zero, it is said once a number and not once a
+// product.
+template <typename L>
 struct Column {
   typename L::Right word;
-  float exists;
+  bool exists;
   Column() = default;
-  __device__ explicit Column(const typename L::Right& word) : word(word) {
-    if constexpr (zeros) {
-      exists = L::zero(word) ? 0.0f : 1.0f;
-      asm volatile("" : "+f"(exists));
+  __device__ explicit Column(const typename L::Right& word) : word(word), exists(!L::zero(word)) {}
+};
+
+// Which groups of rows have a zero, and which a large number: a few bits each, of lanes that look
+// at some of its rows, for all groups of the first depth, then of the second.
+template <typename T>
+struct Groups {
+  static constexpr int rows = T::R < 8 ? T::R : 8;
+  static constexpr int lanes = 32 / (kDepth * T::R / rows);
+  static_assert(T::R % rows == 0 && rows % lanes == 0);
+  unsigned zeros = 0, large = 0;
+
+  template <typename L, int pitch>
+  __device__ __forceinline__ void find(const typename L::Left* left) {
+    if constexpr (!L::kPrepared) return;
+    const int lane = threadIdx.x % 32, group = lane / lanes;
+    const auto* first = left + group * rows / T::R * pitch + T::row(group * rows % T::R);
+    bool zero = false, some_large = false;
+#pragma unroll
+    for (int i = 0; i < rows; i += lanes) {
+      const auto row = first[T::row(i + lane % lanes)];
+      zero |= L::zero(row), some_large |= L::large(row);
     }
+    zeros = __ballot_sync(~0u, zero), large = __ballot_sync(~0u, some_large);
+  }
+  __device__ __forceinline__ void next_depth() {
+    zeros >>= lanes * T::R / rows, large >>= lanes * T::R / rows;
+  }
+  // Of the group that begins with a row.
+  __device__ static constexpr unsigned bits(int row) {
+    return ((1u << lanes) - 1) << row / rows * lanes;
   }
 };
 
-// Which groups of rows need care, a bit each: of the first depth's groups, then the second's. A
-// lane looks at a group, for its warp.
-template <typename L, typename T, int pitch>
-__device__ __forceinline__ unsigned careful_groups(const typename L::Left* left) {
-  if constexpr (!L::kPrepared) return 0;
-  constexpr int groups = T::R / T::group;
-  static_assert(groups * kDepth <= 32);
-  const int lane = threadIdx.x % 32, depth = lane / groups % kDepth;
-  const auto& rows = *reinterpret_cast<const Group<typename L::Left, T::group>*>(
-      left + depth * pitch + T::row(lane % groups * T::group));
-  bool careful = false;
-#pragma unroll
-  for (int r = 0; r < T::group; ++r) careful |= L::zero(rows.row[r]) || L::large(rows.row[r]);
-  return __ballot_sync(~0u, careful);
-}
-
-// The products of a slab as they were prepared; `zeros`: some of the right operand may be.
-template <bool zeros, typename Multiplier, typename T>
+// The products of a slab as they were prepared.
+template <typename Multiplier, typename T>
 __device__ __forceinline__ void add_prepared(float (&sum)[T::R][T::C],
                                              const Slab<Multiplier, T>& slab, int first_row,
                                              int first_column) {
   using L = Lane<Multiplier>;
   using S = Slab<Multiplier, T>;
-  using Rows = Group<typename L::Left, T::group>;
-  constexpr int G = T::group;
+  using Rows = Pair<typename L::Left>;
   const typename L::Left* left = slab.left + first_row;
   const typename L::Right* right = slab.right + first_column;
-  unsigned careful = careful_groups<L, T, S::left_pitch>(left);
-  // Operands are read long before they are needed: those of a group of rows while the group before
-  // is multiplied, and the next depth's columns as soon as the last group is done with the present
+  Groups<T> groups;
+  groups.template find<L, S::left_pitch>(left);
+  // Operands are read long before they are needed: those of two rows while the two before are
+  // multiplied, and the next depth's columns as soon as the last rows are done with the present
   // ones.
-  Column<zeros, L> y[T::C];
+  Column<L> y[T::C];
 #pragma unroll
-  for (int j = 0; j < T::C; ++j) y[j] = Column<zeros, L>(right[T::column(j)]);
+  for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
   Rows x = *reinterpret_cast<const Rows*>(left);
 #pragma unroll 1  // the registers hold one depth
   for (int d = 0; d < kDepth; ++d) {
     right += S::right_pitch;
 #pragma unroll
-    for (int i = 0; i < T::R; i += G) {
-      const bool last = i + G == T::R;
-      if (last) left += S::left_pitch;
-      const Rows next = *reinterpret_cast<const Rows*>(left + T::row(last ? 0 : i + G));
-      if (__builtin_expect(careful & 1u << i / G, 0)) {
+    for (int group = 0; group < T::R; group += Groups<T>::rows) {
+      constexpr int rows = Groups<T>::rows;
+      const bool last = group + rows == T::R;
+      const auto* following = left + (last ? S::left_pitch : T::row(group + rows));
+      const auto add_rows = [&](auto some_large) {
 #pragma unroll
-        for (int r = 0; r < G; ++r) {
-          const auto add_row = [&](auto is_large) {
+        for (int i = 0; i < rows; i += 2) {
+          const bool end = i + 2 == rows;
+          const Rows next =
+              *reinterpret_cast<const Rows*>(end ? following : left + T::row(group + i + 2));
 #pragma unroll
-            for (int j = 0; j < T::C; ++j)
-              L::template add<is_large.value, zeros>(sum[i + r][j], x.row[r], y[j].word,
-                                                     y[j].exists);
-          };
-          if (L::zero(x.row[r])) continue;  // for all lanes, as the rest
-          if (L::large(x.row[r]))
-            add_row(std::true_type{});
-          else
-            add_row(std::false_type{});
+          for (int j = 0; j < T::C; ++j) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+              L::template add<some_large.value>(sum[group + i + r][j], x.row[r], y[j].word,
+                                                y[j].exists);
+            if (last && end) y[j] = Column<L>(right[T::column(j)]);
+          }
+          x = next;
         }
-        if (last)
-#pragma unroll
-          for (int j = 0; j < T::C; ++j) y[j] = Column<zeros, L>(right[T::column(j)]);
+      };
+      // The same branch for all lanes.
+      const unsigned here = Groups<T>::bits(group);
+      if (((groups.zeros | groups.large) & here) == 0) {
+        add_rows(std::false_type{});
+      } else if ((groups.zeros & here) == 0) {
+        add_rows(std::true_type{});
       } else {
 #pragma unroll
-        for (int j = 0; j < T::C; ++j) {
+        for (int i = 0; i < rows; ++i) {
+          const typename L::Left row = left[T::row(group + i)];
+          if (L::zero(row)) continue;
 #pragma unroll
-          for (int r = 0; r < G; ++r)
-            L::template add<false, zeros>(sum[i + r][j], x.row[r], y[j].word, y[j].exists);
-          if (last) y[j] = Column<zeros, L>(right[T::column(j)]);
+          for (int j = 0; j < T::C; ++j)
+            L::template add<true>(sum[group + i][j], row, y[j].word, y[j].exists);
         }
+        x = *reinterpret_cast<const Rows*>(following);
+        if (last)
+#pragma unroll
+          for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
       }
-      x = next;
     }
-    careful >>= T::R / G;
+    groups.next_depth();
+    left += S::left_pitch;
   }
 }
 
@@ -165,7 +185,7 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
   if (a.special() || b.special())
     add_special<Multiplier, T>(sum, p, matrix, first_row, first_column, k, last);
   else if (L::holds(a, b) || a.most == 0 || b.most == 0)
-    add_prepared<true, Multiplier, T>(sum, slab, T::first_row(), T::first_column());
+    add_prepared<Multiplier, T>(sum, slab, T::first_row(), T::first_column());
   else
     add_defined<Multiplier, T>(sum, slab);
 }

@@ -8,10 +8,11 @@
 
 namespace hoconv::approx {
 
-constexpr int kDepth = 8;
-constexpr int kFound = 64;  // depths whose places are found out at a time
+constexpr int kDepth = 16;
+constexpr int kFound = 32;  // depths whose places are found out at a time
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
+constexpr int kBlocks = 3;  // on a multiprocessor, so that some multiply while others wait
 
 // A tile of rows x columns. The lanes of a warp share its rows, and each has every 32nd column.
 template <int thread_rows, int thread_columns, int warp_rows>
@@ -19,9 +20,6 @@ struct Tile {
   static constexpr int R = thread_rows, C = thread_columns;
   static constexpr int warp_columns = kThreads / 32 / warp_rows;
   static constexpr int rows = R * warp_rows, columns = 32 * C * warp_columns;
-  static constexpr int group = R * C > 64 ? 4 : 2;
-  // On a multiprocessor, of as many registers as the sums and a depth of operands need.
-  static constexpr int blocks = R * C > 64 ? 1 : 2;
 
   __device__ static int first_row() { return threadIdx.x / 32 / warp_columns * R; }
   __device__ static int first_column() {
@@ -32,10 +30,10 @@ struct Tile {
   static constexpr int column(int j) { return 32 * j; }
 };
 
-// Rows of a left operand that are read, and looked at, at once.
-template <typename Left, int n>
-struct alignas(2 * sizeof(Left)) Group {
-  Left row[n];
+// Rows of a left operand that are read at once.
+template <typename Left>
+struct alignas(2 * sizeof(Left)) Pair {
+  Left row[2];
 };
 
 // kDepth rows of each operand, prepared; the padding spreads depths over the banks.
@@ -47,7 +45,7 @@ struct Slab {
   alignas(16) typename L::Left left[(kDepth + 1) * left_pitch];
   alignas(16) typename L::Right right[(kDepth + 1) * right_pitch];
 };
-constexpr int kSlabs = 3;  // one multiplied, one there, one on its way
+constexpr int kSlabs = 2;  // one multiplied, one on its way
 template <typename Multiplier, typename T>
 struct Shared {
   Slab<Multiplier, T> slabs[kSlabs];
@@ -58,68 +56,72 @@ struct Shared {
 };
 
 // Of a row or column that does not exist.
-__device__ __forceinline__ Part nowhere() { return {0, -(1 << 30), -(1 << 30), 0}; }
+__device__ __forceinline__ Part nowhere() { return {0, -kFar, -kFar}; }
+// With an offset in bytes, from address 0.
+template <typename Word>
+__device__ __forceinline__ Part addressed(Part part, const Word* base = nullptr) {
+  part.offset = part.offset * static_cast<int>(sizeof(Word)) + reinterpret_cast<int64_t>(base);
+  return part;
+}
 
 // What a thread reads of an operand: kDepth columns k of `count` rows, whichever lie next to each
 // other for neighbouring threads. The thread's elements are all in one of its columns, or one of
-// its rows. Element (row, depth) goes to depth * pitch + row.
+// its rows. Element (row, depth) goes to depth * pitch + row. Of a row and a column, the row has an
+// address, the column adds to it.
 template <typename Word, int count, int pitch>
 struct Reader {
-  static constexpr int each = (count * kDepth + kThreads - 1) / kThreads;
-  static_assert(kThreads % count == 0 && kThreads % kDepth == 0);
-  const Word* data;
+  static constexpr int each = count * kDepth / kThreads;
+  static_assert(kThreads % count == 0 && kThreads % kDepth == 0 && count * kDepth % kThreads == 0);
   const View& view;
-  const Part *fixed, *moving;   // of the first element
-  int fixed_turn, moving_turn;  // 1 where it is a depth
-  int step;                     // of `moving`, from element to element
-  int first, stride;            // where they go
+  const Part *rows, *depths;
 
-  __device__ Reader(const View& view, const Word* words, int64_t matrix, const Part* rows,
-                    const Part* depths)
-      : data(words + matrix * view.batch), view(view) {
-    const bool along = view.along_columns;
-    const int row = along ? threadIdx.x / kDepth : threadIdx.x % count;
-    const int depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
-    fixed = along ? depths + depth : rows + row, moving = along ? rows + row : depths + depth;
-    fixed_turn = along, moving_turn = !along;
-    step = along ? kThreads / kDepth : kThreads / count;
-    first = depth * pitch + row, stride = along ? step : step * pitch;
-  }
-  // Whether there is an n-th element.
-  __device__ static bool has(int n) {
-    return n * kThreads + kThreads <= count * kDepth || threadIdx.x < count * kDepth;
-  }
-  struct Place {
-    const Word* from;
-    int bytes;  // 0 where there is no element
-  };
-  __device__ __forceinline__ void find(int first_depth, Place (&places)[each]) const {
-    const Part at = fixed[first_depth * fixed_turn];
-    const Part* with = moving + first_depth * moving_turn;
-#pragma unroll
-    for (int n = 0; n < each; ++n) {
-      if (!has(n)) break;
-      int64_t offset;
-      const bool exists = view.find(at, with[n * step], offset);
-      places[n] = {data + offset, exists ? int{sizeof(Word)} : 0};
-    }
-  }
-  // Starts to. What does not exist is zero; where it matters that it is left out, see add_special.
-  __device__ __forceinline__ void load(const Place (&places)[each], Word* to) const {
-#pragma unroll
-    for (int n = 0; n < each; ++n) {
-      if (!has(n)) break;
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(
-                       static_cast<unsigned>(__cvta_generic_to_shared(to + first + n * stride))),
-                   "l"(places[n].from), "n"(sizeof(Word)), "r"(places[n].bytes));
-    }
+  // Starts to copy. What does not exist is zero; where it matters that it is left out, see
+  // add_special.
+  __device__ __forceinline__ void copy(int first_depth, Word* to) const {
+    if (view.along_columns)
+      copy<true>(first_depth, to);
+    else
+      copy<false>(first_depth, to);
   }
   // f(each that has arrived)
   template <typename F>
   __device__ __forceinline__ void visit(const Word* at, const F& f) const {
+    for (int n = threadIdx.x; n < count * kDepth; n += kThreads)
+      f(at[n / count * pitch + n % count]);
+  }
+
+ private:
+  template <bool along>
+  __device__ __forceinline__ void copy(int first_depth, Word* to) const {
+    const int row = along ? threadIdx.x / kDepth : threadIdx.x % count;
+    const int depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
+    constexpr int step = along ? kThreads / kDepth : kThreads / count;
+    const Part* row_parts = rows + row;
+    const Part* depth_parts = depths + first_depth + depth;
+    const Part fixed = loaded(along ? depth_parts : row_parts);
+    const Part* moving = along ? row_parts : depth_parts;
+    const auto first = static_cast<unsigned>(__cvta_generic_to_shared(to + depth * pitch + row));
+    constexpr int stride = sizeof(Word) * (along ? step : step * pitch);
+    constexpr int together = each < 8 ? each : 8;  // as registers allow
+    static_assert(each % together == 0);
 #pragma unroll
-    for (int n = 0; n < each; ++n)
-      if (has(n)) f(at[first + n * stride]);
+    for (int n = 0; n < each; n += together) {
+      // All that is read of shared memory first: no read may overtake a copy to it.
+      int64_t from[together];
+      bool exists[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i)
+        exists[i] = view.find(fixed, loaded(moving + (n + i) * step), from[i]);
+#pragma unroll
+      for (int i = 0; i < together; ++i)
+        asm volatile(
+            "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(first + (n + i) * stride),
+            "l"(from[i]), "n"(sizeof(Word)), "r"(exists[i] ? int{sizeof(Word)} : 0));
+    }
+  }
+  __device__ static Part loaded(const Part* part) {  // in one access
+    const int4 words = *reinterpret_cast<const int4*>(part);
+    return {int64_t{words.y} << 32 | static_cast<uint32_t>(words.x), words.z, words.w};
   }
 };
 

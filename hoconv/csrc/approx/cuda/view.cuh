@@ -58,10 +58,9 @@ inline Tensor compact(const Tensor& t) {
 }
 
 // What a row or a column adds to the place of an element.
-struct Part {
+struct alignas(16) Part {
   int64_t offset;
   int y, x;
-  int rest;  // where pixels are apart: an element exists where its row and column have the same
 };
 
 struct Axis {
@@ -73,6 +72,8 @@ struct Axis {
 
 // Element (i, k) of matrix n. Where there is none it is zero, or with `leaves_out` it is left out
 // of the sum: -0.0, which no element is then.
+constexpr int kFar = 1 << 30;  // more than four times a number of rows or columns of an image
+
 struct View {
   const float* data;
   int64_t span;   // elements from there on that hold the operand, and others between
@@ -89,7 +90,7 @@ struct View {
   // Whether there is an element, and where.
   __device__ __forceinline__ bool find(const Part& i, const Part& k, int64_t& offset) const {
     offset = i.offset + k.offset;
-    return (i.rest == k.rest) & (static_cast<unsigned>(i.y + k.y) < static_cast<unsigned>(height)) &
+    return (static_cast<unsigned>(i.y + k.y) < static_cast<unsigned>(height)) &
            (static_cast<unsigned>(i.x + k.x) < static_cast<unsigned>(width));
   }
   __device__ float operator()(int64_t matrix, const Part& i, const Part& k) const {
@@ -101,23 +102,23 @@ struct View {
 
  private:
   // A row's y is a multiple of y_every and a rest, a column's one less a rest: the sum of two is a
-  // multiple where the rests are the same. So is x.
+  // multiple where the rests are the same. So is x. Another sum is made to lie outside of the
+  // image.
   __device__ Part part(const Axis& axis, uint32_t index, int up) const {
     uint32_t digit[3];
     axis.digits.split(index, digit);
-    Part p{digit[0] * axis.stride, axis.y_first + static_cast<int>(digit[1]) * axis.y_step,
-           axis.x_first + static_cast<int>(digit[2]) * axis.x_step, 0};
-    const int rest_y = divide(p.y, y_every, up), rest_x = divide(p.x, x_every, up);
-    p.rest = rest_y * x_every + rest_x;
-    p.offset += p.y * y_stride + p.x * x_stride;
-    return p;
+    int y = axis.y_first + static_cast<int>(digit[1]) * axis.y_step;
+    int x = axis.x_first + static_cast<int>(digit[2]) * axis.x_step;
+    const int apart_y = divide(y, y_every, up), apart_x = divide(x, x_every, up);
+    return {digit[0] * axis.stride + y * y_stride + x * x_stride, y + apart_y, x + apart_x};
   }
-  // Divides, rounding down or up; returns the rest, which is not negative.
+  // Divides, rounding down or up. Returns the rest, which is from 0 to by - 1, times more than any
+  // quotient: of a row, or less than 0 of a column.
   __device__ static int divide(int& value, int by, int up) {
     if (by == 1) return 0;
     const int whole = value / by, rest = value - whole * by;
     value = whole + (up ? rest > 0 : -(rest < 0));
-    return up ? (rest > 0 ? by - rest : -rest) : (rest < 0 ? rest + by : rest);
+    return (up ? (rest > 0 ? rest - by : rest) : (rest < 0 ? rest + by : rest)) * (kFar / by);
   }
 };
 
