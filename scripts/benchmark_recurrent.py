@@ -4,7 +4,7 @@ Sections, each of layers whose input has as many features as their states, H; in
 GPU in bfloat16:
 
 - ``cells``: cells that no library has, against the definition, called at every step in PyTorch;
-  those of ``--compile`` also against torch.compile of that, which unrolls all steps.
+  those of ``--compile`` also against torch.compile of that, which unrolls ``--compile-steps``.
 - ``library``: LSTM and GRU against nn.LSTM and nn.GRU, with plans of our own only (schedule
   ``graph``); and with ``auto`` where that calls cuDNN; on a GPU in float32 with TF32, too.
 - ``ladder``: an LSTM at every schedule, and nn.LSTM, in float32.
@@ -50,7 +50,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import console, write, write_json
+from common import console, count, write, write_json
 from measurement import (
     Contender,
     Timed,
@@ -230,7 +230,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", nargs="+", choices=names, default=names,
                         help="default: all of them")  # fmt: skip
     parser.add_argument("--compile", nargs="+", choices=CELLS, default=[],
-                        help="cells to time torch.compile of, too: minutes each")  # fmt: skip
+                        help="cells to time torch.compile of, too")  # fmt: skip
+    parser.add_argument("--compile-steps", type=count, default=TYPICAL[0], metavar="N",
+                        help="steps to compile at a time; default: all, for minutes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
@@ -243,14 +245,16 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                 measured |= latency(device)
                 console().print(latency_table(measured))
             else:
-                measured |= measure(section, device, arguments.compile)
+                measured |= measure(section, device, arguments.compile, arguments.compile_steps)
                 console().print(table(measured))
             write_json(path, measured)
             if draw := DRAWN.get(section):
                 write(path.with_suffix(".png"), functools.partial(draw, measured))
 
 
-def measure(section: str, device_type: str, compiled: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    section: str, device_type: str, compiled: Sequence[str] = (), steps: int = TYPICAL[0]
+) -> dict[str, Any]:
     """Times a section's contenders on one device; returns what its JSON says of it."""
     device = torch.device(device_type)
     rows: list[dict[str, Any]] = []
@@ -263,7 +267,7 @@ def measure(section: str, device_type: str, compiled: Sequence[str] = ()) -> dic
                 with precision.in_force():
                     timed = _compete(case, ways, device, precision.dtype)
                 if section == "cells" and case.cell in compiled:
-                    timed.append(_compiled(case, device_type, precision))
+                    timed.append(_compiled(case, device_type, precision, steps))
                 rows += [label | row for row in _compared(timed)]
     return {"rows": rows, "geometric_means": geometric_means(rows)}
 
@@ -314,10 +318,13 @@ def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }}  # fmt: skip
 
 
-def _compiled(case: Case, device: str, precision: Precision) -> dict[str, Any]:
+def _compiled(case: Case, device: str, precision: Precision, steps: int) -> dict[str, Any]:
     """The row of torch.compile, from a process that is ended when it takes too long."""
-    row = {"contender": "torch.compile", **dict.fromkeys(PHASES), "extra_memory_bytes": None}
-    given = json.dumps({**asdict(case), "device_type": device, "precision": precision.name})
+    name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
+    row = {"contender": name, **dict.fromkeys(PHASES), "extra_memory_bytes": None}
+    given = json.dumps(
+        {**asdict(case), "device_type": device, "precision": precision.name, "steps": steps}
+    )
     try:
         return row | _elsewhere(_COMPILE, given, timeout=COMPILE_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -331,13 +338,24 @@ print(json.dumps(compete_compiled(**json.loads(sys.argv[1]))))
 """
 
 
-def compete_compiled(device_type: str, precision: str, **sizes: Any) -> dict[str, Any]:
-    """Compiles the definition, all its steps, and times it: a row but for the contender's name."""
+def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any) -> dict[str, Any]:
+    """Compiles some steps of the definition, and times all: a row but for the contender's name."""
     case, device = Case(**sizes), torch.device(device_type)
     (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
-    layer, function = ours("reference")(case, device, setting.dtype)
-    made = layer, torch.compile(function, dynamic=False, fullgraph=True)
+    layer, _ = ours("reference")(case, device, setting.dtype)
+    some_steps = torch.compile(layer, dynamic=False, fullgraph=True)
+
+    def function(x: Tensor) -> Tensor:
+        outputs, states = [], first
+        for part in x.split(steps):
+            output, states = some_steps(part, states)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    made = layer, function
     x = torch.randn(case.T, case.B, case.H, device=device, dtype=setting.dtype)
+    with torch.no_grad():
+        first = tuple(torch.zeros_like(state) for state in layer(x[:1])[1])
     with setting.in_force():
         begin = time.perf_counter()
         error = failure(lambda: made[1](x.requires_grad_()).sum().backward())
