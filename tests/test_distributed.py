@@ -109,12 +109,21 @@ def test_a_sweep_of_several_devices_is_one_line_that_says_what_to_do(run):
     assert "use trainer.devices=1" in failed.err.splitlines()[0]
 
 
+def test_clipping_by_norm_with_fsdp_is_one_line_that_says_what_to_do(run):
+    failed = run("model=lstm", "data=digits", "trainer=fsdp", "logger=none")
+    assert failed.exit_code == 1
+    message = failed.err.splitlines()[0]
+    assert "got 1.0" in message
+    assert "add trainer.gradient_clip_val=null" in message
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_gpus_train_as_one_does(tmp_path, strategy):
-    gpus = ("trainer.accelerator=gpu", "trainer.devices=2", "data.batch_size=64")
-    train(tmp_path / "two", f"trainer={strategy}", *gpus)
-    train(tmp_path / "one", "trainer=gpu", "trainer.accelerator=gpu", "data.batch_size=128")
+    gpu = ("trainer.accelerator=gpu", "trainer.gradient_clip_val=null")
+    two = (f"trainer={strategy}", "trainer.devices=2", "data.batch_size=64")
+    train(tmp_path / "two", *two, *gpu)
+    train(tmp_path / "one", "trainer=gpu", "data.batch_size=128", *gpu)
     assert_same(tmp_path / "two", tmp_path / "one")

@@ -24,8 +24,17 @@ def make_trainer(
     """As `config` says: its ``trainer``, ``checkpoint``, ``step_checkpoints`` and ``find_nan``.
 
     Raises:
-        MisconfigurationException: the hardware is not there, or a sweep would start itself again.
+        MisconfigurationException: the hardware is not there, a sweep would start itself again, or
+            gradients cannot be clipped.
     """
+    clip = config.trainer.gradient_clip_val
+    by_value = config.trainer.get("gradient_clip_algorithm") == "value"
+    if config.trainer.strategy == "fsdp" and clip is not None and not by_value:
+        raise MisconfigurationException(
+            f"trainer.gradient_clip_val: Lightning cannot clip by norm with FSDP, got {clip}; add "
+            "trainer.gradient_clip_val=null or +trainer.gradient_clip_algorithm=value, or use "
+            "trainer=ddp"
+        )
     trainer = pl.Trainer(
         **config.trainer,
         logger=logger,
