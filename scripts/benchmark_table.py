@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,19 +96,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes what the arguments ask for."""
     columns = {name: how for name, how in COLUMNS.items() if how[0] in arguments.device}
-    batches, largest = [], {}
-    if SIMPLE in arguments.model:
-        batches = [_simple(name, batch) for name in columns for batch in arguments.batch]
-        largest = {name: _largest_batch(name) for name, how in columns.items() if how[0] == "cuda"}
     nearest = min(arguments.batch, key=lambda batch: abs(batch - BATCH))
-    cells = [row for row in batches if row["batch"] == nearest]
-    for model in (model for model in arguments.model if model != SIMPLE):
-        cells += [_experiment(name, model, arguments.timeout) for name in columns]
+    path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
+    cells, batches, largest = [], [], {}
     measured = head | {"method": METHOD, "cells": cells, "batches": batches}
     measured |= {"largest_batch": largest}
+    if SIMPLE in arguments.model:
+        for name in columns:
+            for batch in arguments.batch:
+                batches.append(_simple(name, batch))
+                cells += batches[-1:] if batch == nearest else []
+                write_json(path, measured)  # what takes long is kept as far as it came
+        for name in columns:
+            if COLUMNS[name][0] == "cuda":
+                largest[name] = _largest_batch(name)
+    for model, name in itertools.product(arguments.model, columns):
+        if model != SIMPLE:
+            cells.append(_experiment(name, model, arguments.timeout))
+            write_json(path, measured)
     text = markdown(measured)
     console().print(Markdown(text))
-    path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
     write_json(path, measured)
     write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
     if batches:

@@ -68,6 +68,19 @@ def test_cells_of_experiments_or_why_they_are_empty(
     assert f"(1) {failed['error']}" in text
 
 
+def test_what_was_measured_before_an_interruption_is_kept(
+    script: Script, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(table, "_experiment", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(script, tmp_path, "table", "--batch", "2", "--model", table.SIMPLE, "mnist_lstm")
+    record = json.loads((tmp_path / "table_cpu.json").read_text())
+    assert [cell["column"] for cell in record["cells"]] == ["reference CPU", "cpp CPU"]
+
+
 def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
     found = script("training_run").measure_training(DIGITS, 10**6, 10**6, 0.1, threads=1)
     assert found["error"] == "3 intervals of 1000000 steps take more than 0.1 s"
