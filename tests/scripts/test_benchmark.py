@@ -212,4 +212,6 @@ def test_option_that_counts_is_at_least_one(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         script("benchmark").main(["throughput", f"--pairs={text}"])
-    assert f"--pairs: expected a whole number of at least 1, got '{text}'" in capsys.readouterr().err
+    assert (
+        f"--pairs: expected a whole number of at least 1, got '{text}'" in capsys.readouterr().err
+    )

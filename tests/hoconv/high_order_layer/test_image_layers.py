@@ -78,8 +78,15 @@ def test_images_of_any_size(place: Place, precision: str, data: st.DataObject) -
 @pytest.mark.parametrize("where", ["x", "grad"])
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 def test_nan_goes_where_the_definition_puts_it(
-    place: Place, precision: str, where: str, normalize: str | None
+    place: Place,
+    precision: str,
+    where: str,
+    normalize: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # With AMX, oneDNN's bfloat16 convolutions take odd channels in pairs with a zero of another
+    # pixel, and NaN times zero is NaN.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     # Not at the border, where implementations differ in whether they multiply zeros by it.
     for k, h, w in ((3, 5, 30), (5, 7, 63), (5, 9, 8)):
         args = inputs(place, 1, 3, 16, 70, k, PRECISIONS[precision][1])
