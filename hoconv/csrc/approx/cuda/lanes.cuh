@@ -113,8 +113,8 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static bool large(const Left& a) {
     return kCorrection != 0 && (float_bits(a.power) & 1);
   }
-  // Adds the product of a number that is not zero, and large only where `may_be_large`; b does not
-  // exist, 0.0 or 1.0, where it is zero: its bits are such that the product is finite.
+  // Adds the product of a number that is not zero, and large only where `may_be_large`. b does not
+  // exist where it is zero; nothing is added then.
   template <bool may_be_large>
   __device__ static void add(float& sum, const Left& a, const Right& b, bool exists) {
     int bits;

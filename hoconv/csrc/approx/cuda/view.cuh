@@ -70,10 +70,10 @@ struct Axis {
   int y_first = 0, x_first = 0;
 };
 
-// Element (i, k) of matrix n. Where there is none it is zero, or with `leaves_out` it is left out
-// of the sum: -0.0, which no element is then.
 constexpr int kFar = 1 << 30;  // more than four times a number of rows or columns of an image
 
+// Element (i, k) of matrix n. Where there is none it is zero, or with `leaves_out` it is left out
+// of the sum: -0.0, which no element is then.
 struct View {
   const float* data;
   int64_t span;   // elements from there on that hold the operand, and others between
