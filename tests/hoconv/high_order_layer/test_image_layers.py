@@ -84,8 +84,8 @@ def test_nan_goes_where_the_definition_puts_it(
     normalize: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # oneDNN's bfloat16 convolution of odd channels, F.conv2d alone, has NaN in a pixel more than the
-    # kernel reaches: of three with AMX, of one without it, too.
+    # oneDNN's bfloat16 convolution of odd channels, F.conv2d alone, puts NaN into more pixels than
+    # the kernel reaches: of three channels with AMX, of one without it, too.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     # Not at the border, where implementations differ in whether they multiply zeros by it.
     for k, h, w in ((3, 5, 30), (5, 7, 63), (5, 9, 8)):
