@@ -48,7 +48,7 @@ class CudaLoop:
         self.source = emit_cuda(program)
         self.recorded = recorded
         self._kernels = functools.cache(self._compiled)
-        self._kept = functools.lru_cache(_KEPT)(self._workspace)
+        self._kept = functools.lru_cache(_KEPT)(self._lasting)
         self._lock = threading.Lock()
 
     def __call__(
@@ -59,10 +59,14 @@ class CudaLoop:
         T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
         with torch.cuda.device(device), self._lock:
             stream = torch.cuda.current_stream().cuda_stream
-            # Into a graph that is being captured, whose memory is its own, steps go one by one.
-            captured = torch.cuda.is_current_stream_capturing()
-            make = self._workspace if captured else self._kept
-            workspace = make(B, device, stream, _precision(), self.recorded and not captured)
+            # Into a graph that is being captured, whose memory is its own, steps go one by one; and
+            # where memory is that of graphs to come, as when torch.compile warms up.
+            try:
+                if torch.cuda.is_current_stream_capturing():
+                    raise _Borrowed
+                workspace = self._kept(B, device, stream, _precision())
+            except _Borrowed:
+                workspace = self._workspace(B, device, None)
             tensors = bind(program, storage, values, initial, workspace.resident)
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
@@ -72,13 +76,31 @@ class CudaLoop:
         driver = ctypes.CDLL("libcuda.so.1")
         return Kernels(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 
-    def _workspace(
-        self, B: int, device: torch.device, stream: int, precision: Any, recorded: bool
-    ) -> Workspace:
+    def _lasting(self, B: int, device: torch.device, stream: int, _: Any) -> Workspace:
+        if _borrowed(device):
+            raise _Borrowed
+        return self._workspace(B, device, _recorder(device, stream) if self.recorded else None)
+
+    def _workspace(self, B: int, device: torch.device, record: Recorder | None) -> Workspace:
         major, minor = torch.cuda.get_device_capability(device)
         kernels = self._kernels(f"sm_{major}{minor}")
-        record = _recorder(device, stream) if recorded else None
         return Workspace(self.source, kernels, B, device, record)
+
+
+class _Borrowed(Exception):
+    """What is allocated now may not be kept."""
+
+
+def _borrowed(device: torch.device) -> bool:
+    """Whether what is allocated now belongs to a pool of someone's graphs."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    address = torch.empty(1, device=device).data_ptr()
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        and tuple(segment["segment_pool_id"]) != (0, 0)
+        for segment in torch.cuda.memory_snapshot()
+    )
 
 
 @functools.cache
