@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ MB = 2**20
 class Throughput(pl.Callback):
     """Measures the training steps of a fit: samples a second, waiting for data, peak memory.
 
-    The device is synchronised once every ``trainer.log_every_n_steps`` steps, when the metrics of
-    that interval go to the trainer's loggers, and once at the end of the fit. Between, GPU time is
-    taken with CUDA events. Validation, checkpoints and other work between epochs are not counted;
-    waiting for the first batch of an epoch is.
+    The metrics of every ``trainer.log_every_n_steps`` steps go to the trainer's loggers under the
+    step that ends them. GPU time is taken with CUDA events and nothing waits for them before the
+    end of the fit, so those of a GPU go there some steps later, when it has come so far.
+    Validation, checkpoints and other work between epochs are not counted; waiting for the first
+    batch of an epoch is.
 
     Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
 
@@ -77,9 +79,9 @@ class Throughput(pl.Callback):
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
         _reset_peak_memory(self._device)
         self._fit = _Interval()  # what has been measured
-        self._interval = _Interval()  # what has been counted since the last synchronisation
-        self._stretches: list[tuple[Any, Any]] = []  # marks around it
+        self._interval = _Interval()  # what is being counted
         self._stretch_start = None  # a mark while counting, None while not
+        self._ended: deque[_Interval] = deque()  # what the device may still be busy with
         self._waiting_since = 0.0
         self._steps = 0
         self._logged_step = 0
@@ -105,6 +107,7 @@ class Throughput(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._report(trainer)
         self._steps += 1
         self._waiting_since = time.perf_counter()
         if self._stretch_start is None:
@@ -116,9 +119,8 @@ class Throughput(pl.Callback):
         # Several batches share a global step where gradients are accumulated.
         if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step
-            interval = self._synchronise()
-            for logger in trainer.loggers:
-                logger.log_metrics(self._metrics(interval) | self._times(), step=step)
+            self._end_interval(step)
+            self._report(trainer)
             self._resume()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -134,7 +136,8 @@ class Throughput(pl.Callback):
         self._pause()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._synchronise()
+        self._end_interval()
+        self._report(trainer, wait=True)
 
     def _resume(self) -> None:
         if self._stretch_start is None and self._steps >= self.warmup_steps:
@@ -143,19 +146,26 @@ class Throughput(pl.Callback):
 
     def _pause(self) -> None:
         if self._stretch_start is not None:
-            self._stretches.append((self._stretch_start, self._clock.mark()))
+            self._interval.stretches.append((self._stretch_start, self._clock.mark()))
             self._stretch_start = None
 
-    def _synchronise(self) -> _Interval:
-        """Ends the interval, adds it to the fit and returns it."""
+    def _end_interval(self, step: int | None = None) -> None:
+        """Ends the interval, which is logged under the step if there is one."""
         self._pause()
-        interval, self._interval = self._interval, _Interval()
-        stretches, self._stretches = self._stretches, []
-        if interval.steps:
-            interval.seconds = self._clock.seconds(stretches)
-            interval.peak_memory_mb = _peak_memory_mb(self._device)
+        ended, self._interval = self._interval, _Interval()
+        if ended.steps:
+            ended.step, ended.times = step, self._times()
+            ended.peak_memory_mb = _peak_memory_mb(self._device)
+            self._ended.append(ended)
+
+    def _report(self, trainer: pl.Trainer, wait: bool = False) -> None:
+        """Adds the intervals that the device has done, or all, to the fit, and logs them."""
+        while self._ended and (wait or self._clock.passed(self._ended[0].stretches[-1][1])):
+            interval = self._ended.popleft()
+            interval.seconds = self._clock.seconds(interval.stretches)
             self._fit.add(interval)
-        return interval
+            for logger in trainer.loggers if interval.step is not None else ():
+                logger.log_metrics(self._metrics(interval) | interval.times, step=interval.step)
 
     def _metrics(self, interval: _Interval) -> dict[str, Any]:
         batches_per_sec = interval.steps / interval.seconds
@@ -214,13 +224,16 @@ def _first_dimension(batch: Any) -> int | None:
 
 @dataclasses.dataclass
 class _Interval:
-    """Steps that were counted, and the seconds they took on the device."""
+    """Steps that were counted, and what is measured of them."""
 
     steps: int = 0
     samples: int = 0
-    seconds: float = 0.0
     wait_seconds: float = 0.0
+    stretches: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # marks around them
+    seconds: float = 0.0  # between the marks, on the device
     peak_memory_mb: float | None = None
+    step: int | None = None  # to log it under
+    times: dict[str, float] = dataclasses.field(default_factory=dict)  # when it ended
 
     def add(self, other: _Interval) -> None:
         self.steps += other.steps
@@ -236,6 +249,9 @@ class _HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
+    def passed(self, mark: float) -> bool:
+        return True
+
     def seconds(self, stretches: list[tuple[float, float]]) -> float:
         return sum(end - start for start, end in stretches)
 
@@ -247,6 +263,9 @@ class _CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
 
     def seconds(self, stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
         stretches[-1][1].synchronize()

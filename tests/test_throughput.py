@@ -214,28 +214,50 @@ def test_a_batch_without_one_is_an_error(batch):
         batch_size(batch)
 
 
+class Busy(Clock):
+    """The GPU gets more to do than the host waits for."""
+
+    def advance(self, seconds: float) -> None:
+        x = torch.ones(2048, 2048, device="cuda")
+        for _ in range(10):
+            x = x @ x
+
+
+class Waits(Throughput):
+    """How often the host has waited for an event before the fit ends, and then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(warmup_steps=0)
+        self.count = self.before_the_end = 0
+        synchronize = torch.cuda.Event.synchronize
+
+        def counted(event: torch.cuda.Event) -> None:
+            self.count += not event.query()
+            synchronize(event)
+
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", counted)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.before_the_end = self.count
+        super().on_train_end(trainer, pl_module)
+
+
 @pytest.mark.gpu
-def test_synchronises_once_an_interval(monkeypatch):
-    calls = []
-    event_synchronize = torch.cuda.Event.synchronize
-
-    def count(event):
-        calls.append(event)
-        event_synchronize(event)
-
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", count)
+def test_waits_for_the_gpu_at_the_end_of_the_fit_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("synchronised"))
     # Validation twice an epoch: it ends stretches, not intervals.
+    throughput = Waits(monkeypatch)
     run = fit(
-        Clock(),
+        Busy(),
         [4] * 16,
-        Throughput(0),
+        throughput,
         accelerator="gpu",
         devices=1,
         max_epochs=2,
         val_check_interval=0.5,
     )
     assert [step for step, _ in run.rows] == [4, 8, 12, 16, 20, 24, 28, 32]
-    assert len(calls) == len(run.rows)
+    assert throughput.before_the_end == 0
+    assert throughput.count > 0
     summary = run.throughput.summary()
     assert all(value is not None and value > 0 for value in summary.values())
