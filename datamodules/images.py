@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.sampling import EvenBatches, Shuffle, TrainingLoader, loader_options, share
+from datamodules.sampling import Epochs, EvenBatches, Shuffle, TrainingLoader, loader_options, share
 
 Batch = tuple[Tensor, Tensor]
 
@@ -83,10 +83,10 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         self.splits = self.splits or self.load()
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        sampler = Shuffle(len(self.splits["train"]), self.seed, **share(self.trainer))
-        return TrainingLoader(
-            self.splits["train"], self.batch_size, sampler=sampler, **self._options()
-        )
+        data = self.splits["train"]
+        sampler = Shuffle(len(data), self.seed, **share(self.trainer))
+        batches = Epochs(sampler, self.batch_size, drop_last=False)
+        return TrainingLoader(data, batch_sampler=batches, **self._options())
 
     def val_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation("val")

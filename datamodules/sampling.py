@@ -15,7 +15,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Generator
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 Draw = tuple[int, int]
 
@@ -32,7 +32,6 @@ class Shuffle(Sampler[Any]):
 
     Attributes:
         epoch: which one comes next; Lightning calls `set_epoch`.
-        start: how many indices the next iteration leaves out.
     """
 
     def __init__(self, length: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -41,7 +40,6 @@ class Shuffle(Sampler[Any]):
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -50,11 +48,14 @@ class Shuffle(Sampler[Any]):
         return math.ceil(self.length / self.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        (state,) = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)
+        return self.order(self.epoch)
+
+    def order(self, epoch: int) -> Iterator[Any]:
+        """The indices of an epoch that are this process's."""
+        (state,) = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
         items = self._items(torch.Generator().manual_seed(int(state)))
         padded = itertools.islice(itertools.cycle(items), len(self) * self.world_size)
-        first = self.rank + self.start * self.world_size
-        yield from itertools.islice(padded, first, None, self.world_size)
+        return itertools.islice(padded, self.rank, None, self.world_size)
 
     def _items(self, generator: Generator) -> list[Any]:
         return torch.randperm(self.length, generator=generator).tolist()
@@ -96,28 +97,55 @@ class EvenBatches(Sampler[list[int]]):
         return (batch.tolist() for batch in self.batches)
 
 
-class TrainingLoader(DataLoader):
-    """A DataLoader whose sampler is a :class:`Shuffle`, and that goes on where it was.
+class Epochs(BatchSampler):
+    """Batches of a :class:`Shuffle`, one epoch after another without end; its length is of one.
 
-    Its state, which Lightning keeps in checkpoints, counts the batches that are done with: the next
-    one has been asked for.
+    Attributes:
+        begin: how many batches the next iteration leaves out, in the epoch that it begins with.
     """
 
-    sampler: Shuffle  # pyright: ignore[reportIncompatibleVariableOverride]
+    sampler: Shuffle
+    begin = 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        begin, self.begin = self.begin, 0
+        for epoch in itertools.count(self.sampler.epoch):
+            order = itertools.islice(self.sampler.order(epoch), begin * self.batch_size, None)
+            while batch := list(itertools.islice(order, self.batch_size)):
+                yield batch
+            begin = 0
+
+
+class TrainingLoader(DataLoader):
+    """A DataLoader whose batch sampler is :class:`Epochs`, and that goes on where it was.
+
+    An iteration is one epoch; workers fetch the first batches of the next one meanwhile. Its state,
+    which Lightning keeps in checkpoints, counts the batches that are done with: the next one has
+    been asked for.
+    """
+
+    batch_sampler: Epochs  # pyright: ignore[reportIncompatibleVariableOverride]
     _begin = 0  # of the next iteration, in batches
     _done = 0
+    _batches: Iterator[Any]  # of this epoch and those after it
+    _next: tuple[int, int] | None = None  # epoch and batch that they go on with
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.sampler.epoch, "batches": self._done}
+        return {"epoch": self.batch_sampler.sampler.epoch, "batches": self._done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.sampler.set_epoch(state["epoch"])
+        self.batch_sampler.sampler.set_epoch(state["epoch"])
         self._begin = state["batches"]
 
     def __iter__(self) -> Iterator[Any]:
+        epoch = self.batch_sampler.sampler.epoch
         self._done, self._begin = self._begin, 0
-        self.sampler.start = self._done * (self.batch_size or 1)
-        for batch in super().__iter__():
+        if self._next != (epoch, self._done):
+            self.batch_sampler.begin = self._done
+            self._batches = super().__iter__()
+        for number in range(self._done + 1, len(self) + 1):
+            batch = next(self._batches)
+            self._next = (epoch, number) if number < len(self) else (epoch + 1, 0)
             yield batch
             self._done += 1
 

@@ -19,7 +19,7 @@ from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
-from datamodules.sampling import Draws, EvenBatches, TrainingLoader, loader_options, share
+from datamodules.sampling import Draws, Epochs, EvenBatches, TrainingLoader, loader_options, share
 
 TASKS = ("segmentation", "captions")
 YEARS = (2014, 2017)
@@ -157,7 +157,8 @@ class COCO(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         data = self._sets["train"]
         sampler = Draws(len(data), self.seed, **share(self.trainer))
-        return TrainingLoader(data, self.batch_size, sampler=sampler, **self._options())
+        batches = Epochs(sampler, self.batch_size, drop_last=False)
+        return TrainingLoader(data, batch_sampler=batches, **self._options())
 
     def val_dataloader(self) -> DataLoader:
         return self._evaluation("val")

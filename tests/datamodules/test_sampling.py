@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from datamodules.sampling import Draws, EvenBatches, Shuffle, TrainingLoader
+from datamodules.sampling import Draws, Epochs, EvenBatches, Shuffle, TrainingLoader
 
 lengths = st.integers(1, 200)
 seeds = st.integers(0, 2**32 - 1)
@@ -56,19 +60,58 @@ def test_evaluation_has_every_index_once_and_as_many_batches_in_every_process(
     assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(length))
 
 
+def loader(data: Dataset, sampler: Shuffle, **options: Any) -> TrainingLoader:
+    return TrainingLoader(data, batch_sampler=Epochs(sampler, 2, drop_last=False), **options)
+
+
+def epoch(loader: TrainingLoader, number: int, batches: int | None = None) -> list[list[int]]:
+    """As Lightning takes it: by number, and without asking for one batch more than there are."""
+    loader.batch_sampler.sampler.set_epoch(number)
+    taken = itertools.islice(loader, len(loader) if batches is None else batches)
+    return [batch.tolist() for (batch,) in taken]
+
+
 @given(stop=st.integers(0, 5), seed=seeds)
 def test_a_loader_goes_on_with_the_batch_after_the_last_that_was_done(stop, seed):
-    def loader() -> TrainingLoader:
-        data = TensorDataset(torch.arange(11))
-        return TrainingLoader(data, 2, sampler=Shuffle(11, seed))
-
-    stopped, other = loader(), loader()
-    stopped.sampler.set_epoch(3)
+    stopped, other = (loader(TensorDataset(torch.arange(11)), Shuffle(11, seed)) for _ in range(2))
+    stopped.batch_sampler.sampler.set_epoch(3)
     iterator = iter(stopped)
     for _ in range(stop + 1):
         next(iterator)  # the last one is being worked on
     other.load_state_dict(stopped.state_dict())
-    rest = [batch.tolist() for (batch,) in other]
-    assert rest == [batch.tolist() for (batch,) in stopped][stop:]
-    other.sampler.set_epoch(4)
-    assert len(list(other)) == 6
+    assert epoch(other, 3, 6 - stop) == epoch(stopped, 3)[stop:]
+    assert epoch(other, 4) == epoch(stopped, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_is_the_same_whatever_came_before(num_workers):
+    data = TensorDataset(torch.arange(11))
+    used = loader(data, Shuffle(11, 0), num_workers=num_workers, persistent_workers=num_workers > 0)
+    # The one after it, after a part of it, the same again, an earlier one, and two more.
+    for number, batches in [(0, None), (1, 3), (2, None), (2, None), (0, None), (1, 6), (2, 2)]:
+        expected = epoch(loader(data, Shuffle(11, 0)), number, batches)
+        assert epoch(used, number, batches) == expected
+        assert len(expected) == (batches or 6)
+    assert [len(batch) for batch in epoch(used, 3)] == [2, 2, 2, 2, 2, 1]
+
+
+class Said(TensorDataset):
+    """Says which items are fetched."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(torch.arange(length))
+        self.fetched = torch.multiprocessing.get_context("fork").Queue()
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched.put(index)
+        return super().__getitem__(index)
+
+
+def test_workers_fetch_the_next_epoch_before_it_begins():
+    data = Said(4)
+    ahead = loader(
+        data, Shuffle(4, 0), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    begun = [*epoch(ahead, 0), *epoch(ahead, 1)]
+    fetched = [data.fetched.get(timeout=60) for _ in range(12)]  # each item once
+    assert fetched == list(itertools.chain(*begun, *epoch(ahead, 2)))

@@ -193,7 +193,7 @@ def test_workers_give_the_same_batches(both, load, task):
 def test_every_epoch_has_another_order_and_other_changes(both, load):
     loader = load(batch_size=6).train_dataloader()
     (first,) = loader
-    loader.sampler.set_epoch(1)
+    loader.batch_sampler.sampler.set_epoch(1)
     (second,) = loader
     assert not torch.equal(first.images, second.images)
 
@@ -210,7 +210,7 @@ def test_labels_are_changed_as_their_image_is(both, load):
     loader = data.train_dataloader()
     seen = set()
     for epoch in range(10):
-        loader.sampler.set_epoch(epoch)
+        loader.batch_sampler.sampler.set_epoch(epoch)
         (batch,) = loader
         bright = batch.images[0, 0] > 127
         assert (bright != (batch.labels[0] == 1)).float().mean() < 0.06
