@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.strategies import FSDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
@@ -130,9 +131,16 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         # On a full disk there may be none: the weights are those of the last step then.
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
-        trainer.test(
-            model, datamodule=data, ckpt_path=best if best.is_file() else None, verbose=False
-        )
+        checkpoint = best if best.is_file() else None
+        if not isinstance(trainer.strategy, FSDPStrategy):
+            trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        elif checkpoint:  # what is trained was left in parts, which cannot be divided again
+            whole = build(config.model, config)
+            contents = torch.load(checkpoint, map_location="cpu", weights_only=True)
+            whole.load_state_dict(contents["state_dict"])
+            trainer.test(whole, datamodule=data, verbose=False)
+        else:
+            console.warn("not tested: no checkpoint could be written, and FSDP left only parts")
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         results.throughput = throughput.summary()
