@@ -29,7 +29,7 @@ def make_trainer(
     """
     clip = config.trainer.gradient_clip_val
     by_value = config.trainer.get("gradient_clip_algorithm") == "value"
-    if config.trainer.strategy == "fsdp" and clip is not None and not by_value:
+    if str(config.trainer.strategy).startswith("fsdp") and clip is not None and not by_value:
         raise MisconfigurationException(
             f"trainer.gradient_clip_val: Lightning cannot clip by norm with FSDP, got {clip}; add "
             "trainer.gradient_clip_val=null or +trainer.gradient_clip_algorithm=value, or use "
