@@ -12,6 +12,7 @@ being cpu, cuda or cpu_cuda::
                           error: null, or why there is nothing; step_ms with percentiles
         batches           the same for the simple model by `batch`
         largest_batch     of the simple model on a GPU, a power of two: column -> images, or null
+    table_<devices>.begun.json    the same until then, as far as it came
     table_<devices>.md    time and peak memory of the cells
     table_<devices>.png   time and memory of a step of the simple model against its batch
 """
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     columns = {name: how for name, how in COLUMNS.items() if how[0] in arguments.device}
     nearest = min(arguments.batch, key=lambda batch: abs(batch - BATCH))
     path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
+    begun = path.with_suffix(".begun.json")  # what takes long is kept as far as it came
     cells, batches, largest = [], [], {}
     measured = head | {"method": METHOD, "cells": cells, "batches": batches}
     measured |= {"largest_batch": largest}
@@ -106,17 +108,18 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             for batch in arguments.batch:
                 batches.append(_simple(name, batch))
                 cells += batches[-1:] if batch == nearest else []
-                write_json(path, measured)  # what takes long is kept as far as it came
+                write_json(begun, measured)
         for name in columns:
             if COLUMNS[name][0] == "cuda":
                 largest[name] = _largest_batch(name)
     for model, name in itertools.product(arguments.model, columns):
         if model != SIMPLE:
             cells.append(_experiment(name, model, arguments.timeout))
-            write_json(path, measured)
+            write_json(begun, measured)
     text = markdown(measured)
     console().print(Markdown(text))
     write_json(path, measured)
+    begun.unlink()
     write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
     if batches:
         write(path.with_suffix(".png"), functools.partial(_draw, batches))

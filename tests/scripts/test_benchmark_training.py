@@ -74,11 +74,17 @@ def test_what_was_measured_before_an_interruption_is_kept(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    arguments = "table", "--batch", "2", "--model", table.SIMPLE
+    run(script, tmp_path, *arguments)
+    complete = (tmp_path / "table_cpu.json").read_text()
+    begun = tmp_path / "table_cpu.begun.json"
+    assert not begun.exists()
     monkeypatch.setattr(table, "_experiment", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(script, tmp_path, "table", "--batch", "2", "--model", table.SIMPLE, "mnist_lstm")
-    record = json.loads((tmp_path / "table_cpu.json").read_text())
-    assert [cell["column"] for cell in record["cells"]] == ["reference CPU", "cpp CPU"]
+        run(script, tmp_path, *arguments, "mnist_lstm")
+    cells = json.loads(begun.read_text())["cells"]
+    assert [cell["column"] for cell in cells] == ["reference CPU", "cpp CPU"]
+    assert (tmp_path / "table_cpu.json").read_text() == complete
 
 
 def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
