@@ -24,7 +24,7 @@ from training_run import measure_training
 
 OVERRIDES = (
     "experiment=coco_segmentation", "data=coco_tiny", "data.image_size=224", "data.batch_size=32",
-    "data.num_workers=4", "model.network.depth=5",
+    "data.num_workers=12", "model.network.depth=5",
 )  # fmt: skip
 STEPS, INTERVAL = 200, 10
 METHOD = (
