@@ -12,7 +12,8 @@ being cpu, cuda or cpu_cuda::
                           error: null, or why there is nothing; step_ms with percentiles
         batches           the same for the simple model by `batch`
         largest_batch     of the simple model on a GPU, a power of two: column -> images, or null
-    table_<devices>.begun.json    the same until then, as far as it came
+    table_<devices>.begun.json    the same until then, as far as it came; after an interruption the
+                      same command goes on with it
     table_<devices>.md    time and peak memory of the cells
     table_<devices>.png   time and memory of a step of the simple model against its batch
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,20 +102,25 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     nearest = min(arguments.batch, key=lambda batch: abs(batch - BATCH))
     path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
     begun = path.with_suffix(".begun.json")  # what takes long is kept as far as it came
-    cells, batches, largest = [], [], {}
-    measured = head | {"method": METHOD, "cells": cells, "batches": batches}
-    measured |= {"largest_batch": largest}
+    measured = _continued(
+        begun, head | {"method": METHOD, "cells": [], "batches": [], "largest_batch": {}}
+    )
+    cells, batches, largest = (measured[name] for name in ("cells", "batches", "largest_batch"))
     if SIMPLE in arguments.model:
-        for name in columns:
-            for batch in arguments.batch:
+        done = {(cell["column"], cell["batch"]) for cell in batches}
+        sizes: list[int] = arguments.batch
+        for name, batch in itertools.product(columns, sizes):
+            if (name, batch) not in done:
                 batches.append(_simple(name, batch))
                 cells += batches[-1:] if batch == nearest else []
                 write_json(begun, measured)
         for name in columns:
-            if COLUMNS[name][0] == "cuda":
+            if COLUMNS[name][0] == "cuda" and name not in largest:
                 largest[name] = _largest_batch(name)
+                write_json(begun, measured)
+    done = {(cell["model"], cell["column"]) for cell in cells}
     for model, name in itertools.product(arguments.model, columns):
-        if model != SIMPLE:
+        if model != SIMPLE and (model, name) not in done:
             cells.append(_experiment(name, model, arguments.timeout))
             write_json(begun, measured)
     text = markdown(measured)
@@ -123,6 +130,18 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
     if batches:
         write(path.with_suffix(".png"), functools.partial(_draw, batches))
+
+
+def _continued(begun: Path, nothing: dict[str, Any]) -> dict[str, Any]:
+    """What the same command measured in the same environment before it was interrupted."""
+    if not begun.exists():
+        return nothing
+    earlier = json.loads(begun.read_text())
+    if any(earlier[name] != nothing[name] for name in ("command", "environment", "method")):
+        print(f"{begun} is of another command or environment, and begun anew", flush=True)
+        return nothing
+    print(f"Going on with {begun}", flush=True)
+    return earlier
 
 
 def _cell(model: str, column: str) -> dict[str, Any]:

@@ -68,15 +68,14 @@ def test_cells_of_experiments_or_why_they_are_empty(
     assert f"(1) {failed['error']}" in text
 
 
-def test_what_was_measured_before_an_interruption_is_kept(
+def test_what_was_measured_before_an_interruption_is_gone_on_with(
     script: Script, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     arguments = "table", "--batch", "2", "--model", table.SIMPLE
-    run(script, tmp_path, *arguments)
-    complete = (tmp_path / "table_cpu.json").read_text()
+    complete = run(script, tmp_path, *arguments)
     begun = tmp_path / "table_cpu.begun.json"
     assert not begun.exists()
     monkeypatch.setattr(table, "_experiment", interrupted)
@@ -84,7 +83,26 @@ def test_what_was_measured_before_an_interruption_is_kept(
         run(script, tmp_path, *arguments, "mnist_lstm")
     cells = json.loads(begun.read_text())["cells"]
     assert [cell["column"] for cell in cells] == ["reference CPU", "cpp CPU"]
-    assert (tmp_path / "table_cpu.json").read_text() == complete
+    assert json.loads((tmp_path / "table_cpu.json").read_text()) == complete
+
+    monkeypatch.setattr(table, "_simple", interrupted)
+    monkeypatch.setattr(table, "_experiment", lambda column, model, _: {
+        **cells[0], "model": model, "column": column, "batch": None,
+    })  # fmt: skip
+    whole = run(script, tmp_path, *arguments, "mnist_lstm")
+    assert whole["cells"][:2] == cells
+    assert [cell["model"] for cell in whole["cells"][2:]] == ["mnist_lstm", "mnist_lstm"]
+    assert not begun.exists()
+
+
+def test_what_another_command_has_begun_is_not_gone_on_with(
+    script: Script, table: ModuleType, tmp_path: Path
+) -> None:
+    begun = tmp_path / "table_cpu.begun.json"
+    arguments = "table", "--batch", "2", "--model", table.SIMPLE
+    complete = run(script, tmp_path, *arguments)
+    begun.write_text(json.dumps(complete | {"command": "another", "cells": [], "batches": []}))
+    assert len(run(script, tmp_path, *arguments)["cells"]) == 2
 
 
 def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
