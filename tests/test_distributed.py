@@ -119,11 +119,14 @@ def test_clipping_by_norm_with_fsdp_is_one_line_that_says_what_to_do(run):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_gpus_train_as_one_does(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+def test_several_gpus_train_as_one_does(tmp_path, strategy, devices):
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"there are fewer than {devices} GPUs")
     gpu = ("trainer.accelerator=gpu", "trainer.gradient_clip_val=null")
-    two = (f"trainer={strategy}", "trainer.devices=2", "data.batch_size=64")
-    train(tmp_path / "two", *two, *gpu)
+    several = (
+        f"trainer={strategy}", f"trainer.devices={devices}", f"data.batch_size={128 // devices}",
+    )  # fmt: skip
+    train(tmp_path / "several", *several, *gpu)
     train(tmp_path / "one", "trainer=gpu", "data.batch_size=128", *gpu)
-    assert_same(tmp_path / "two", tmp_path / "one")
+    assert_same(tmp_path / "several", tmp_path / "one")
