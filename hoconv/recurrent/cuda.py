@@ -76,7 +76,8 @@ class CudaLoop:
         driver = ctypes.CDLL("libcuda.so.1")
         return Kernels(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 
-    def _lasting(self, B: int, device: torch.device, stream: int, _: Any) -> Workspace:
+    def _lasting(self, B: int, device: torch.device, stream: int, _precision: Any) -> Workspace:
+        """One to keep for this stream and precision of products."""
         if _borrowed(device):
             raise _Borrowed
         return self._workspace(B, device, _recorder(device, stream) if self.recorded else None)
