@@ -104,7 +104,13 @@ def main(config: DictConfig) -> float | None:
     discard(run_dir)
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
     console.show_results(results.metrics, results.throughput, paths)
-    return results.metrics.get(config.objective)
+    found = results.metrics.get(config.objective)
+    if found is None and config.mode == "train" and HydraConfig.get().mode == RunMode.MULTIRUN:
+        measured = ", ".join(results.metrics)
+        console.warn(
+            f"objective: {config.objective!r} was not measured; a search needs one of {measured}"
+        )
+    return found
 
 
 def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:

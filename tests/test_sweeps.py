@@ -73,6 +73,14 @@ def test_of_nine_jobs_eight_finish_and_one_says_why_not(run, monkeypatch, wandb_
             assert expected in content
 
 
+def test_an_objective_that_nothing_measures_is_named_after_the_first_job(run):
+    sweep = run("-m", *SHORT, "seed=1,2", "objective=val/acc")
+    assert sweep.exit_code == 0
+    assert sweep.err.count("objective: 'val/acc' was not measured") == 2
+    assert "val/accuracy" in sweep.err
+    assert "objective" not in run("-m", *SHORT, "seed=1").err
+
+
 def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     sweep = run(
         "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.width=2", "seed=1",
