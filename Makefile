@@ -34,7 +34,7 @@ $(APP): pyproject.toml
 	@$(call install,app)
 
 $(DEV): pyproject.toml
-	@$(call install,app$(comma)dev)
+	@$(call install,app$(comma)dev$(comma)sweep)
 
 comma := ,
 
