@@ -17,6 +17,7 @@ from models.attention_decoder import AttentionDecoder
 from models.backbone import load_backbones
 from models.beam_search import States, beam_search
 from models.caption_metrics import bleu4, cider_d
+from models.mean import Mean
 from models.optimizer import adamw
 from reporting.captions import CaptionWriter
 from reporting.pictures import CaptionPictures
@@ -83,7 +84,7 @@ class Captioner(pl.LightningModule):
             self.network.set_vocabulary(len(state))
 
     def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        loss = self._loss(batch).share()
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -118,15 +119,19 @@ class Captioner(pl.LightningModule):
         sentences = beam_search(step, grid.state, self.beam_width, self.max_length)
         return [self.vocabulary.decode(sentence) for sentence in sentences.tolist()]
 
-    def _loss(self, batch: CaptionBatch) -> Tensor:
-        """The mean over the words and the ends of the sentences."""
+    def _loss(self, batch: CaptionBatch) -> Mean:
+        """Cross-entropy over the words and the ends of the sentences."""
         logits = self.network(batch.images.to(self.dtype), batch.tokens[:, :-1])
         following = batch.tokens[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=PAD)
+        total = F.cross_entropy(
+            logits.flatten(0, 1), following.flatten(), ignore_index=PAD, reduction="sum"
+        )
+        return Mean(total, (following != PAD).sum())
 
     def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:
         """The captions found."""
-        self.log(f"{stage}/loss", self._loss(batch), sync_dist=True, batch_size=len(batch.images))
+        loss = self._loss(batch)
+        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
         captions = self.describe(batch.images)
         for caption, references in zip(captions, batch.references, strict=True):
             self._said.append((caption.split(), [words(reference) for reference in references]))

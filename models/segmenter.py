@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from datamodules.coco.annotations import IGNORE
 from datamodules.coco.folder import FolderBatch
 from models.backbone import load_backbones
+from models.mean import Mean
 from models.optimizer import adamw
 from reporting.masks import MaskWriter
 from reporting.pictures import SegmentationPictures
@@ -73,7 +74,7 @@ class Segmenter(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = _checked(batch)
-        loss = pixel_cross_entropy(self(images), labels)
+        loss = pixel_cross_entropy(self(images), labels).share()
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -102,13 +103,13 @@ class Segmenter(pl.LightningModule):
         predicted = logits.argmax(1)
         metrics(predicted, labels)
         loss = pixel_cross_entropy(logits, labels)
-        self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(labels))
+        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
         self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
         return predicted
 
 
-def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the pixels that are not 255; 0 where there are none.
+def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Mean:
+    """Over the pixels that are not 255.
 
     Args:
         logits: (B, K, H, W).
@@ -117,7 +118,7 @@ def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     # Pixels as rows: the loss over images has no deterministic implementation on a GPU.
     rows = logits.movedim(1, -1).flatten(0, -2)
     total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return total / (labels != IGNORE).sum().clamp(min=1)
+    return Mean(total, (labels != IGNORE).sum())
 
 
 def classes(logits: Tensor, size: tuple[int, int]) -> Tensor:

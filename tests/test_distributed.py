@@ -74,6 +74,36 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        ("experiment=coco_segmentation",),
+        ("experiment=coco_captions", "model.network.dropout=0"),  # it would differ
+    ],
+)
+def test_losses_are_means_over_the_pixels_and_words_of_all_processes(tmp_path, experiment):
+    """Of which every process has a different number."""
+    small = (
+        *experiment, "data=coco_tiny", "data.image_size=16", "impl=reference",
+        f"data.cache_dir={tmp_path / 'cache'}", "model.network.width=4", "logger=none",
+        "trainer.accelerator=cpu", "trainer.max_epochs=1", "trainer.limit_train_batches=3",
+    )  # fmt: skip
+    runs = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        process = start(
+            sys.executable, "tests/without_batchnorm.py", *small, "trainer=ddp",
+            f"trainer.devices={processes}", f"data.batch_size={16 // processes}",
+            f"hydra.run.dir={folder}",
+        )  # fmt: skip
+        _, err = process.communicate()
+        assert process.returncode == 0, err
+        metrics = json.loads((folder / "results.json").read_text())["metrics"]
+        runs[processes] = [*losses(folder), metrics["val/loss"], metrics["test/loss"]]
+    assert runs[2] == pytest.approx(runs[1], rel=5e-6)
+
+
+@pytest.mark.slow
 def test_torchrun_starts_the_processes_as_well(alone, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
     train(tmp_path / "run", *TWO, by=(*torchrun, "--master-port=29511"))

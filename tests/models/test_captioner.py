@@ -72,7 +72,7 @@ def test_loss_is_the_mean_over_words_and_ends(fitted):
         for t in range(int(batch.lengths[b]) - 1)
     ]
     assert len(expected) == 4 + 2 + 4
-    torch.testing.assert_close(fitted._loss(batch), torch.stack(expected).mean())
+    torch.testing.assert_close(fitted._loss(batch).value(), torch.stack(expected).mean())
 
 
 def test_scores_are_those_of_the_whole_set(fitted):
@@ -114,5 +114,5 @@ def test_the_same_words_again_keep_the_weights(fitted):
 def test_the_loss_of_an_untrained_network_is_that_of_a_guess():
     model = captioner()
     model.set_extra_state([*WORDS.words, *map(str, range(90))])
-    loss = model.eval()._loss(Data().batches()[0])
+    loss = model.eval()._loss(Data().batches()[0]).value()
     assert loss.item() == pytest.approx(math.log(100), rel=0.2)

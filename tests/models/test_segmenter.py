@@ -48,7 +48,7 @@ def test_loss_is_the_mean_over_labelled_pixels():
         for w in range(5)
         if labels[b, h, w] != IGNORE
     ]
-    loss = pixel_cross_entropy(logits, labels)
+    loss = pixel_cross_entropy(logits, labels).value()
     torch.testing.assert_close(loss, torch.stack(expected).mean())
     loss.backward()
     assert logits.grad is not None
@@ -57,7 +57,7 @@ def test_loss_is_the_mean_over_labelled_pixels():
 
 def test_loss_of_nothing_is_zero_and_no_nan():
     logits = torch.randn(1, 4, 2, 2, requires_grad=True)
-    loss = pixel_cross_entropy(logits, torch.full((1, 2, 2), IGNORE))
+    loss = pixel_cross_entropy(logits, torch.full((1, 2, 2), IGNORE)).value()
     loss.backward()
     assert loss == 0
     assert logits.grad is not None
