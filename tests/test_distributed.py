@@ -1,4 +1,4 @@
-"""Training in several processes, on a CPU with gloo: what it computes, and what it leaves."""
+"""Training in several processes, on CPUs with gloo or on GPUs: what it computes and leaves."""
 
 from __future__ import annotations
 
@@ -73,6 +73,22 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
     assert float(both["throughput/samples_per_sec"]) == pytest.approx(2 * one)
 
 
+def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> list[float]:
+    """Of three steps, the validation and the test, of the same global batch."""
+    folder = tmp_path / str(devices)
+    process = start(
+        sys.executable, script, *overrides, "data=coco_tiny", "data.image_size=16",
+        f"data.batch_size={16 // devices}", f"data.cache_dir={tmp_path / 'cache'}",
+        "model.network.width=4", "impl=reference", "logger=none", "trainer=ddp",
+        f"trainer.devices={devices}", "trainer.max_epochs=1", "trainer.limit_train_batches=3",
+        f"hydra.run.dir={folder}",
+    )  # fmt: skip
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    metrics = json.loads((folder / "results.json").read_text())["metrics"]
+    return [*losses(folder), metrics["val/loss"], metrics["test/loss"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "experiment",
@@ -83,24 +99,9 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
 )
 def test_losses_are_means_over_the_pixels_and_words_of_all_processes(tmp_path, experiment):
     """Of which every process has a different number."""
-    small = (
-        *experiment, "data=coco_tiny", "data.image_size=16", "impl=reference",
-        f"data.cache_dir={tmp_path / 'cache'}", "model.network.width=4", "logger=none",
-        "trainer.accelerator=cpu", "trainer.max_epochs=1", "trainer.limit_train_batches=3",
-    )  # fmt: skip
-    runs = {}
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        process = start(
-            sys.executable, "tests/without_batchnorm.py", *small, "trainer=ddp",
-            f"trainer.devices={processes}", f"data.batch_size={16 // processes}",
-            f"hydra.run.dir={folder}",
-        )  # fmt: skip
-        _, err = process.communicate()
-        assert process.returncode == 0, err
-        metrics = json.loads((folder / "results.json").read_text())["metrics"]
-        runs[processes] = [*losses(folder), metrics["val/loss"], metrics["test/loss"]]
-    assert runs[2] == pytest.approx(runs[1], rel=5e-6)
+    script, overrides = "tests/without_batchnorm.py", ("trainer.accelerator=cpu", *experiment)
+    one, two = (coco_losses(tmp_path, script, devices, *overrides) for devices in (1, 2))
+    assert two == pytest.approx(one, rel=5e-6)
 
 
 @pytest.mark.slow
@@ -160,3 +161,16 @@ def test_several_gpus_train_as_one_does(tmp_path, strategy, devices):
     train(tmp_path / "several", *several, *gpu)
     train(tmp_path / "one", "trainer=gpu", "data.batch_size=128", *gpu)
     assert_same(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
+def test_several_gpus_segment_as_one_does(tmp_path, devices):
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"there are fewer than {devices} GPUs")
+    overrides = (
+        "experiment=coco_segmentation", "trainer.accelerator=gpu", "trainer.sync_batchnorm=true",
+    )  # fmt: skip
+    one, several = (coco_losses(tmp_path, "train.py", n, *overrides) for n in (1, devices))
+    assert several == pytest.approx(one, rel=1e-4)
