@@ -148,6 +148,15 @@ def test_clipping_by_norm_with_fsdp_is_one_line_that_says_what_to_do(run):
     assert "add trainer.gradient_clip_val=null" in message
 
 
+def test_batch_normalisation_over_cpus_is_one_line_that_says_what_to_do(run):
+    failed = run(
+        "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "logger=none",
+        "trainer.sync_batchnorm=true",
+    )  # fmt: skip
+    assert failed.exit_code == 1
+    assert "use trainer.sync_batchnorm=false" in failed.err.splitlines()[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])

@@ -24,8 +24,8 @@ def make_trainer(
     """As `config` says: its ``trainer``, ``checkpoint``, ``step_checkpoints`` and ``find_nan``.
 
     Raises:
-        MisconfigurationException: the hardware is not there, a sweep would start itself again, or
-            gradients cannot be clipped.
+        MisconfigurationException: the hardware is not there, a sweep would start itself again,
+            gradients cannot be clipped, or batch normalisation not synchronised.
     """
     clip = config.trainer.gradient_clip_val
     by_value = config.trainer.get("gradient_clip_algorithm") == "value"
@@ -50,6 +50,11 @@ def make_trainer(
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )
+    if config.trainer.get("sync_batchnorm") and trainer.strategy.root_device.type == "cpu":
+        raise MisconfigurationException(
+            "trainer.sync_batchnorm: PyTorch has it for GPUs only, got true on a CPU; use "
+            "trainer.sync_batchnorm=false"
+        )
     if trainer.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise MisconfigurationException(
             "a sweep (-m) cannot use several devices a job: Lightning would start the sweep again "
