@@ -107,7 +107,6 @@ class Throughput(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._report(trainer)
         self._steps += 1
         self._waiting_since = time.perf_counter()
         if self._stretch_start is None:
@@ -120,8 +119,8 @@ class Throughput(pl.Callback):
         if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step
             self._end_interval(step)
-            self._report(trainer)
-            self._resume()
+        self._report(trainer)
+        self._resume()  # after an interval; what loggers did is not counted
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
