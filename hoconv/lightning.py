@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ class Throughput(pl.Callback):
     """Measures the training steps of a fit: samples a second, waiting for data, peak memory.
 
     The metrics of every ``trainer.log_every_n_steps`` steps go to the trainer's loggers under the
-    step that ends them. GPU time is taken with CUDA events and nothing waits for them before the
-    end of the fit, so those of a GPU go there some steps later, when it has come so far.
-    Validation, checkpoints and other work between epochs are not counted; waiting for the first
-    batch of an epoch is.
+    step that ends them. Time on a GPU, waiting for data included, is taken with CUDA events and
+    nothing waits for them before the end of the fit, so those of a GPU go there later, when it has
+    come so far, all of a second at once. Validation, checkpoints and other work between epochs are
+    not counted; waiting for the first batch of an epoch is.
 
     Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
 
@@ -36,9 +36,11 @@ class Throughput(pl.Callback):
     ``throughput/device/batches_per_sec`` one device
     ``throughput/step_ms``                milliseconds from one batch to the next
     ``throughput/data_wait_fraction``     share of it between the end of a step and the start of the
-                                          next, on the host: 0 ... 1. A GPU may still be busy then.
+                                          next, in which a batch comes, is moved to the device and
+                                          prepared there: 0 ... 1
     ``throughput/peak_memory_mb``         of 2**20 bytes: the most that PyTorch had allocated on the
-                                          GPU; on a CPU the most that the process had resident
+                                          GPU when this was logged; on a CPU the most that the
+                                          process had resident
     ``time/train``, ``time/val``,         seconds since the fit began
     ``time/total``
     ====================================  =======================================================
@@ -82,9 +84,10 @@ class Throughput(pl.Callback):
         self._interval = _Interval()  # what is being counted
         self._stretch_start = None  # a mark while counting, None while not
         self._ended: deque[_Interval] = deque()  # what the device may still be busy with
-        self._waiting_since = 0.0
+        self._waiting_since = None  # a mark, once there is one to wait from
         self._steps = 0
         self._logged_step = 0
+        self._reported = 0.0
         self._fit_start = time.perf_counter()
         self._val_start = 0.0
         self._val_seconds = 0.0
@@ -97,7 +100,7 @@ class Throughput(pl.Callback):
     ) -> None:
         self._resume()  # after a validation within the epoch
         if self._stretch_start is not None:
-            self._interval.wait_seconds += time.perf_counter() - self._waiting_since
+            self._interval.waits.append((self._waiting_since, self._clock.mark()))
 
     def on_train_batch_end(
         self,
@@ -108,10 +111,10 @@ class Throughput(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._steps += 1
-        self._waiting_since = time.perf_counter()
         if self._stretch_start is None:
             self._resume()  # the last step of the warm-up
             return
+        self._waiting_since = self._clock.mark()
         self._interval.steps += 1
         self._interval.samples += self.batch_size_fn(batch)
         step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore
@@ -140,8 +143,7 @@ class Throughput(pl.Callback):
 
     def _resume(self) -> None:
         if self._stretch_start is None and self._steps >= self.warmup_steps:
-            self._stretch_start = self._clock.mark()
-            self._waiting_since = time.perf_counter()
+            self._stretch_start = self._waiting_since = self._clock.mark()
 
     def _pause(self) -> None:
         if self._stretch_start is not None:
@@ -154,14 +156,23 @@ class Throughput(pl.Callback):
         ended, self._interval = self._interval, _Interval()
         if ended.steps:
             ended.step, ended.times = step, self._times()
-            ended.peak_memory_mb = _peak_memory_mb(self._device)
             self._ended.append(ended)
 
     def _report(self, trainer: pl.Trainer, wait: bool = False) -> None:
         """Adds the intervals that the device has done, or all, to the fit, and logs them."""
+        now = time.perf_counter()
+        if not self._ended or (not wait and now < self._reported + self._clock.patience):
+            return
+        self._reported = now
+        peak_memory_mb = _peak_memory_mb(self._device)
         while self._ended and (wait or self._clock.passed(self._ended[0].stretches[-1][1])):
             interval = self._ended.popleft()
             interval.seconds = self._clock.seconds(interval.stretches)
+            interval.wait_seconds = self._clock.seconds(interval.waits)
+            self._clock.forget(
+                mark for pair in interval.stretches + interval.waits for mark in pair
+            )
+            interval.peak_memory_mb = peak_memory_mb
             self._fit.add(interval)
             for logger in trainer.loggers if interval.step is not None else ():
                 logger.log_metrics(self._metrics(interval) | interval.times, step=interval.step)
@@ -227,9 +238,10 @@ class _Interval:
 
     steps: int = 0
     samples: int = 0
-    wait_seconds: float = 0.0
     stretches: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # marks around them
+    waits: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # within the stretches
     seconds: float = 0.0  # between the marks, on the device
+    wait_seconds: float = 0.0
     peak_memory_mb: float | None = None
     step: int | None = None  # to log it under
     times: dict[str, float] = dataclasses.field(default_factory=dict)  # when it ended
@@ -245,6 +257,8 @@ class _Interval:
 class _HostClock:
     """For devices that have finished when the call returns."""
 
+    patience = 0.0  # seconds from one report to the next
+
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -254,13 +268,28 @@ class _HostClock:
     def seconds(self, stretches: list[tuple[float, float]]) -> float:
         return sum(end - start for start, end in stretches)
 
+    def forget(self, marks: Iterable[float]) -> None:
+        pass
+
 
 class _CudaClock:
-    """Marks are events in the GPU's own queue: recording one waits for nothing."""
+    """Marks are events in the GPU's own queue: recording one waits for nothing.
+
+    They are used again once forgotten: making an event and finding the stream take longer than
+    recording it, and there are two in every step. Many read at once take less than some now and
+    then: a step of a small model is a few milliseconds of the host's.
+    """
+
+    patience = 1.0
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._forgotten: set[torch.cuda.Event] = set()
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        free = self._forgotten
+        event = free.pop() if free else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
@@ -269,6 +298,9 @@ class _CudaClock:
     def seconds(self, stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
         stretches[-1][1].synchronize()
         return sum(start.elapsed_time(end) for start, end in stretches) / 1000
+
+    def forget(self, marks: Iterable[torch.cuda.Event]) -> None:
+        self._forgotten.update(marks)
 
 
 def _reset_peak_memory(device: torch.device) -> None:

@@ -261,3 +261,19 @@ def test_waits_for_the_gpu_at_the_end_of_the_fit_only(monkeypatch):
     assert throughput.count > 0
     summary = run.throughput.summary()
     assert all(value is not None and value > 0 for value in summary.values())
+
+
+class WaitsWhileFetching(Busy):
+    def advance(self, seconds: float) -> None:
+        if seconds == FETCH:
+            torch.cuda.synchronize()
+        else:
+            super().advance(seconds)
+
+
+@pytest.mark.gpu
+def test_a_host_that_waits_for_the_gpu_is_not_waiting_for_data():
+    run = fit(WaitsWhileFetching(), [4] * 16, Throughput(4), accelerator="gpu", devices=1)
+    fraction = run.throughput.summary()["data_wait_fraction"]
+    assert fraction is not None
+    assert 0 < fraction < 0.5  # on the host's clock nearly all is
