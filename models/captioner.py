@@ -27,10 +27,10 @@ class Captioner(pl.LightningModule):
     """Cross-entropy of each word given the image and the words before it, AdamW with warm-up and
     cosine.
 
-    The vocabulary is the data module's, and part of the checkpoint. Logs ``train/loss`` per step;
-    for ``val/`` and ``test/`` ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of
-    the captions that a beam search finds, against all captions of each image. Pictures of the
-    validation go to ``pictures/`` and to W&B.
+    The vocabulary is the data module's, and part of the checkpoint. Logs for ``val/`` and ``test/``
+    ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of the captions that a beam
+    search finds, against all captions of each image. Pictures of the validation go to ``pictures/``
+    and to W&B.
 
     Args:
         network: makes the network, given ``weights=``.
@@ -84,9 +84,7 @@ class Captioner(pl.LightningModule):
             self.network.set_vocabulary(len(state))
 
     def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        loss = self._loss(batch).share()
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
+        return self._loss(batch).share()
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> list[str]:
         return self._evaluate("val", batch)

@@ -15,7 +15,7 @@ from models.optimizer import adamw
 class Classifier(pl.LightningModule):
     """Cross-entropy, AdamW, and a learning rate that rises linearly, then falls as a cosine.
 
-    Logs ``train/loss`` per step, and ``loss`` and ``accuracy`` of ``val/`` and ``test/``.
+    Logs ``loss`` and ``accuracy`` of ``val/`` and ``test/``.
 
     Args:
         network: (B, ...) to logits (B, num_classes); a batch is ``(inputs, labels)``.
@@ -39,9 +39,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
-        loss = F.cross_entropy(self(inputs), labels)
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
+        return F.cross_entropy(self(inputs), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_accuracy)

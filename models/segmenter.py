@@ -26,9 +26,9 @@ class Segmenter(pl.LightningModule):
     """Cross-entropy over the pixels that are labelled, AdamW with warm-up and cosine.
 
     A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
-    nothing. Logs ``train/loss`` per step; for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the
-    intersection over union of each class over all images, then the mean of the classes that occur)
-    and ``pixel_accuracy``. Pictures of the validation go to ``pictures/`` and to W&B.
+    nothing. Logs for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the intersection over union of
+    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``.
+    Pictures of the validation go to ``pictures/`` and to W&B.
 
     Args:
         network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
@@ -74,9 +74,7 @@ class Segmenter(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = _checked(batch)
-        loss = pixel_cross_entropy(self(images), labels).share()
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
+        return pixel_cross_entropy(self(images), labels).share()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self._evaluate("val", batch, self.val_metrics)

@@ -105,16 +105,10 @@ def progress() -> pl.Callback:
 
 
 class _ProgressBar(RichProgressBar):
-    """Reads metrics from the device once per logging interval: each reading waits for it."""
-
-    _shown: dict[str, Any] = {}
-
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        every = max(1, trainer.log_every_n_steps)  # pyright: ignore
-        if not trainer.training or trainer.global_step % every == 0:
-            self._shown = super().get_metrics(trainer, pl_module)
-            self._shown.pop("v_num", None)
-        return self._shown
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
 
 
 class _EpochLines(pl.Callback):

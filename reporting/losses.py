@@ -1,4 +1,4 @@
-"""losses.csv: the loss of every training step, to compare runs bit for bit."""
+"""The loss of every training step: losses.csv, to compare runs bit for bit, and train/loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from torch import Tensor
 from reporting.table import GrowingTable
 from training.finite import NotFiniteError
 
+NAME = "train/loss"
+
 
 class LossRecord(pl.Callback):
     """Writes ``step,loss`` for every training batch, in digits that give the same float back; of
-    several devices the mean.
+    several devices the mean. Every ``trainer.log_every_n_steps`` of them the last is logged as
+    ``train/loss``, and it is what the progress bar shows.
 
-    Losses stay on the device until ``trainer.log_every_n_steps`` of them are fetched at once, so
-    that the record does not slow the run down; what is fetched is on disk at once, and the rest
-    follows when a checkpoint is made and when the run fails or is interrupted. A run that goes on
-    after a checkpoint goes on after its last row.
+    Losses stay on the device until so many of them are fetched at once, so that the record does
+    not slow the run down: ``self.log(..., prog_bar=True)`` in a step would wait for each. What is
+    fetched is on disk at once, and the rest follows at the end of an epoch, when a checkpoint is
+    made and when the run fails or is interrupted. A run that goes on after a checkpoint goes on
+    after its last row.
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.
@@ -50,8 +54,15 @@ class LossRecord(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._losses.append(outputs["loss"].detach())
-        if len(self._losses) >= trainer.log_every_n_steps:  # pyright: ignore
+        every = trainer.log_every_n_steps  # pyright: ignore
+        if every and (self._rows + len(self._losses)) % every == 0:
             self._flush()
+            metrics = {NAME: trainer.progress_bar_metrics[NAME], "epoch": trainer.current_epoch}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
@@ -73,6 +84,8 @@ class LossRecord(pl.Callback):
         values = mean.tolist()
         steps = range(self._rows + 1, self._rows + len(values) + 1)
         self._losses, self._rows = [], steps[-1]
+        self._trainer.callback_metrics[NAME] = torch.tensor(values[-1], dtype=torch.float64)
+        self._trainer.progress_bar_metrics[NAME] = values[-1]
         if self._trainer.is_global_zero:
             self._table.extend({"step": s, "loss": v} for s, v in zip(steps, values))
         for step, value in zip(steps, values):

@@ -71,6 +71,9 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
     (both,) = (row for row in rows if row["step"] == "18" and row["throughput/samples_per_sec"])
     one = float(both["throughput/device/samples_per_sec"])
     assert float(both["throughput/samples_per_sec"]) == pytest.approx(2 * one)
+    logged = {int(row["step"]): row["train/loss"] for row in rows if row["train/loss"]}
+    every_second = [repr(loss) for loss in losses(tmp_path / "run")[1::2]]
+    assert logged == dict(zip(range(2, 19, 2), every_second, strict=True))
 
 
 def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> list[float]:

@@ -16,6 +16,7 @@ import hoconv
 import train
 from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
+from hoconv.lightning import Throughput
 from models.classifier import Classifier
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
@@ -71,6 +72,44 @@ def test_implementations_agree_on_the_first_losses(run, impl):
     losses = [float(loss) for loss in run(*steps, f"impl={impl}").losses]
     assert len(losses) == 20
     assert losses == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("impl", ["reference", "cuda"])
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        ("digits_cnn",),
+        ("mnist_lstm", "data=digits"),
+        ("mnist_mbm", "data=digits"),
+        ("coco_segmentation", "data=coco_tiny", "data.num_workers=1"),
+        ("coco_captions", "data=coco_tiny", "data.num_workers=1"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_steps_do_not_wait_for_the_gpu(run, monkeypatch, tmp_path, experiment, impl):
+    begin = Throughput.on_train_batch_start
+
+    def watched(self, trainer, *rest):
+        # From the eleventh step to the fetching of the twentieth batch: losses are read after it.
+        mode = "error" if 10 <= trainer.global_step < 19 else "default"
+        torch.cuda.set_sync_debug_mode(mode)
+        begin(self, trainer, *rest)
+
+    monkeypatch.setattr(Throughput, "on_train_batch_start", watched)
+    name, *overrides = experiment
+    try:
+        done = run(
+            f"experiment={name}", *overrides, f"impl={impl}", "trainer=gpu", "logger=csv",
+            "data.batch_size=8", "trainer.max_epochs=1", "trainer.limit_train_batches=22",
+            "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+            *([f"data.cache_dir={tmp_path}"] if name.startswith("coco") else []),
+        )  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert done.exit_code == 0
+    assert len(done.losses) == 22
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

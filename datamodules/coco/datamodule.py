@@ -5,6 +5,7 @@ B batch, S image size.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,6 +221,7 @@ def normalised(images: Tensor) -> Tensor:
     return images.float().sub_(mean).div_(std)
 
 
+@functools.cache  # copying them to a GPU would wait for all that it has to do
 def _normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
     return mean, std
