@@ -14,6 +14,7 @@ from pathlib import Path
 import hydra
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -159,4 +160,8 @@ if __name__ == "__main__":
     import train  # by this name other processes find it, to which a sweep sends jobs
 
     train.main()
-    sys.exit(1 if train.failed_jobs else 0)
+    if train.failed_jobs:
+        sys.exit(1)
+    # Lightning ends what NCCL began, but not gloo, whose threads may abort an ending process.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
