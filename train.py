@@ -97,7 +97,10 @@ def main(config: DictConfig) -> float | None:
         return None
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
-        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
+        if isinstance(stop, SIGTERMException):  # all processes stop after the same step
+            leave_group()
+            sys.exit(143)
+        sys.exit(130)
     finally:
         wandb_dir = loggers.finish(
             exit_code=0 if results.status == "finished" else 1, summary=results.summary()
@@ -154,6 +157,15 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     return best
 
 
+def leave_group() -> None:
+    """Ends what joined this process to others, where none of them still waits for it.
+
+    Lightning does so with NCCL, but not with gloo, whose threads may abort an ending process.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 MODES = {"train": fit_and_test, "predict": predict}
 
 if __name__ == "__main__":
@@ -162,6 +174,4 @@ if __name__ == "__main__":
     train.main()
     if train.failed_jobs:
         sys.exit(1)
-    # Lightning ends what NCCL began, but not gloo, whose threads may abort an ending process.
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+    train.leave_group()
