@@ -64,9 +64,6 @@ class LossRecord(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._flush()
-
     def state_dict(self) -> dict[str, Any]:
         self._flush()
         return {"rows": self._rows}
