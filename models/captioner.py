@@ -29,8 +29,8 @@ class Captioner(pl.LightningModule):
 
     The vocabulary is the data module's, and part of the checkpoint. Logs for ``val/`` and ``test/``
     ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of the captions that a beam
-    search finds, against all captions of each image. Pictures of the validation go to ``pictures/``
-    and to W&B.
+    search finds, against all captions of each image; a `LossRecord` logs ``train/loss``. Pictures
+    of the validation go to ``pictures/`` and to W&B.
 
     Args:
         network: makes the network, given ``weights=``.

@@ -27,8 +27,8 @@ class Segmenter(pl.LightningModule):
 
     A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
     nothing. Logs for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the intersection over union of
-    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``.
-    Pictures of the validation go to ``pictures/`` and to W&B.
+    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``; a
+    `LossRecord` logs ``train/loss``. Pictures of the validation go to ``pictures/`` and to W&B.
 
     Args:
         network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
