@@ -119,9 +119,9 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         return DataLoader(data, batch_sampler=batches, **self._options())
 
     def _split(self, name: str) -> LabelledImages:
-        data, options = self.splits[name], self._options()
+        data = self.splits[name]
         # The loader would pin a batch of this process with threads that have to be woken, too.
-        data.pinned = options["pin_memory"] and self.num_workers == 0
+        data.pinned = self.num_workers == 0 and self._options()["pin_memory"]
         return data
 
     def _options(self) -> dict[str, Any]:
