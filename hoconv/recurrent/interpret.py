@@ -132,7 +132,8 @@ def _evaluate(
             return operands[0].to(dtype)
         case "fill":
             value, size = op.attrs
-            return torch.full((batch or 1, int(size)), value, dtype=dtype, device=device)
+            rows = () if op.result.type.rate == "once" else (batch or 1,)
+            return torch.full((*rows, int(size)), value, dtype=dtype, device=device)
     constants = next((o.dtype for o in operands if isinstance(o, Tensor) and o.is_floating_point()),
                      dtype)  # fmt: skip
     return evaluate.elementwise(op.kind, *operands, dtype=constants)

@@ -27,8 +27,45 @@ SUMS = ("outer", "total")
 KINDS = (*ROWWISE, *PRODUCTS, *SUMS)
 
 
-class ShapeError(ValueError):
-    """Operands that do not fit together."""
+class OperandError(ValueError):
+    """Operands that do not fit an op, or each other."""
+
+
+def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
+    """Checks that conditions stand where conditions belong, and numbers where numbers do.
+
+    The one rule of types: comparisons make conditions; ``& | ~`` and the first operand of ``where``
+    take them, and so do slices and ``cat``; everything else takes numbers. Nothing is converted.
+
+    Raises:
+        OperandError: one in the other's place, or constants alone; says what to write.
+    """
+    if kind not in SOURCES and not any(isinstance(i, Value) for i in inputs):
+        listed = ", ".join(f"{i:g}" for i in inputs if not isinstance(i, Value))
+        raise OperandError(
+            f"{kind}: expected a value of the step, got numbers alone ({listed}); compute with "
+            "numbers in Python"
+        )
+    found = [isinstance(i, Value) and i.type.dtype == "bool" for i in inputs]
+    if kind == "slice":
+        return
+    if kind == "cat":
+        if numbers := [i for i in inputs if not isinstance(i, Value)]:
+            raise OperandError(f"cat: expected values of the step, got the number {numbers[0]:g}")
+        wanted = [all(found)] * len(found)
+    else:
+        wanted = [kind in LOGIC or (kind == "where" and i == 0) for i in range(len(found))]
+    for operand, is_condition, condition_wanted in zip(inputs, found, wanted):
+        if condition_wanted and not is_condition:
+            got = "a value" if isinstance(operand, Value) else f"the number {operand:g}"
+            raise OperandError(
+                f"{kind}: expected a condition, made by a comparison or by & | ~, got {got}"
+            )
+        if is_condition and not condition_wanted:
+            raise OperandError(
+                f"{kind}: expected numbers, got a condition, which is true or false; write "
+                "rnn.where(condition, 1.0, 0.0)"
+            )
 
 
 def result_shape(
@@ -37,17 +74,17 @@ def result_shape(
     """The shape of what an op gives.
 
     Raises:
-        ShapeError: the operands' shapes do not fit; says which they are.
+        OperandError: the operands' shapes do not fit; says which they are.
     """
     shapes = [i.type.shape for i in inputs if isinstance(i, Value)]
     if kind in ELEMENTWISE:
         for shape in shapes:
             if len(shape) != 1:
-                raise ShapeError(f"{kind}: expected vectors of features, got a weight {shape}")
+                raise OperandError(f"{kind}: expected vectors of features, got a weight {shape}")
         sizes = {shape[0] for shape in shapes}
         if len(sizes - {1}) > 1:
             listed = " and ".join(str(shape[0]) for shape in shapes)
-            raise ShapeError(f"{kind}: expected operands of one size, or of size 1; got {listed}")
+            raise OperandError(f"{kind}: expected operands of one size, or of size 1; got {listed}")
         return (max(sizes),)
     if kind in REDUCTIONS:
         return (1,)
@@ -56,7 +93,7 @@ def result_shape(
     if kind == "slice":
         start, stop = attrs
         if not 0 <= start < stop <= shapes[0][0]:
-            raise ShapeError(f"slice: expected part of 0:{shapes[0][0]}, got {start}:{stop}")
+            raise OperandError(f"slice: expected part of 0:{shapes[0][0]}, got {start}:{stop}")
         return (int(stop - start),)
     if kind == "cat":
         return (sum(shape[0] for shape in shapes),)
@@ -67,7 +104,7 @@ def result_shape(
     x, weight, *bias = shapes
     inner, outer = (weight[1], weight[0]) if kind == "linear" else weight
     if x != (inner,) or any(b != (outer,) for b in bias):
-        raise ShapeError(f"{kind}: a weight {weight} does not fit an operand of size {x[0]}")
+        raise OperandError(f"{kind}: a weight {weight} does not fit an operand of size {x[0]}")
     return (outer,)
 
 

@@ -114,6 +114,8 @@ def parameter(name: str, like: Row | int | None = None, *, init: float | None = 
     """
     _checked_name("parameter", name)
     size = like if like is None or isinstance(like, int) else like.shape[-1]
+    if size is not None and size < 1:
+        fail(f"parameter({name!r}): like: expected a size of at least 1, got {size}")
     return _frame("parameter").parameter(name, size, init)
 
 
@@ -231,9 +233,8 @@ def cat(*values: Row) -> Row:
     """The features of all values beside each other; value[:, start:stop] takes some out."""
     if not values:
         fail("cat: expected at least one value")
-    if isinstance(values[0], Symbol):
-        return values[0].builder.apply("cat", *values)
-    return evaluate.cat(values)
+    symbol = next((v for v in values if isinstance(v, Symbol)), None)
+    return evaluate.cat(values) if symbol is None else symbol.builder.apply("cat", *values)
 
 
 def chunk(value: Row, chunks: int) -> tuple[Row, ...]:

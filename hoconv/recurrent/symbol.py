@@ -6,11 +6,19 @@ A symbol stands for rows of features of one value. Its operators append ops to a
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NoReturn
 
 from hoconv.recurrent.errors import caller_in_cell, located
 from hoconv.recurrent.ir import Op, Operand, Rate, Type, Value
-from hoconv.recurrent.kinds import SOURCES, SUMS, ShapeError, is_boolean, result_shape
+from hoconv.recurrent.kinds import (
+    SOURCES,
+    SUMS,
+    OperandError,
+    check_operands,
+    is_boolean,
+    result_shape,
+)
 
 _LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / < <= > >= == != & | ~ **"
 
@@ -44,23 +52,31 @@ class Builder:
     def apply(
         self, kind: str, *operands: Any, attrs: tuple[int | float, ...] = (), dtype: str = ""
     ) -> Symbol:
-        """The result of an op on symbols, values and numbers.
+        """The result of an op on symbols, values and numbers; of rate ``once`` where they all are.
 
         Raises:
             CellError: operands that do not fit, or that are no values of the step.
         """
         inputs = tuple(self._operand(kind, o) for o in operands)
         try:
+            check_operands(kind, inputs)
             shape = result_shape(kind, inputs, attrs)
-        except ShapeError as error:
+        except OperandError as error:
             fail(str(error))
         values = [i for i in inputs if isinstance(i, Value)]
         once = kind not in SOURCES and all(v.type.rate == "once" for v in values)
-        once = once or kind in SUMS
         dtype = "bool" if is_boolean(kind, inputs) else dtype or self.dtype
-        result = Value(Type("once" if once else self.rate, shape, dtype))
-        (self.before if once else self.ops).append(Op(kind, inputs, result, attrs))
-        return Symbol(self, result)
+        rate = "once" if once or kind in SUMS else self.rate
+        return self._append(Op(kind, inputs, Value(Type(rate, shape, dtype)), attrs))
+
+    def zeros(self, size: int, like: Value) -> Symbol:
+        """Zeros to stand beside parts of a gradient of `like`, which may be one of a parameter."""
+        rate = like.type.rate if self.rate == "sequence" else self.rate
+        return self._append(Op("fill", (), Value(Type(rate, (size,), self.dtype)), (0.0, size)))
+
+    def _append(self, op: Op) -> Symbol:
+        (self.before if op.result.type.rate == "once" else self.ops).append(op)
+        return Symbol(self, op.result)
 
     def cast(self, symbol: Symbol, dtype: str) -> Symbol:
         """The symbol in another dtype; itself where that is its own."""
@@ -77,7 +93,7 @@ class Builder:
             return operand.value
         if isinstance(operand, Value):
             return operand
-        if isinstance(operand, int | float):
+        if isinstance(operand, Real):  # NumPy's scalars, too
             return float(operand)
         fail(
             f"{kind}: expected values of the step or numbers, got {type(operand).__name__}; "
@@ -169,7 +185,10 @@ class Symbol:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", str(function))
-        fail(f"torch's {name} is outside of the language, which has {_LANGUAGE}")
+        fail(
+            f"torch's {name} is outside of the language, which has {_LANGUAGE}; what torch.nn's "
+            "modules learn, rnn.linear and rnn.parameter do"
+        )
 
     def __repr__(self) -> str:
         return f"<value of the step, {self.value.type}>"

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from hoconv.recurrent.ir import Op, Program, Value, flat, step_outputs
-from hoconv.recurrent.kinds import ELEMENTWISE, KINDS, PRODUCTS, REDUCTIONS, SUMS, result_shape
+from hoconv.recurrent.kinds import (
+    ELEMENTWISE,
+    KINDS,
+    PRODUCTS,
+    REDUCTIONS,
+    SUMS,
+    OperandError,
+    check_operands,
+    is_boolean,
+    result_shape,
+)
 
 
 class VerificationError(AssertionError):
@@ -76,6 +86,12 @@ def _region(name: str, items: tuple, rates: tuple, known: set, define, program: 
 
 
 def _check_dtypes(where: str, op: Op, program: Program) -> None:
+    try:
+        check_operands(op.kind, op.inputs)
+    except OperandError as error:
+        raise VerificationError(f"{where}: {error}\n{program}") from error
+    if (op.result.type.dtype == "bool") != is_boolean(op.kind, op.inputs):
+        raise VerificationError(f"{where}: result of type {op.result.type}\n{program}")
     read = {v.type.dtype for v in op.values} - {"bool"}
     own = op.result.type.dtype
     if op.kind == "cast" or not read:

@@ -62,7 +62,7 @@ __device__ void block_sum(A& first, Rest&... rest) {
 template <typename A, typename... Rest>
 __device__ void block_max(A& first, Rest&... rest) {
   A values[]{first, rest...};
-  block_reduce(values, lowest<A>(), [](A a, A b) { return maximum(a, b); });
+  block_reduce(values, -infinity<A>(), [](A a, A b) { return maximum(a, b); });
   int n = 0;
   first = values[n];
   ((rest = values[++n]), ...);

@@ -49,8 +49,12 @@ HOCONV_INLINE A relu(A x) {
 #if defined(__CUDACC__)
 
 template <typename A>
-HOCONV_INLINE A lowest() {
-  return static_cast<A>(__longlong_as_double(0xfff0000000000000ll));
+HOCONV_INLINE A infinity() {
+  return static_cast<A>(__longlong_as_double(0x7ff0000000000000ll));
+}
+template <typename A>
+HOCONV_INLINE A not_a_number() {
+  return static_cast<A>(__longlong_as_double(0x7ff8000000000000ll));
 }
 HOCONV_INLINE float absolute(float x) { return fabsf(x); }
 HOCONV_INLINE double absolute(double x) { return fabs(x); }
@@ -70,8 +74,12 @@ HOCONV_INLINE double softplus(double x) { return x > 20.0 ? x : log1p(exp(x)); }
 #else
 
 template <typename A>
-HOCONV_INLINE A lowest() {
-  return -std::numeric_limits<A>::infinity();
+HOCONV_INLINE A infinity() {
+  return std::numeric_limits<A>::infinity();
+}
+template <typename A>
+HOCONV_INLINE A not_a_number() {
+  return std::numeric_limits<A>::quiet_NaN();
 }
 template <typename A>
 HOCONV_INLINE A absolute(A x) {

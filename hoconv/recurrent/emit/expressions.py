@@ -5,6 +5,11 @@ The functions are those of csrc/recurrent/math.h, which both compile.
 
 from __future__ import annotations
 
+import math
+
+import torch
+
+from hoconv.recurrent.evaluate import DTYPES
 from hoconv.recurrent.ir import Op, Value
 from hoconv.recurrent.random import threshold
 
@@ -23,8 +28,13 @@ _FUNCTIONS = {
 
 
 def literal(number: float, dtype: str) -> str:
-    """A constant of a dtype, exact to the last bit."""
-    return f"{TYPES[dtype]}({float(number)!r})" if dtype != "bool" else str(bool(number)).lower()
+    """A constant of a dtype, as PyTorch rounds it; what is past its range is infinite."""
+    rounded = torch.tensor(number, dtype=DTYPES[dtype], device="cpu").item()
+    if math.isnan(rounded):
+        return f"not_a_number<{TYPES[dtype]}>()"
+    if math.isinf(rounded):
+        return f"{'-' * (rounded < 0)}infinity<{TYPES[dtype]}>()"
+    return f"{TYPES[dtype]}({rounded!r})"
 
 
 def expression(op: Op, names: dict[Value, str], feature: str) -> str:
@@ -57,9 +67,7 @@ def expression(op: Op, names: dict[Value, str], feature: str) -> str:
 
 def initial(op: Op) -> str:
     """What a reduction begins with."""
-    return literal(0.0, op.result.type.dtype) if op.kind == "sum" else (
-        f"lowest<{TYPES[op.result.type.dtype]}>()"
-    )  # fmt: skip
+    return literal(0.0 if op.kind == "sum" else -math.inf, op.result.type.dtype)
 
 
 def reduced(op: Op, total: str, value: str) -> str:

@@ -69,19 +69,16 @@ class _Adjoint:
                     rest.append((start, stop, g))
                     continue
                 if start > end:
-                    row.append(self._fill(start - end))
+                    row.append(self.builder.zeros(start - end, value))
                 width = stop - start
-                row.append(g if g.shape[-1] == width else g + self._fill(width))
+                row.append(g if g.shape[-1] == width else g + self.builder.zeros(width, value))
                 end = stop
             if end < value.type.size:
-                row.append(self._fill(value.type.size - end))
+                row.append(self.builder.zeros(value.type.size - end, value))
             whole = cat(*row) if len(row) > 1 else row[0]
             total = whole if total is None else total + whole
             remaining = rest
         return total
-
-    def _fill(self, width: int) -> Symbol:
-        return self.builder.apply("fill", attrs=(0.0, width))
 
     def through(self, op: Op) -> None:
         """Passes the gradient of an op's result on to its operands, except to weights."""
@@ -146,7 +143,7 @@ class _Steps(_Adjoint):
 
     def _whole(self, value: Value) -> Value:
         g = self.total(value)
-        return (self._fill(value.type.size) if g is None else g).value
+        return (self.builder.zeros(value.type.size, value) if g is None else g).value
 
     def product(self, op: Op, g: Symbol) -> None:
         x, weight = op.values[:2]

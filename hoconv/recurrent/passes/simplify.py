@@ -22,7 +22,9 @@ def _shared(program: Program) -> Program:
         ops = []
         for given in flat(items):
             op = substituted(given, values)
-            key = (op.kind, op.inputs, op.attrs, op.result.type)
+            # -0.0 equals 0.0, but is another constant.
+            inputs = tuple(repr(i) if isinstance(i, float) else i for i in op.inputs)
+            key = (op.kind, inputs, repr(op.attrs), op.result.type)
             same = seen.get(key) or _trivial(op, made_by)
             if same is not None:
                 values[op.result] = same
@@ -54,8 +56,6 @@ def _trivial(op: Op, made_by: dict[Value, Op]) -> Value | None:
     source = made_by.get(a) if isinstance(a, Value) else None
     if op.kind == "mul" and 1.0 in (a, b):
         return same(b if a == 1.0 else a)
-    if op.kind == "add" and 0.0 in (a, b):
-        return same(b if a == 0.0 else a)
     if op.kind == "cat" and len(op.inputs) == 1:
         return same(a)
     if op.kind == "slice" and source is not None and source.kind == "cat":

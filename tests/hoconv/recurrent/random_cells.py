@@ -1,23 +1,35 @@
-"""Cells drawn at random from the whole language, the same ones for a seed every time."""
+"""Cells drawn at random from the whole language, the same ones for a seed every time.
+
+A cell has values of three sorts: rows, which depend on x or a state; learned ones, which depend on
+parameters alone; and conditions. A tame cell keeps its values moderate. A wild one has constants
+such as infinities and NaN, too, and may use a value where its sort does not belong: it is refused.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.cell import BoundCell, Cell
 
+_SIZES = (1, 2, 3, 4, 6)
+_WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
+# Of the draws of a wild cell: wrong sorts, and wild numbers.
+_MISTAKES = 0.02
+_WILD = 0.3
 
-def random_cell(seed: int) -> BoundCell:
-    """A cell of one to three states of several sizes, whose values stay moderate."""
+
+def random_cell(seed: int, wild: bool = False) -> BoundCell:
+    """A cell of one to four states of several sizes."""
     draw = random.Random(seed)
-    sizes = {f"s{i}": draw.choice((2, 3, 4, 6)) for i in range(draw.choice((1, 2, 2, 3)))}
+    sizes = {f"s{i}": draw.choice(_SIZES) for i in range(draw.choice((1, 2, 2, 3, 4)))}
     arguments = ", ".join(("x", *sizes))
-    count = draw.randint(4, 14)
+    count = draw.randint(4, 18)
 
     def function(*rows: Any) -> Any:
-        return _run(random.Random(seed + 1000), rows, sizes, count)
+        return _Body(random.Random(seed + 1000), rows, wild).run(sizes, count)
 
     # A cell has named arguments, as many as states.
     scope: dict[str, Any] = {"function": function}
@@ -26,42 +38,150 @@ def random_cell(seed: int) -> BoundCell:
     return made.bind(3, 4, {})
 
 
-def _run(draw: random.Random, rows: Any, sizes: dict[str, int], count: int) -> Any:
-    values = list(rows)
-    names = iter(range(10_000))
+def _size(value: Any) -> int:
+    return value.shape[-1]
 
-    def some() -> Any:
-        return draw.choice(values)
 
-    def size(row: Any) -> int:
-        return row.shape[-1]
+class _Body:
+    """One run of a cell; symbols and tensors draw the same."""
 
-    def partner(row: Any) -> Any:
-        """Something that fits beside a row."""
-        fitting = [v for v in values if size(v) in (1, size(row))]
-        kind = draw.random()
+    def __init__(self, draw: random.Random, rows: Any, wild: bool) -> None:
+        self.draw = draw
+        self.wild = wild
+        self.rows: list[Any] = list(rows)
+        self.learned: list[Any] = []
+        self.conditions: list[Any] = []
+        self.names = iter(range(10_000))
+
+    def run(self, sizes: dict[str, int], count: int) -> Any:
+        given = len(self.rows)
+        self.learned.append(self.vector(4))
+        for _ in range(count):
+            self.draw.choice((self.add_row, self.add_row, self.add_learned, self.add_condition))()
+        states = {name: self.following(i + 1, n) for i, (name, n) in enumerate(sizes.items())}
+        output = self.draw.choice(self.rows[given:] or self.rows)
+        if self.draw.random() < 0.8:
+            output = output + rnn.sum(next(iter(states.values())))
+        return output, states
+
+    # What a value can be beside
+
+    def row(self) -> Any:
+        return self.draw.choice(self.rows)
+
+    def fitting(self, value: Any) -> Any:
+        """A row or a learned value that fits beside one."""
+        found = [v for v in (*self.rows, *self.learned) if _size(v) in (1, _size(value))]
+        return self.draw.choice(found) if found else value
+
+    def number(self) -> float:
+        if self.wild and self.draw.random() < _WILD:
+            return self.draw.choice(_WILD_NUMBERS)
+        return self.draw.choice((0.5, 2.0, -1.0))
+
+    def partner(self, value: Any) -> Any:
+        """What an operator takes on its other side."""
+        if self.wild and self.conditions and self.draw.random() < _MISTAKES:
+            return self.draw.choice(self.conditions)
+        kind = self.draw.random()
         if kind < 0.15:
-            return draw.choice((0.5, 2.0, -1.0))
-        if kind < 0.3:
-            return rnn.parameter(f"p{next(names)}", draw.choice((1, row)))
-        return draw.choice(fitting)
+            return self.number()
+        return self.vector(self.draw.choice((1, value))) if kind < 0.3 else self.fitting(value)
 
-    def linear(n: int) -> Any:
-        operands = [some() for _ in range(draw.choice((1, 2, 2, 3)))]
-        return rnn.linear(f"w{next(names)}", *operands, size=n, bias=draw.random() < 0.6)
+    def condition(self, value: Any) -> Any:
+        """A condition that fits beside a value."""
+        if self.wild and self.draw.random() < _MISTAKES:
+            return value
+        found = [c for c in self.conditions if _size(c) in (1, _size(value))]
+        if found and self.draw.random() < 0.7:
+            return self.draw.choice(found)
+        return self.compare(value, self.fitting(value))
 
-    def step() -> Any:
-        a = some()
-        b = partner(a)
-        return draw.choice(
+    def compare(self, a: Any, b: Any) -> Any:
+        return self.draw.choice(
             (
-                lambda: linear(draw.choice((1, 2, 3, 4, 6))),
-                lambda: linear(size(a)),
-                lambda: rnn.tanh(a * b),
-                lambda: a + b,
-                lambda: b - a,
+                lambda: a < b,
+                lambda: a <= b,
+                lambda: a > b,
+                lambda: a >= self.number(),
+                lambda: a == b,
+                lambda: a != self.number(),
+            )
+        )()
+
+    # What is learned
+
+    def vector(self, like: Any) -> Any:
+        return rnn.parameter(f"p{next(self.names)}", like)
+
+    def linear(self, size: int) -> Any:
+        operands = [self.row() for _ in range(self.draw.choice((1, 2, 2, 3)))]
+        bias = self.draw.random() < 0.6
+        return rnn.linear(f"w{next(self.names)}", *operands, size=size, bias=bias)
+
+    # New values
+
+    def add_row(self) -> None:
+        made = self.new(self.row())
+        if self.draw.random() < 0.1:  # the same twice, of which one is computed
+            a, b = self.row(), self.row()
+            if _size(a) == _size(b):
+                made = (a * b + 1) / (1 + (a * b) * (a * b))
+        self.rows.append(made)
+
+    def add_learned(self) -> None:
+        p = self.draw.choice(self.learned) if self.draw.random() < 0.5 else None
+        p = self.vector(self.draw.choice(_SIZES)) if p is None else p
+        others = [q for q in self.learned if _size(q) in (1, _size(p))]
+        q = self.draw.choice(others) if others else p
+        self.learned.append(self.of_features(p, q, self.learned))
+
+    def add_condition(self) -> None:
+        value = self.draw.choice((*self.rows, *self.learned))
+        c = self.condition(value)
+        d = self.condition(value)
+        self.conditions.append(
+            self.draw.choice(
+                (
+                    lambda: c & d,
+                    lambda: c | ~d,
+                    lambda: ~c,
+                    lambda: self.compare(value, self.partner(value)),
+                    lambda: rnn.cat(c, self.condition(self.row())),
+                    lambda: c[:, : (_size(c) + 1) // 2],
+                    lambda: rnn.chunk(c, _size(c))[-1],
+                )
+            )()
+        )
+
+    def new(self, a: Any) -> Any:
+        """A row of a row."""
+        b = self.partner(a)
+        makers: tuple[Callable[[], Any], ...] = (
+            lambda: self.linear(self.draw.choice(_SIZES)),
+            lambda: self.linear(_size(a)),
+            lambda: rnn.tanh(a * b),
+            lambda: a + b,
+            lambda: b - a,
+            lambda: a * self.fitting(a),
+            lambda: rnn.minimum(a, b),
+            lambda: rnn.where(self.condition(a), a, b),
+            lambda: rnn.where(self.condition(a), self.number(), a),
+            lambda: rnn.dropout(a, 0.3),
+            lambda: rnn.zoneout(rnn.tanh(a), a, 0.3),
+        )
+        if self.draw.random() < 0.5:
+            return self.of_features(a, self.fitting(a), self.rows)
+        return self.draw.choice(makers)()
+
+    def of_features(self, a: Any, b: Any, beside: list[Any]) -> Any:
+        """A value of values alone, of rows or of learned ones."""
+        return self.draw.choice(
+            (
                 lambda: -a,
+                lambda: a - b,
                 lambda: a / (1 + rnn.abs(a)),
+                lambda: b / rnn.sqrt(1 + rnn.sum(a * a)),
                 lambda: rnn.sigmoid(a),
                 lambda: rnn.relu(a),
                 lambda: rnn.gelu(a),
@@ -70,23 +190,31 @@ def _run(draw: random.Random, rows: Any, sizes: dict[str, int], count: int) -> A
                 lambda: rnn.exp(-rnn.softplus(a)),
                 lambda: rnn.log(1 + a * a),
                 lambda: rnn.sqrt(1 + rnn.abs(a)),
-                lambda: rnn.minimum(a, b),
-                lambda: rnn.maximum(a, 0.25),
+                lambda: rnn.maximum(a, self.number()),
+                lambda: rnn.maximum(a, b),
                 lambda: rnn.where((a > 0.1) | ~(a <= b), a, 0.5),
+                lambda: rnn.where(rnn.max(a) > b, b, rnn.sum(a)),
                 lambda: rnn.clamp(a, -0.5, 0.7),
                 lambda: rnn.mean(a * a),
+                lambda: a - rnn.mean(a),
                 lambda: a - rnn.max(a),
                 lambda: rnn.softmax(a),
-                lambda: rnn.layer_norm(f"n{next(names)}", a, eps=0.1),
-                lambda: rnn.cat(a, some()),
-                lambda: a[:, size(a) // 2 :],
-                lambda: rnn.dropout(a, 0.3),
-                lambda: rnn.zoneout(rnn.tanh(a), a, 0.3),
+                lambda: rnn.layer_norm(f"n{next(self.names)}", a, eps=0.1),
+                lambda: rnn.cat(a, self.draw.choice(beside)),
+                lambda: rnn.cat(b, a, b),
+                lambda: a[:, _size(a) // 2 :],
+                lambda: a[:, : (_size(a) + 1) // 2],
+                lambda: rnn.chunk(a, _size(a))[0],
+                lambda: a**3 * 0.1,
             )
         )()
 
-    for _ in range(count):
-        values.append(step())
-    states = {name: rnn.tanh(linear(n)) for name, n in sizes.items()}
-    output = draw.choice([v for v in values[1 + len(sizes) :] if size(v) > 0])
-    return output + rnn.sum(next(iter(states.values()))), states
+    def following(self, at: int, size: int) -> Any:
+        """What a state becomes: mostly something new, or what is there already."""
+        ready = [v for v in self.rows if _size(v) == size]
+        kind = self.draw.random()
+        if kind < 0.1:
+            return self.rows[at]  # as it was
+        if kind < 0.2 and ready:
+            return self.draw.choice(ready)
+        return rnn.tanh(self.linear(size))

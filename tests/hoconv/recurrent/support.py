@@ -42,6 +42,21 @@ def sequence(*shape: int) -> Tensor:
     return torch.randn(shape or (5, 2, 3), dtype=torch.float64)
 
 
+def agree(
+    made: rnn.RNN, *arguments: Any, tolerance: float = 1e-10, equal_nan: bool = False
+) -> None:
+    """A layer computes in C++ what its definition says: outputs, states and all gradients."""
+    T, B = 5, 3
+    x = sequence(T, B, made.input_size).to(next(made.parameters(), sequence()).dtype)
+    found = []
+    for impl in ("cpp", "reference"):
+        made.impl = impl
+        torch.manual_seed(1)
+        found.append(gradients(made, x, *arguments))
+    for mine, exact in zip(*found, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
+
+
 def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any) -> list[Tensor]:
     """The output, the final states and all gradients, of a function that uses all of them."""
     x = x.detach().requires_grad_()
@@ -50,5 +65,5 @@ def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any) -> list[Tens
     states = state if isinstance(state, tuple) else (state,)
     loss = sum(t.sin().sum() * (i + 1) for i, t in enumerate((output, *states)))
     assert isinstance(loss, Tensor)
-    found = torch.autograd.grad(loss, [x, *parameters])
+    found = torch.autograd.grad(loss, [x, *parameters], materialize_grads=True)
     return [t.detach() for t in (output, *states, *found)]
