@@ -40,6 +40,7 @@ def bind(
     given += program.made_before
     tensors = dict(resident)
     for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
+        _check(buffer, values[value], T, B, initial[0].device)
         if buffer in resident:
             resident[buffer].copy_(values[value])
         else:
@@ -51,6 +52,17 @@ def bind(
         for each in buffers:
             tensors[each][T - 1 if each.kind == "history" and program.reverse else 0] = first
     return tensors
+
+
+def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
+    """Compiled code is given an address: what is there must be what it was compiled for."""
+    expected = DTYPES[buffer.type.dtype], buffer.shape(T, B), device
+    got = tensor.dtype, tuple(tensor.shape), tensor.device
+    if got != expected:
+        raise ValueError(
+            f"hoconv::recurrent: {buffer.name}: the compiled loop reads "
+            f"{', '.join(map(str, expected))}, got {', '.join(map(str, got))}"
+        )
 
 
 def results(

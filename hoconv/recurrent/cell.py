@@ -5,9 +5,13 @@ B batch, I input size, H hidden size, n features.
 
 from __future__ import annotations
 
+import copy
+import dis
 import importlib
 import inspect
+import itertools
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +46,18 @@ class Cell:
     options: Mapping[str, Any]
 
     def __reduce__(self) -> Any:
-        return _find, (self.function.__module__, self.function.__qualname__)
+        """By the name under which the cell can be imported, as functions are pickled."""
+        where = self.function.__module__, self.function.__qualname__
+        try:
+            found = _find(*where)
+        except (ImportError, AttributeError):
+            found = None
+        if found is not self:
+            raise pickle.PicklingError(
+                f"the cell {self.name} cannot be pickled: {'.'.join(where)} is not it; define it "
+                "at the top of a module under its function's name, or save the layer's state_dict()"
+            )
+        return _find, where
 
     def __deepcopy__(self, memo: Any) -> Cell:
         return self
@@ -53,6 +68,8 @@ class Cell:
         Raises:
             TypeError: an option that the cell does not have, or a missing one.
             ValueError: a size that is not a positive whole number.
+
+        The options are copied: what happens to a list afterwards changes no layer.
         """
         known = {"input_size": input_size, HIDDEN: hidden_size}
         if unknown := [name for name in options if name not in self.options]:
@@ -72,7 +89,7 @@ class Cell:
                     f"{size}: the size of the state {state!r} of the cell {self.name}: expected an "
                     f"int of at least 1, got {sizes[state]!r}"
                 )
-        return BoundCell(self, input_size, hidden_size, values, sizes)
+        return BoundCell(self, input_size, hidden_size, copy.deepcopy(values), sizes)
 
 
 def _find(module: str, qualname: str) -> Cell:
@@ -80,7 +97,7 @@ def _find(module: str, qualname: str) -> Cell:
     return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BoundCell:
     """A cell with sizes and options. `options` are all of its keyword-only arguments."""
 
@@ -126,6 +143,12 @@ class BoundCell:
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise self.error(f"it must return {shape}, got {type(result).__name__}")
         output, states = result
+        for name, value in {"output": output, **states}.items():
+            if not hasattr(value, "shape") or len(value.shape) != 2:
+                raise self.error(
+                    f"{name}: expected a value of the step, (B, n), got {value!r}; a row of zeros "
+                    "is 0.0 times a row"
+                )
         for name in states:
             if name not in names:
                 raise self.error(
@@ -143,11 +166,17 @@ class BoundCell:
         return output, {name: states[name] for name in names}
 
     def error(self, message: str) -> CellError:
-        """An error that shows the line of the cell's last return."""
-        lines, first = inspect.getsourcelines(self.cell.function)
-        returns = [i for i, line in enumerate(lines) if line.strip().startswith("return")]
-        filename = self.cell.function.__code__.co_filename
-        return located(message, filename, first + (returns[-1] if returns else 0), self.name)
+        """An error that shows the line of the cell's return, or its first where it has several."""
+        code = self.cell.function.__code__
+        instructions = dis.get_instructions(code)
+        returns = {
+            at.positions.lineno
+            for before, at in itertools.pairwise(instructions)
+            if at.opname == "RETURN_VALUE" and at.positions and at.positions.lineno
+            and (before.opname, before.argval) != ("LOAD_CONST", None)  # of a function that ends
+        }  # fmt: skip
+        line = returns.pop() if len(returns) == 1 else code.co_firstlineno
+        return located(message, code.co_filename, line, self.name)
 
 
 def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[..., Any]], Cell]:
@@ -169,6 +198,9 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
     Raises:
         CellError: arguments of the function that do not fit.
     """
+    if callable(state):
+        raise CellError('cell: expected names of states, as in @rnn.cell(state=("h",)); got a '
+                        "function: the decorator is missing its argument")  # fmt: skip
     sizes = dict(state) if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
 
     def decorate(function: Callable[..., Any]) -> Cell:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+
+import torch
+
+_INNER = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_READY_CELLS = str(Path(__file__).with_name("cells.py"))
 
 
 class CellError(ValueError):
@@ -30,12 +36,12 @@ def line_in(traceback: TracebackType | None, code: CodeType) -> int:
 
 
 def caller_in_cell() -> FrameType | None:
-    """The innermost frame outside of the language's own files."""
-    here = str(Path(__file__).parent)
+    """The innermost frame outside of the language's own files, and of PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(here)
-        and frame.f_code.co_filename != str(Path(here) / "cells.py")
-    ):
+    while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def _is_inner(filename: str) -> bool:
+    return filename.startswith(_INNER) and filename != _READY_CELLS

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from hoconv.implementations import check_name, resolve
-from hoconv.recurrent.cell import Cell
+from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.recurrent.evaluate import NAMES
 from hoconv.recurrent.explain import explain
 from hoconv.recurrent.operator import OPERATOR
-from hoconv.recurrent.ops import RUNS
-from hoconv.recurrent.plans import register, request
+from hoconv.recurrent.ops import RUNS, Call
+from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.serialize import to_text
+from hoconv.recurrent.trace import Declaration, trace
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -85,6 +89,7 @@ class RNN(nn.Module):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
         check_name(OPERATOR, impl)
+        _check_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
@@ -95,26 +100,24 @@ class RNN(nn.Module):
         self.impl = impl
         self.options = options
         self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
-        self._names: list[list[str]] = []
-        self._draws: list[bool] = []  # likewise: whether it has noise in training
+        self._traced: list[_Traced] = []  # likewise
         size = input_size
         for layer in range(num_layers):
             bound = cell.bind(size, hidden_size, options)
-            traced = trace(bound, training=True)
+            traced = _traced(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 self.runs.append((bound, suffix))
-                self._names.append([d.name + suffix for d in traced.declarations])
-                self._draws.append(traced.draws)
+                self._traced.append(traced)
                 for d in traced.declarations:
                     empty = torch.empty(d.shape, device=device, dtype=dtype)
                     self.register_parameter(d.name + suffix, nn.Parameter(empty))
             size = traced.output_size * (1 + bidirectional)
-        self._cells = [register(bound) for bound, _ in self.runs]
         self.reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._cells = [register(bound) for bound, _ in self.runs]  # names are a process's own
+        # What a cell is, its function says; the traces may be of another version.
+        self._traced = [_traced(bound) for bound, _ in self.runs]
 
     @property
     def cell(self) -> Cell:
@@ -122,15 +125,21 @@ class RNN(nn.Module):
         return self.runs[0][0].cell
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Draws all parameters anew; through a parametrization, what it can be given."""
         bound = 1 / math.sqrt(self.hidden_size)
-        for cell, suffix in self.runs:
-            for d in trace(cell).declarations:
-                parameter = self.get_parameter(d.name + suffix)
-                if d.init is None:
-                    nn.init.uniform_(parameter, -bound, bound)
-                else:
-                    nn.init.constant_(parameter, d.init)
+        for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
+            for d in traced.declarations:
+                name = d.name + suffix
+                with torch.no_grad():
+                    value = torch.empty_like(getattr(self, name))
+                    if d.init is None:
+                        value.uniform_(-bound, bound)
+                    else:
+                        value.fill_(d.init)
+                    if parametrize.is_parametrized(self, name):
+                        setattr(self, name, value)
+                    else:
+                        getattr(self, name).copy_(value)
 
     def forward(
         self,
@@ -154,7 +163,8 @@ class RNN(nn.Module):
 
         Raises:
             ValueError: a shape that does not fit.
-            TypeError: a dtype that is not the parameters'.
+            TypeError: a dtype that is not the parameters', or not one of float64, float32, bfloat16
+                and float16.
         """
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
@@ -175,6 +185,7 @@ class RNN(nn.Module):
             )
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
+        self._check_parameters(x)
         x, parameters = self._cast(x)
         states = self._states(state, x, single)
         valid = self._valid(lengths, x)
@@ -204,16 +215,21 @@ class RNN(nn.Module):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
             outputs = []
+            if valid is not None:
+                # Past its end a sequence reads its first step again: what is there, NaN perhaps,
+                # reaches no gradient, and the first step is one that the cell can take.
+                x = torch.where(valid, x, x[:1])
             for direction in range(directions):
                 at = layer * directions + direction
-                noise = self.training and self._draws[at]
+                traced, reverse = self._traced[at], direction == 1
+                noise = self.training and traced.draws
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
-                plan = request(
-                    self._cells[at], str(x.dtype), self.schedule, noise, valid is not None,
-                    direction == 1,
-                )  # fmt: skip
+                text = traced.texts[self.training]
+                plan = request(text, x.dtype, self.schedule, valid is not None, reverse)
                 initial = [state[at] for state in states]
-                output, *following = run(x, initial, parameters[at], valid, seed, plan)
+                call = Call(self.runs[at][0], traced.names, plan, x, initial, parameters[at],
+                            valid, self.training, seed, reverse)  # fmt: skip
+                output, *following = run(call)
                 outputs.append(output)
                 final.append(following)
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
@@ -222,10 +238,12 @@ class RNN(nn.Module):
     def _cast(self, x: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         """x and the parameters of each run in the dtype to compute with."""
         parameters: list[list[Tensor]] = [
-            [getattr(self, name) for name in names] for names in self._names
+            [getattr(self, name + suffix) for name in traced.names]
+            for (_, suffix), traced in zip(self.runs, self._traced, strict=True)
         ]
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
             parameters = [[_cast(p, dtype) for p in of] for of in parameters]
             x = _cast(x, dtype)
         own = next(iter(parameters[0]), x)
@@ -234,11 +252,28 @@ class RNN(nn.Module):
                 f"x: expected the dtype of the parameters, {own.dtype}, got {x.dtype}; convert "
                 f"one of them with .to(...)"
             )
-        if x.device != own.device:
-            raise ValueError(
-                f"x: expected the device of the parameters, {own.device}, got {x.device}"
-            )
+        _check_dtype("x", x.dtype)
         return x, parameters
+
+    def _check_parameters(self, x: Tensor) -> None:
+        """Checks what torch.func.functional_call, say, may have put in the parameters' places."""
+        own = next(self.parameters(), x).dtype
+        for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
+            for d in traced.declarations:
+                name = d.name + suffix
+                tensor = getattr(self, name)
+                if tuple(tensor.shape) != d.shape:
+                    raise ValueError(f"{name}: expected shape {d.shape}, got {tuple(tensor.shape)}")
+                if tensor.dtype != own:
+                    raise TypeError(
+                        f"{name}: expected the dtype of the other parameters, {own}, got "
+                        f"{tensor.dtype}; convert the whole layer with .to(...)"
+                    )
+                if tensor.device != x.device:
+                    raise ValueError(
+                        f"x: expected the device of the parameters, {tensor.device} as {name}, got "
+                        f"{x.device}"
+                    )
 
     def _states(self, given: State | None, x: Tensor, single: bool) -> list[Tensor]:
         sizes = self.runs[0][0].state_sizes
@@ -303,6 +338,44 @@ class RNN(nn.Module):
             if getattr(self, name) != default:
                 shown += f", {name}={getattr(self, name)!r}"
         return shown + "".join(f", {name}={value!r}" for name, value in self.options.items())
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A cell as the compiler takes it.
+
+    Attributes:
+        declarations: its parameters.
+        names: theirs, without a suffix.
+        texts: of its step in evaluation and in training.
+        draws: whether a step has noise in training.
+        output_size: the features of the step's output.
+    """
+
+    declarations: tuple[Declaration, ...]
+    names: tuple[str, ...]
+    texts: tuple[str, str]
+    draws: bool
+    output_size: int
+
+
+def _traced(cell: BoundCell) -> _Traced:
+    evaluation, training = trace(cell), trace(cell, training=True)
+    return _Traced(
+        training.declarations,
+        tuple(d.name for d in training.declarations),
+        (to_text(evaluation), to_text(training)),
+        training.draws,
+        training.output_size,
+    )
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in NAMES or dtype == torch.bool:
+        raise TypeError(
+            f"{name}: expected float32, float64, bfloat16 or float16, got {dtype}; convert the "
+            "layer and its input with .to(...)"
+        )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

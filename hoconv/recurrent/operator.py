@@ -5,6 +5,7 @@ B batch, H hidden size, I input size, T time steps, n features of a state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +16,8 @@ from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.recurrent import cells, cpp, cuda, ops
 from hoconv.recurrent.cell import BoundCell, Cell
-from hoconv.recurrent.plans import register, request
+from hoconv.recurrent.plans import request
+from hoconv.recurrent.serialize import to_text
 from hoconv.recurrent.trace import trace
 
 _TOLERANCES = {
@@ -67,15 +69,17 @@ def recurrent(
     return run(x, tensors, cell, hidden_size, schedule, reverse)
 
 
-def _implementation(run: Callable[..., list[Tensor]]) -> Callable[..., Tensor]:
+def _implementation(run: Callable[[ops.Call], list[Tensor]]) -> Callable[..., Tensor]:
     def function(
         x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int,
         schedule: str = "auto", reverse: bool = False,
     ) -> Tensor:  # fmt: skip
-        name = _registered(cell, x.shape[2], hidden_size)
-        plan = request(name, str(x.dtype), schedule, False, False, reverse)
-        n = len(_CELLS[cell][0].states)
-        found = run(x, list(tensors[:n]), list(tensors[n:]), None, None, plan)
+        bound = _bound(cell, x.shape[2], hidden_size)
+        names, text = _traced(cell, x.shape[2], hidden_size)
+        plan = request(text, x.dtype, schedule, False, reverse)
+        n = len(bound.state_sizes)
+        states, parameters = list(tensors[:n]), list(tensors[n:])
+        found = run(ops.Call(bound, names, plan, x, states, parameters, reverse=reverse))
         return torch.cat([t.flatten() for t in found])
 
     return function
@@ -86,11 +90,14 @@ def _bound(cell: str, input_size: int, hidden_size: int) -> BoundCell:
     return made.bind(input_size, hidden_size, options)
 
 
-def _registered(cell: str, input_size: int, hidden_size: int) -> str:
-    return register(_bound(cell, input_size, hidden_size))
+@functools.cache
+def _traced(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
+    """The names of a ready cell's parameters, and its text."""
+    traced = trace(_bound(cell, input_size, hidden_size))
+    return tuple(d.name for d in traced.declarations), to_text(traced)
 
 
-_registered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_traced._dynamo_marked_constant = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _sample(

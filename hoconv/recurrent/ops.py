@@ -1,8 +1,8 @@
 """A recurrent layer in one direction as a torch.library op: schema, fake, autograd.
 
 The op runs one of a plan's programs: `inference`; `forward`, which also returns what the gradient
-needs; or `backward`. Gradients of higher order come from the definition: the cell is run again, op
-by op, in PyTorch.
+needs; or `backward`. Gradients of higher order come from the plan's definition, which is run op by
+op in PyTorch.
 
 B batch, T time steps, n features.
 """
@@ -10,15 +10,20 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hoconv.recurrent import plans, reference
+from hoconv.recurrent import reference
+from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.evaluate import DTYPES
 from hoconv.recurrent.interpret import interpret
+from hoconv.recurrent.ir import Program
 from hoconv.recurrent.packing import packed, unpacked
+from hoconv.recurrent.plans import Prepared, prepared
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -42,15 +47,16 @@ def _run(
     which: str,
     impl: str,
 ) -> list[Tensor]:
-    program = plans.program_of(plan, which)
-    named = _named(plan, parameters)
+    made = prepared(plan)
+    program = made.program(which)
+    named = _named(made, parameters)
     results, final = interpret(
         program,
         packed(program, named),
-        dict(zip((name for name, _ in program.sequences), sequences, strict=True)),
-        dict(zip((s.name for s in program.states if s.total is None), states, strict=True)),
+        _by_name(program, sequences),
+        _by_name_of_states(program, states),
         seed,
-        plans.loop(plan, which, impl, sequences[0].device.type),
+        made.loop(which, impl, sequences[0].device.type),
     )
     if which == "backward":
         rows = results.get("d_x")
@@ -81,7 +87,7 @@ def _fake(
     which: str,
     impl: str,
 ) -> list[Tensor]:
-    program = plans.program_of(plan, which)
+    program = prepared(plan).program(which)
     x = sequences[0]
     found = []
     if which == "backward":
@@ -94,8 +100,16 @@ def _fake(
     return [*found, *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states)]
 
 
-def _named(plan: str, parameters: list[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(plans.parameter_names(plans.parsed(plan).cell), parameters, strict=True))
+def _named(made: Prepared, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(made.names, parameters, strict=True))
+
+
+def _by_name(program: Program, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip((name for name, _ in program.sequences), sequences, strict=True))
+
+
+def _by_name_of_states(program: Program, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip((s.name for s in program.states if s.total is None), states, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -115,14 +129,16 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     states, saved = saved[:n_states], saved[n_states:]
     parameters, saved = saved[:n_parameters], saved[n_parameters:]
     seed, *results = saved
+    made = prepared(ctx.plan)
     d_output = grads[0]
     d_states = grads[len(grads) - n_states :]
     if torch.is_grad_enabled():
-        d_x, *found = _again(ctx.plan, sequences, states, parameters, seed, d_output, d_states)
-        d_parameters, d_initial = found[n_states:], found[:n_states]
+        d_x, d_initial, d_parameters = _differentiate_again(
+            made, sequences, states, parameters, seed, d_output, d_states
+        )
     else:
-        forward, backward = (plans.program_of(ctx.plan, w) for w in ("forward", "backward"))
-        read = dict(zip((name for name, _ in forward.sequences), sequences, strict=True))
+        forward, backward = made.plan.forward, made.plan.backward
+        read = _by_name(forward, sequences)
         read |= dict(zip((name for name, _ in forward.results), results, strict=True))
         read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
         zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
@@ -135,87 +151,152 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return d_sequences, d_initial, d_parameters, None, None, None, None
 
 
-def _again(
-    plan: str,
-    sequences: list[Tensor],
-    states: list[Tensor],
-    parameters: list[Tensor],
+def _differentiate_again(
+    made: Prepared,
+    sequences: Sequence[Tensor],
+    states: Sequence[Tensor],
+    parameters: Sequence[Tensor],
     seed: Tensor | None,
     d_output: Tensor | None,
-    d_states: list[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """The gradients of x, states and parameters as functions that can be differentiated again."""
-    request = plans.parsed(plan)
+    d_states: Sequence[Tensor | None],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """The gradients of x, states and parameters as functions that can be differentiated again.
+
+    What was saved may depend on each other, as when a state is a function of x. The gradients are
+    those of aliases, which do not: what leads from one to the other is differentiated by whoever
+    asked for these gradients, and would be counted twice.
+    """
+    program = made.plan.definition
     with torch.enable_grad():
-        x, *valid = sequences
-        inputs = [t if t.requires_grad else t.detach().requires_grad_()
-                  for t in (x, *states, *parameters)]  # fmt: skip
+        saved = [sequences[0], *states, *parameters]
+        aliases = [t.view_as(t) for t in saved]
         n = len(states)
-        output, final = reference.recurrent(
-            plans.registered(request.cell), inputs[0], inputs[1 : 1 + n],
-            _named(plan, inputs[1 + n :]), valid=valid[0] if valid else None,
-            seed=seed if request.training else None, reverse=request.reverse,
+        results, final = interpret(
+            program,
+            packed(program, _named(made, aliases[1 + n :])),
+            _by_name(program, [aliases[0], *sequences[1:]]),
+            _by_name_of_states(program, aliases[1 : 1 + n]),
+            seed,
+        )
+        outputs = (results["output"], *final.values())
+        pairs = [
+            (t, g)
+            for t, g in zip(outputs, (d_output, *d_states), strict=True)
+            if g is not None and t.requires_grad
+        ]
+        wanted = [alias for alias in aliases if alias.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [t for t, _ in pairs], wanted, [g for _, g in pairs],
+                create_graph=True, materialize_grads=True,
+            )
         )  # fmt: skip
-        pairs = [(t, g) for t, g in zip((output, *final), (d_output, *d_states)) if g is not None]
-        return torch.autograd.grad(
-            [t for t, _ in pairs], inputs, [g.to(t.dtype) for t, g in pairs],
-            create_graph=True, materialize_grads=True,
-        )  # fmt: skip
+    d_x, *rest = [next(found) if alias.requires_grad else None for alias in aliases]
+    return d_x, rest[:n], rest[n:]
 
 
 torch.library.register_autograd("hoconv::recurrent.compiled", _differentiate, setup_context=_save)
 
 
-def run_reference(
-    x: Tensor,
-    states: list[Tensor],
-    parameters: list[Tensor],
-    valid: Tensor | None,
-    seed: Tensor | None,
-    plan: str,
-) -> list[Tensor]:
+class _OfLibrary(torch.autograd.Function):
+    """A library's function whose gradient can be differentiated again, which cuDNN's cannot be."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Prepared, n_states: int, x: Tensor, *tensors: Tensor) -> Any:
+        ctx.made, ctx.n_states = made, n_states
+        ctx.save_for_backward(x, *tensors)
+        ctx.set_materialize_grads(False)
+        wanted = ctx.needs_input_grad[2:]
+        with torch.set_grad_enabled(any(wanted)):
+            ctx.inputs = [t.detach().requires_grad_(w) for t, w in zip((x, *tensors), wanted)]
+            states, parameters = ctx.inputs[1 : 1 + n_states], ctx.inputs[1 + n_states :]
+            library = made.plan.library
+            assert library is not None
+            ctx.outputs = library.run(ctx.inputs[0], states, _named(made, parameters), made.reverse)
+        return tuple(t.detach() for t in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, *tensors = ctx.saved_tensors
+        states, parameters = tensors[: ctx.n_states], tensors[ctx.n_states :]
+        if torch.is_grad_enabled():
+            d_x, d_states, d_parameters = _differentiate_again(
+                ctx.made, [x], states, parameters, None, grads[0], grads[1:]
+            )
+            return None, None, d_x, *d_states, *d_parameters
+        pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
+        wanted = [t for t in ctx.inputs if t.requires_grad]
+        # The graph is kept: it goes with ctx, and this may be called again.
+        found = iter(
+            torch.autograd.grad(
+                [t for t, _ in pairs], wanted, [g for _, g in pairs],
+                retain_graph=True, materialize_grads=True,
+            )
+        )  # fmt: skip
+        return None, None, *(next(found) if t.requires_grad else None for t in ctx.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One run of a cell over a sequence in one direction.
+
+    Attributes:
+        cell: the cell with its sizes.
+        names: of its parameters, in the order of `parameters`.
+        plan: the text of :func:`hoconv.recurrent.plans.request`; what it says of masks, direction
+            and noise is what the rest says.
+        x: (T, B, I).
+        states: (B, n) of each state, before the first step.
+        parameters: in the dtype of x.
+        valid: (T, B, 1) bool, whether a step is within its sequence; None where all are.
+        training: whether noise is drawn.
+        seed: int64 scalar, of the random masks, where there are any.
+        reverse: whether the first step is the last of x.
+    """
+
+    cell: BoundCell
+    names: Sequence[str]
+    plan: str
+    x: Tensor
+    states: list[Tensor]
+    parameters: list[Tensor]
+    valid: Tensor | None = None
+    training: bool = False
+    seed: Tensor | None = None
+    reverse: bool = False
+
+
+def run_reference(call: Call) -> list[Tensor]:
     """The cell, called at every step: the output and the final states."""
-    request = plans.parsed(plan)
     output, final = reference.recurrent(
-        plans.registered(request.cell), x, states, _named(plan, parameters), valid=valid,
-        seed=seed if request.training else None, reverse=request.reverse,
+        call.cell, call.x, call.states, dict(zip(call.names, call.parameters, strict=True)),
+        valid=call.valid, training=call.training, seed=call.seed, reverse=call.reverse,
     )  # fmt: skip
     return [output, *final]
 
 
-def run_compiled(
-    impl: str,
-    x: Tensor,
-    states: list[Tensor],
-    parameters: list[Tensor],
-    valid: Tensor | None,
-    seed: Tensor | None,
-    plan: str,
-) -> list[Tensor]:
+def run_compiled(impl: str, call: Call) -> list[Tensor]:
     """The plan's programs in C++ or CUDA: the output and the final states."""
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *states, *parameters))
+    x, states = call.x, call.states
+    wanted = any(t.requires_grad for t in (x, *states, *call.parameters))
     wide = torch.promote_types(x.dtype, torch.float32)
-    sequences = [x] if valid is None else [x, valid]
+    sequences = [x] if call.valid is None else [x, call.valid]
     found = op(
-        sequences, [s.to(wide) for s in states], parameters, seed, plan,
-        "forward" if wanted else "inference", impl,
+        sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,
+        "forward" if wanted and torch.is_grad_enabled() else "inference", impl,
     )  # fmt: skip
     return [found[0], *(s.to(x.dtype) for s in found[len(found) - len(states) :])]
 
 
-def run_cuda(
-    x: Tensor,
-    states: list[Tensor],
-    parameters: list[Tensor],
-    valid: Tensor | None,
-    seed: Tensor | None,
-    plan: str,
-) -> list[Tensor]:
+def run_cuda(call: Call) -> list[Tensor]:
     """The plan's programs in CUDA, or the library's function that does the same."""
-    # torch.compile sees one op.
-    if not torch.compiler.is_compiling() and (library := plans.planned(plan).library):
-        return library.run(x, states, _named(plan, parameters), plans.parsed(plan).reverse)
-    return run_compiled("cuda", x, states, parameters, valid, seed, plan)
+    # torch.compile sees one op; torch.func knows how to transform it.
+    seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not seen and (made := prepared(call.plan)).plan.library:
+        return list(
+            _OfLibrary.apply(made, len(call.states), call.x, *call.states, *call.parameters)
+        )
+    return run_compiled("cuda", call)
 
 
 RUNS = {

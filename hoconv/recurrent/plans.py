@@ -1,4 +1,7 @@
-"""Cells and plans by name: an op takes strings, and torch.compile sees constants."""
+"""Plans by content: an op takes a text that holds the whole cell, a constant to torch.compile.
+
+A text means the same in every process: an exported program needs neither the cell nor its module.
+"""
 
 from __future__ import annotations
 
@@ -7,101 +10,90 @@ from typing import NamedTuple
 
 import torch
 
-from hoconv.recurrent.cell import BoundCell
 from hoconv.recurrent.cpp import CppLoop, compile_loops
 from hoconv.recurrent.cuda import CudaLoop
 from hoconv.recurrent.interpret import Loop
 from hoconv.recurrent.ir import Program
-from hoconv.recurrent.schedule import Plan, plan
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.schedule import Plan, plan_trace
+from hoconv.recurrent.serialize import from_text
 
-_cells: dict[str, BoundCell] = {}
-_parameters: dict[str, tuple[str, ...]] = {}
-
-
-def register(cell: BoundCell) -> str:
-    """A name for a cell with its sizes and options, in this process."""
-    for name, known in _cells.items():
-        if known == cell:
-            return name
-    name = f"{cell.name}#{len(_cells)}"
-    _cells[name] = cell
-    _parameters[name] = tuple(d.name for d in trace(cell).declarations)
-    return name
+# Plans that a process keeps; one that is asked for after more than these is made again.
+_KEPT = 256
 
 
-def registered(name: str) -> BoundCell:
-    """The cell of a name."""
-    return _cells[name]
-
-
-class Request(NamedTuple):
-    """Which plan of a cell."""
-
-    cell: str
+class _Request(NamedTuple):
     dtype: str
     schedule: str
-    training: bool
     masked: bool
     reverse: bool
+    cell: str
 
 
-def request(
-    cell: str, dtype: str, schedule: str, training: bool, masked: bool, reverse: bool
-) -> str:
-    """A plan as a text. Constants in, a constant out: torch.compile does not trace it."""
-    return "/".join(
-        map(str, (cell, dtype.removeprefix("torch."), schedule, training, masked, reverse))
-    )
+def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse: bool) -> str:
+    """A plan as a text. Constants in, a constant out: torch.compile does not trace it.
+
+    Args:
+        cell: what :func:`hoconv.recurrent.serialize.to_text` made of its trace.
+        dtype, schedule, masked, reverse: as in :func:`hoconv.recurrent.schedule.plan_trace`.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return "/".join((name, schedule, str(masked), str(reverse), cell))
 
 
 request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def parsed(text: str) -> Request:
-    """The request of a text."""
-    cell, dtype, schedule, *flags = text.split("/")
-    training, masked, reverse = (flag == "True" for flag in flags)
-    return Request(cell, dtype, schedule, training, masked, reverse)
+def _parsed(text: str) -> _Request:
+    dtype, schedule, masked, reverse, cell = text.split("/", 4)
+    return _Request(dtype, schedule, masked == "True", reverse == "True", cell)
 
 
-@functools.cache
-def planned(text: str) -> Plan:
-    """The plan of a request."""
-    r = parsed(text)
-    return plan(
-        registered(r.cell), getattr(torch, r.dtype), r.schedule,
-        training=r.training, masked=r.masked, reverse=r.reverse,
-    )  # fmt: skip
+class Prepared:
+    """A plan and what was compiled of it.
+
+    Attributes:
+        names: the cell's parameters, in the order in which an op takes them.
+        reverse: whether the first step is the last of the sequence.
+    """
+
+    def __init__(self, text: str) -> None:
+        r = _parsed(text)
+        self.plan: Plan = plan_trace(
+            from_text(r.cell), getattr(torch, r.dtype), r.schedule,
+            masked=r.masked, reverse=r.reverse,
+        )  # fmt: skip
+        self.names = tuple(d.name for d in self.plan.declarations)
+        self.reverse = r.reverse
+        self._cuda_loop = functools.cache(self._cuda)
+        self._cpp_loops = functools.cache(self._cpp)
+
+    def program(self, which: str) -> Program:
+        """One of the plan's programs: ``inference``, ``forward`` or ``backward``."""
+        return getattr(self.plan, which)
+
+    def loop(self, which: str, impl: str, device_type: str) -> Loop | None:
+        """What runs the steps of one of the programs; None is PyTorch, op by op.
+
+        Raises:
+            hoconv.build.BuildError: there is no compiler, or it failed.
+        """
+        if impl == "cuda":
+            return self._cuda_loop(which)
+        return self._cpp_loops(which != "inference")[which] if device_type == "cpu" else None
+
+    def _cuda(self, which: str) -> CudaLoop:
+        return CudaLoop(self.program(which), self.plan.recorded)
+
+    def _cpp(self, differentiable: bool) -> dict[str, CppLoop]:
+        names = ("forward", "backward") if differentiable else ("inference",)
+        return compile_loops({name: self.program(name) for name in names})
 
 
-def parameter_names(cell: str) -> tuple[str, ...]:
-    """The parameters of a cell, in the order in which an op takes them."""
-    return _parameters[cell]
-
-
-def program_of(text: str, which: str) -> Program:
-    """One of a plan's programs: ``inference``, ``forward`` or ``backward``."""
-    return getattr(planned(text), which)
-
-
-def loop(text: str, which: str, impl: str, device_type: str) -> Loop | None:
-    """What runs the steps of one of a plan's programs; None is PyTorch, op by op.
+@functools.lru_cache(_KEPT)
+def prepared(text: str) -> Prepared:
+    """The plan of a request.
 
     Raises:
-        hoconv.build.BuildError: there is no compiler, or it failed.
+        ValueError: the text is of another version of hoconv.
     """
-    if impl == "cuda":
-        return _cuda_loop(text, which)
-    return _library(text, which != "inference")[which] if device_type == "cpu" else None
-
-
-@functools.cache
-def _cuda_loop(text: str, which: str) -> CudaLoop:
-    return CudaLoop(program_of(text, which), planned(text).recorded)
-
-
-@functools.cache
-def _library(text: str, differentiable: bool) -> dict[str, CppLoop]:
-    names = ("forward", "backward") if differentiable else ("inference",)
-    return compile_loops({name: program_of(text, name) for name in names})
+    return Prepared(text)

@@ -28,9 +28,10 @@ class _Step(Frame):
         dtype: torch.dtype,
         batch: int,
         step: int,
+        training: bool,
         seed: Tensor | None,
     ) -> None:
-        self.training = seed is not None
+        self.training = training
         self.parameters = parameters
         self.hidden_size = hidden_size
         self.dtype = dtype
@@ -68,6 +69,7 @@ def recurrent(
     parameters: Mapping[str, Tensor],
     *,
     valid: Tensor | None = None,
+    training: bool = False,
     seed: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -78,7 +80,8 @@ def recurrent(
         states: (B, n) of each state, before the first step.
         parameters: by the names that the cell declares, in the dtype of x.
         valid: (T, B, 1) bool: where it is false the states stay as they are and the output is 0.
-        seed: int64 scalar on the device of x, of the random masks; None in evaluation.
+        training: whether dropout and zoneout draw.
+        seed: int64 scalar on the device of x, of the random masks, where there are any.
         reverse: whether the first step is the last of x.
 
     Returns:
@@ -90,7 +93,7 @@ def recurrent(
     now = [state.to(dtype) for state in states]
     outputs: list[Tensor] = []
     for t in reversed(range(T)) if reverse else range(T):
-        frame = _Step(parameters, cell.hidden_size, dtype, B, t, seed)
+        frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)
         output, following = cell.step(frame, x[t].to(dtype), now)
         if valid is None:
             now = list(following.values())

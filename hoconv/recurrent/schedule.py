@@ -30,7 +30,7 @@ from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.trace import Declaration, Trace, trace
 
 SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "auto")
 
@@ -41,12 +41,19 @@ class Plan:
 
     Attributes:
         schedule: the rung.
+        declarations: the cell's parameters.
         common: what all programs have in common: the program after each pass, by the pass's name,
             in order.
     """
 
     schedule: str
+    declarations: tuple[Declaration, ...]
     common: tuple[tuple[str, Program], ...]
+
+    @property
+    def definition(self) -> Program:
+        """The program on which no pass but the dtypes' has worked: what autograd may see."""
+        return dict(self.common)["infer dtypes"]
 
     @functools.cached_property
     def inference(self) -> Program:
@@ -106,16 +113,27 @@ def plan(
     """Compiles a cell to a rung.
 
     Args:
-        dtype: of sequences and parameters.
-        schedule: one of :data:`SCHEDULES`.
         training: whether dropout and zoneout draw.
-        masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
-        reverse: whether the first step is the last of the sequence.
+        others: as in :func:`plan_trace`.
 
     Raises:
         CellError: a cell that is outside of the language.
     """
-    common = [("trace", replace(trace(cell, training).program, reverse=reverse))]
+    return plan_trace(trace(cell, training), dtype, schedule, masked=masked, reverse=reverse)
+
+
+def plan_trace(
+    traced: Trace, dtype: torch.dtype, schedule: str, *, masked: bool = False, reverse: bool = False
+) -> Plan:
+    """Compiles what a cell was traced to.
+
+    Args:
+        dtype: of sequences and parameters.
+        schedule: one of :data:`SCHEDULES`.
+        masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
+        reverse: whether the first step is the last of the sequence.
+    """
+    common = [("trace", replace(traced.program, reverse=reverse))]
 
     def then(name: str, run: Callable[[Program], Program]) -> None:
         common.append((name, run(common[-1][1])))
@@ -130,7 +148,7 @@ def plan(
         then("combine", combine)
     if _reaches(schedule, "hoisted"):
         then("sink", sink)
-    return Plan(schedule, tuple(common))
+    return Plan(schedule, traced.declarations, tuple(common))
 
 
 def _reaches(schedule: str, rung: str) -> bool:

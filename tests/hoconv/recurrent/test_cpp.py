@@ -16,7 +16,9 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent.cpp import compile_loops, obstacle
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import op
-from hoconv.recurrent.plans import register, request
+from hoconv.recurrent.plans import request
+from hoconv.recurrent.serialize import to_text
+from hoconv.recurrent.trace import trace
 from tests.hoconv.recurrent.support import READY, bound, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import Case, check_loops
 
@@ -194,8 +196,7 @@ def test_torch_compile_sees_one_op_a_layer_and_direction() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("which", ["inference", "forward"])
 def test_torch_library_finds_no_fault(which: str) -> None:
-    cell = register(bound("lstm"))
-    plan = request(cell, "float64", "auto", False, True, True)
+    plan = request(to_text(trace(bound("lstm"))), torch.float64, "auto", True, True)
     parameters = [t.detach().requires_grad_() for t in layer("lstm").parameters()]
     valid = torch.tensor([[1, 1], [1, 0], [1, 0]], dtype=torch.bool)[..., None]
     sequences = [sequence(3, 2, 3).requires_grad_(which == "forward"), valid]

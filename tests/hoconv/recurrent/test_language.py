@@ -156,6 +156,66 @@ def test_names_stand_for_one_set_of_weights() -> None:
     refused(no_name, "rnn.linear(x, h)", "expected a name as its first argument")
 
 
+def test_numbers_are_no_rows() -> None:
+    def state(x, h):
+        return h, dict(h=0.0)
+
+    def output(x, h):
+        return 1.0, dict(h=h)
+
+    def beside(x, h):
+        h = rnn.cat(h[:, 1:], 1.0)
+        return h, dict(h=h)
+
+    def first(x, h):
+        h = rnn.cat(1.0, h[:, 1:])
+        return h, dict(h=h)
+
+    def alone(x, h):
+        h = h * rnn.tanh(0.5)
+        return h, dict(h=h)
+
+    refused(state, "return h", r"h: expected a value of the step, \(B, n\), got 0\.0")
+    refused(output, "return 1.0", "output: expected a value of the step")
+    refused(beside, "rnn.cat", "cat: expected values of the step, got the number 1")
+    refused(first, "rnn.cat", "cat: expected values of the step, got the number 1")
+    refused(alone, "rnn.tanh(0.5)", r"tanh: expected a value of the step, got numbers alone")
+
+
+def test_modules_of_torch_are_refused_at_the_cell_s_own_line() -> None:
+    inner = torch.nn.Linear(4, 4)
+
+    def of_a_module(x, h):
+        h = inner(h)
+        return h, dict(h=h)
+
+    refused(of_a_module, "inner(h)", r"torch's linear is outside of the language.*rnn\.linear")
+
+
+def test_of_several_returns_none_is_blamed_for_another() -> None:
+    def two(x, h, *, short=True):
+        if short:
+            return h
+        return h, dict(h=h)
+
+    refused(two, "def two", r"must return \(output, dict\(h=\.\.\.\)\)")
+
+
+def test_a_decorator_without_its_argument_is_named() -> None:
+    with pytest.raises(rnn.CellError, match=r"as in @rnn\.cell\(state=.*got a function"):
+
+        @rnn.cell  # pyright: ignore[reportArgumentType]
+        def bare(x, h):
+            return h, dict(h=h)
+
+
+def test_cells_without_source_code_say_what_is_wrong() -> None:
+    scope: dict[str, Any] = {"rnn": rnn}
+    exec("def typed(x, h):\n    h = h + x\n    return h, dict(k=h)", scope)
+    with pytest.raises(rnn.CellError, match=r"<string>:3: in the cell typed: it returns the state"):
+        rnn.RNN(rnn.cell(state=("h",))(scope["typed"]), 3, 3)
+
+
 def test_other_exceptions_are_told_at_the_line_of_the_cell() -> None:
     def divides(x, h):
         h = h * (1 / 0)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from hoconv import recurrent as rnn
@@ -267,3 +268,123 @@ def test_wrong_inputs_are_refused() -> None:
             made(*arguments)
     with pytest.raises(TypeError, match=r"x: expected the dtype of the parameters, torch\.float32"):
         made(x.double())
+
+
+def test_dtypes_that_no_implementation_has_are_refused() -> None:
+    for dtype in (torch.complex64, torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="dtype: expected float32, float64, bfl"):
+            rnn.LSTM(3, 4, dtype=dtype)
+    with pytest.warns(UserWarning, match="Complex modules are a new feature"):
+        made = rnn.LSTM(3, 4).to(torch.complex64)
+    with pytest.raises(TypeError, match=r"x: expected float32, .* got torch\.complex64; convert"):
+        made(torch.randn(2, 1, 3, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_parameters_that_do_not_fit_are_refused(impl: str) -> None:
+    made = rnn.LSTM(3, 4, 2, dtype=torch.float64, impl=impl)
+    x = sequence(2, 1, 3)
+
+    def call(**changed: Tensor) -> None:
+        torch.func.functional_call(made, changed, (x,))
+
+    with pytest.raises(ValueError, match=r"bias_i_l1: expected shape \(4,\), got \(3,\)"):
+        call(bias_i_l1=torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"weight_o_l0: expected shape \(4, 7\), got \(28,\)"):
+        call(weight_o_l0=torch.zeros(28, dtype=torch.float64))
+    with pytest.raises(TypeError, match="weight_f_l0: expected the dtype of the oth"):
+        call(weight_f_l0=torch.zeros(4, 7))
+    with pytest.raises(ValueError, match="x: expected the device of the parameters, meta as b"):
+        call(bias_g_l1=torch.zeros(4, dtype=torch.float64, device="meta"))
+
+
+def test_the_op_reads_no_memory_that_is_not_there() -> None:
+    """Whatever called it: an exported program, or another's code."""
+    from hoconv.recurrent.ops import op
+    from hoconv.recurrent.plans import request
+    from hoconv.recurrent.serialize import to_text
+    from hoconv.recurrent.trace import trace
+
+    cell = rnn.elman.bind(3, 4, {})
+    plan = request(to_text(trace(cell)), torch.float32, "auto", False, False)
+    x, h = torch.randn(2, 1, 3), torch.zeros(1, 4)
+    weight, bias = torch.randn(4, 7), torch.randn(4)
+    assert op([x], [h], [weight, bias], None, plan, "inference", "cpp")
+    for sequences, states, parameters in (
+        ([x], [h], [weight, torch.randn(3)]),
+        ([x], [h], [weight, bias.double()]),
+        ([x[..., :2]], [h], [weight, bias]),
+        ([x.double()], [h], [weight, bias]),
+        ([x], [h[:, :3]], [weight, bias]),
+        ([x], [torch.zeros(2, 4)], [weight, bias]),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            op(sequences, states, parameters, None, plan, "inference", "cpp")
+
+
+def test_what_is_past_a_sequence_s_end_reaches_nothing() -> None:
+    @rnn.cell(state=("h",))
+    def delicate(x: Any, h: Any) -> Any:
+        h = rnn.tanh(rnn.linear("h", rnn.log(x), h)) / rnn.sqrt(rnn.sum(x))
+        return h, dict(h=h)
+
+    lengths = [3, 6, 1, 5]
+    for made in (
+        rnn.RNN(delicate, 3, 4, dtype=torch.float64),
+        rnn.RNN(delicate, 3, 4, bidirectional=True, dtype=torch.float64),
+        layer("lstm", num_layers=2, bidirectional=True),
+    ):
+        clean = sequence(6, 4, 3).abs() + 0.1
+        valid = torch.arange(6)[:, None] < torch.tensor(lengths)
+        found = []
+        for impl in ("reference", "cpp"):
+            made.impl = impl
+            for padding in (0.0, float("nan"), float("inf"), -1.0):
+                x = clean.where(valid[..., None], torch.tensor(padding, dtype=torch.float64))
+                found.append(gradients(made, x, None, lengths))
+        for others in found[1:]:
+            for mine, exact in zip(others, found[0], strict=True):
+                assert mine.isfinite().all()
+                same(mine, exact)
+
+
+def test_parameters_are_drawn_anew_through_a_parametrization() -> None:
+    made = rnn.LSTM(3, 4)
+    parametrizations.orthogonal(made, "weight_i_l0")
+    parametrizations.weight_norm(made, "weight_f_l0")
+    before = {name: p.clone() for name, p in made.named_parameters()}
+    torch.manual_seed(3)
+    made.reset_parameters()
+    assert parametrize.is_parametrized(made, "weight_f_l0")
+    for name in ("weight_f_l0", "bias_o_l0", "weight_g_l0"):
+        value = getattr(made, name)
+        assert value.abs().max() <= 0.5 + 1e-6
+    changed = [name for name, p in made.named_parameters() if not torch.equal(p, before[name])]
+    assert {"weight_g_l0", "bias_i_l0"} <= set(changed)
+    assert any(name.startswith("parametrizations.weight_f_l0") for name in changed)
+    assert made(torch.randn(2, 1, 3))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("cell", [rnn.lstm, rnn.layernorm_lstm])
+def test_shapes_alone_are_computed_without_memory(cell: rnn.Cell) -> None:
+    made = rnn.RNN(cell, 3, 4, 2, bidirectional=True, device="meta")
+    output, (h, c) = made(torch.randn(5, 2, 3, device="meta"), lengths=torch.tensor([5, 3]))
+    assert (output.shape, h.shape, c.shape) == ((5, 2, 8), (4, 2, 4), (4, 2, 4))
+    assert output.is_meta
+
+
+def test_dropout_with_probability_one_gives_zeros_in_training() -> None:
+    @rnn.cell(state=("h",))
+    def dropped(x: Any, h: Any, *, p: float = 1.0) -> Any:
+        return rnn.dropout(x, p), dict(h=rnn.zoneout(x, h, p))
+
+    for impl in ("reference", "cpp"):
+        made = rnn.RNN(dropped, 4, 4, impl=impl)
+        x, h = torch.randn(3, 2, 4), torch.randn(1, 2, 4)
+        output, state = made(x, h)
+        assert not output.any()
+        torch.testing.assert_close(state, h)
+        made.eval()
+        output, state = made(x, h)
+        torch.testing.assert_close(output, x)
+        torch.testing.assert_close(state, h)

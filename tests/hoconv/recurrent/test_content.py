@@ -1,0 +1,146 @@
+"""A layer computes what its cell is, whatever happens to names, options, modules and processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hoconv import recurrent as rnn
+from hoconv.recurrent.ir import flat
+from hoconv.recurrent.serialize import from_text, to_text
+from hoconv.recurrent.trace import trace
+from tests.hoconv.recurrent.random_cells import random_cell
+from tests.hoconv.recurrent.support import READY, bound, layer, sequence
+
+EXPORTED = Path(__file__).with_name("exported.py")
+
+
+def scaled(factor: float) -> rnn.Cell:
+    """Cells of one name, with other numbers in them."""
+
+    @rnn.cell(state=("h",))
+    def same_name(x: Any, h: Any) -> Any:
+        h = rnn.tanh(factor * rnn.linear("h", x, h))
+        return h, dict(h=h)
+
+    return same_name
+
+
+@pytest.mark.parametrize("which", [*READY, *range(20)])
+def test_a_trace_is_read_back_from_its_text(which: str | int) -> None:
+    cell = bound(which) if isinstance(which, str) else random_cell(which)
+    for training in (False, True):
+        traced = trace(cell, training)
+        again = from_text(to_text(traced))
+        assert to_text(again) == to_text(traced)
+        assert str(again.program) == str(traced.program)
+        assert again.declarations == traced.declarations
+
+
+def test_a_text_of_another_version_is_refused() -> None:
+    text = to_text(trace(bound("lstm"))).replace('"version":1', '"version":0')
+    with pytest.raises(ValueError, match="exported by another version of hoconv"):
+        from_text(text)
+
+
+def test_constants_are_kept_to_the_last_bit() -> None:
+    cell = scaled(0.1 + 0.2).bind(3, 4, {})
+    (constant,) = {i for op in flat(from_text(to_text(trace(cell))).program.step)
+                   for i in op.inputs if isinstance(i, float)}  # fmt: skip
+    assert constant == 0.1 + 0.2
+
+
+def test_exported_programs_run_in_a_process_that_never_saw_their_cells(tmp_path: Path) -> None:
+    """Two cells of one name among them, and one with lengths and two directions."""
+    cases: dict[str, tuple[rnn.RNN, tuple[Any, ...]]] = {
+        "half": (rnn.RNN(scaled(0.5), 3, 4, impl="cpp"), (torch.randn(5, 2, 3),)),
+        "twice": (rnn.RNN(scaled(2.0), 3, 4, impl="cpp"), (torch.randn(5, 2, 3),)),
+        "lstm": (rnn.LSTM(3, 4, 2, impl="cpp"), (torch.randn(5, 2, 3),)),
+        "lengths": (
+            rnn.RNN(rnn.gru, 3, 4, bidirectional=True, impl="cpp"),
+            (torch.randn(5, 2, 3), None, torch.tensor([5, 3])),
+        ),
+    }
+    expected: dict[str, Any] = {}
+    for name, (made, inputs) in cases.items():
+        made.eval()
+        with torch.no_grad():
+            torch.export.save(torch.export.export(made, inputs), tmp_path / f"{name}.pt2")
+            expected[name] = made(*inputs)
+        torch.save(inputs, tmp_path / f"{name}.inputs")
+    paths = [str(tmp_path / name) for name in cases]
+    done = subprocess.run([sys.executable, EXPORTED, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, exact in expected.items():
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.outputs"), exact)
+
+
+def taps(x: Any, h: Any, *, weights: Any) -> Any:
+    h = h * float(weights[0]) + float(weights[1]) * rnn.tanh(rnn.linear("h", x))
+    return h, dict(h=h)
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_options_are_those_of_when_the_layer_was_made(make: Callable[[Any], Any]) -> None:
+    cell = rnn.cell(state=("h",))(taps)
+    weights = make([0.5, 2.0])
+    x = sequence(4, 2, 3)
+    layers = []
+    for impl in ("cpp", "reference"):
+        torch.manual_seed(0)
+        layers.append(rnn.RNN(cell, 3, 4, weights=weights, impl=impl, dtype=torch.float64))
+    before = [made(x)[0] for made in layers]
+    weights[0] = weights[1] = 1.0
+    for made, exact in zip(layers, before):
+        torch.testing.assert_close(made(x)[0], exact)
+        torch.testing.assert_close(made(x)[0], before[0])
+    torch.manual_seed(0)
+    changed = rnn.RNN(cell, 3, 4, weights=weights, impl="cpp", dtype=torch.float64)
+    reference = rnn.RNN(cell, 3, 4, weights=weights, impl="reference", dtype=torch.float64)
+    reference.load_state_dict(changed.state_dict())
+    torch.testing.assert_close(changed(x), reference(x))
+    assert not torch.allclose(changed(x)[0], before[0])
+
+
+def test_cells_that_can_be_imported_are_pickled_and_others_say_why_not() -> None:
+    made = rnn.RNN(scaled(0.5), 3, 4)
+    with pytest.raises(pickle.PicklingError, match=r"the cell same_name cannot be pickled.*top of"):
+        pickle.dumps(made)
+    x = torch.randn(4, 2, 3)
+    torch.testing.assert_close(copy.deepcopy(made)(x), made(x))
+    ready = layer("gru")
+    assert torch.equal(pickle.loads(pickle.dumps(ready))(sequence(4, 2, 3).zero_())[0],
+                       ready(sequence(4, 2, 3).zero_())[0])  # fmt: skip
+
+
+def test_threads_make_and_run_layers_at_once() -> None:
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(8):
+                factor = (number * 8 + i + 1) / 64
+                made = rnn.RNN(scaled(factor), 3, 4, impl="reference", dtype=torch.float64)
+                x = torch.ones(2, 1, 3, dtype=torch.float64)
+                program = trace(made.runs[0][0]).program
+                assert f"{factor:g}" in str(program), factor
+                made(x)[0].sum().backward()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
