@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.testing.cells import CellCase
+from hoconv.testing.random_cells import random_cell
 
 READY: Mapping[str, tuple[Cell, dict[str, Any]]] = {
     "lstm": (rnn.lstm, {}),
@@ -26,6 +28,13 @@ READY: Mapping[str, tuple[Cell, dict[str, Any]]] = {
 def bound(name: str, input_size: int = 3, hidden_size: int = 4) -> BoundCell:
     cell, options = READY[name]
     return cell.bind(input_size, hidden_size, options)
+
+
+def cell_case(which: str | int | BoundCell, device: str = "cpu", /, **options: bool) -> CellCase:
+    """Of a ready cell, a random one by its seed, or any."""
+    if not isinstance(which, BoundCell):
+        which = bound(which) if isinstance(which, str) else random_cell(which)
+    return CellCase(which, device, **options)
 
 
 def layer(name: str, **arguments: Any) -> rnn.RNN:

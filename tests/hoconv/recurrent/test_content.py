@@ -19,7 +19,7 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent.ir import flat
 from hoconv.recurrent.serialize import from_text, to_text
 from hoconv.recurrent.trace import trace
-from tests.hoconv.recurrent.random_cells import random_cell
+from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, layer, sequence
 
 EXPORTED = Path(__file__).with_name("exported.py")

@@ -19,28 +19,30 @@ from hoconv.recurrent.ops import op
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.serialize import to_text
 from hoconv.recurrent.trace import trace
-from tests.hoconv.recurrent.support import READY, bound, gradients, layer, sequence
-from tests.hoconv.recurrent.test_compiler import Case, check_loops
+from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
+from tests.hoconv.recurrent.test_compiler import check_loops
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 def test_compiled_loops_are_exact() -> None:
-    cases = [*(Case(which, masked=True) for which in READY), Case(0), Case(9)]
+    cases = [*(cell_case(which, masked=True) for which in READY), cell_case(0), cell_case(9)]
     check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_compiled_loops_of_all_random_cells_are_exact(first: int) -> None:
-    cases = [Case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
+    cases = [cell_case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
     check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", rnn.SCHEDULES)
 def test_compiled_loops_of_every_schedule_are_exact(schedule: str) -> None:
-    cases = [Case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")]
+    cases = [
+        cell_case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")
+    ]
     check_loops(cases, schedule, compile_loops)
 
 

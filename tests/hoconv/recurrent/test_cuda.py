@@ -17,8 +17,8 @@ from hoconv.recurrent.packing import packed
 from hoconv.recurrent.schedule import plan
 from hoconv.recurrent.trace import trace
 from tests.hoconv.recurrent.shim import shim_loops
-from tests.hoconv.recurrent.support import READY, bound
-from tests.hoconv.recurrent.test_compiler import Case, check_loops
+from tests.hoconv.recurrent.support import READY, bound, cell_case
+from tests.hoconv.recurrent.test_compiler import check_loops
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 needs_compiler = pytest.mark.skipif(obstacle("cpu") is not None, reason=str(obstacle("cpu")))
@@ -52,7 +52,7 @@ def lstm() -> Program:
 @needs_compiler
 @pytest.mark.parametrize("option", ["masked", "reverse"])
 def test_loops_are_exact(option: str) -> None:
-    check_loops([Case(which, **{option: True}) for which in READY], "auto", shim_loops)
+    check_loops([cell_case(which, **{option: True}) for which in READY], "auto", shim_loops)
 
 
 @needs_compiler
@@ -66,14 +66,14 @@ def test_the_last_and_the_first_kernel_of_steps_wait_for_features_they_share() -
     program = plan(cell, torch.float64).forward
     assert launches(program) == ["linear", "2 parts"]
     assert shapes(program) == [(1, 416)]
-    check_loops([Case(cell)], "auto", shim_loops)
+    check_loops([cell_case(cell)], "auto", shim_loops)
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_loops_of_random_cells_are_exact(first: int) -> None:
-    cases = [Case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
+    cases = [cell_case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
     check_loops(cases, "auto", shim_loops)
 
 
@@ -81,7 +81,9 @@ def test_loops_of_random_cells_are_exact(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", rnn.SCHEDULES)
 def test_loops_of_every_schedule_are_exact(schedule: str) -> None:
-    cases = [Case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")]
+    cases = [
+        cell_case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")
+    ]
     check_loops(cases, schedule, shim_loops)
 
 

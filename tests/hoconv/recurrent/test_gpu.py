@@ -16,8 +16,7 @@ from hoconv.implementations import resolve
 from hoconv.recurrent.cuda import CudaLoop, obstacle
 from hoconv.recurrent.schedule import plan
 from hoconv.recurrent.workspace import Workspace
-from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
-from tests.hoconv.recurrent.test_compiler import Case
+from tests.hoconv.recurrent.support import READY, cell_case, gradients, layer, sequence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +35,7 @@ def _products_of_float32_are_float32() -> Iterator[None]:
 
 
 def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
-    case = Case(which, "cuda", **options)
+    case = cell_case(which, "cuda", **options)
     made = plan(case.cell, torch.float64, schedule, **case.options)
     case.check_plan(made, lambda program: CudaLoop(program, schedule in ("graph", "auto")))
 

@@ -373,18 +373,18 @@ def test_shapes_alone_are_computed_without_memory(cell: rnn.Cell) -> None:
     assert output.is_meta
 
 
-def test_dropout_with_probability_one_gives_zeros_in_training() -> None:
+def test_noise_of_probability_one_is_certain_in_training() -> None:
     @rnn.cell(state=("h",))
-    def dropped(x: Any, h: Any, *, p: float = 1.0) -> Any:
-        return rnn.dropout(x, p), dict(h=rnn.zoneout(x, h, p))
+    def dropped(x: Any, h: Any) -> Any:
+        return rnn.dropout(x, 1.0), dict(h=rnn.dropout(h, 1.0))
 
+    @rnn.cell(state=("h",))
+    def kept(x: Any, h: Any) -> Any:
+        return x, dict(h=rnn.zoneout(x, h, 1.0))
+
+    x, h = torch.randn(3, 2, 4), torch.randn(1, 2, 4)
+    zero = torch.zeros_like
     for impl in ("reference", "cpp"):
-        made = rnn.RNN(dropped, 4, 4, impl=impl)
-        x, h = torch.randn(3, 2, 4), torch.randn(1, 2, 4)
-        output, state = made(x, h)
-        assert not output.any()
-        torch.testing.assert_close(state, h)
-        made.eval()
-        output, state = made(x, h)
-        torch.testing.assert_close(output, x)
-        torch.testing.assert_close(state, h)
+        for cell, output, state in ((dropped, zero(x), zero(h)), (kept, x, h)):
+            same(rnn.RNN(cell, 4, 4, impl=impl)(x, h), (output, state))
+        same(rnn.RNN(dropped, 4, 4, impl=impl).eval()(x, h), (x, h))

@@ -1,0 +1,1 @@
+"""What checks a layer: random cells, and cases that compare them with their definitions."""

@@ -1,0 +1,140 @@
+"""Recurrent cells in float64, compiled to any rung, against their definition.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent import reference
+from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.interpret import Loop, interpret
+from hoconv.recurrent.ir import Program, flat, step_outputs
+from hoconv.recurrent.packing import packed, unpacked
+from hoconv.recurrent.passes.dtypes import infer_dtypes
+from hoconv.recurrent.passes.simplify import simplify
+from hoconv.recurrent.schedule import Plan
+from hoconv.recurrent.trace import trace
+from hoconv.recurrent.verify import verify
+
+# Of float64, absolute and relative.
+_TOLERANCE = 1e-9
+
+
+def no_loop(program: Program) -> None:
+    """Programs are run op by op."""
+
+
+def close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Asserts that what a cell gave, and its gradients, are the definition's, NaN included."""
+    if not _reads_every_state(cell):
+        # The gradient of a state that no step reads is absent for autograd and zero for a program:
+        # times NaN or infinity it is NaN.
+        got = {n: exact[n].where(exact[n].isfinite() & ~t.isfinite(), t) for n, t in got.items()}
+    torch.testing.assert_close(
+        dict(got), dict(exact), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True,
+        msg=lambda text: f"{cell.name}: {text}",
+    )  # fmt: skip
+
+
+def gradients(
+    outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], cotangents: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradient of each leaf by autograd, 0 where it has none."""
+    real = {name: t for name, t in outputs.items() if t.requires_grad}
+    found = torch.autograd.grad(
+        list(real.values()), list(leaves.values()), [cotangents[name] for name in real],
+        materialize_grads=True, allow_unused=True,
+    )  # fmt: skip
+    return dict(zip(leaves, found, strict=True))
+
+
+def _reads_every_state(cell: BoundCell) -> bool:
+    program = simplify(infer_dtypes(trace(cell, training=True).program, torch.float64))
+    read = {v for op in flat(program.step) for v in op.values} | {*step_outputs(program)}
+    return read.issuperset(state.value for state in program.states)
+
+
+class CellCase:
+    """A cell with random parameters and inputs; what it gives and its gradients, by its definition.
+
+    Args:
+        masked: whether its three sequences have lengths.
+        reverse: whether the first step is the last of the sequences.
+    """
+
+    def __init__(
+        self,
+        cell: BoundCell,
+        device: str = "cpu",
+        /,
+        *,
+        masked: bool = False,
+        reverse: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        self.cell = cell
+        self.options = {"training": True, "masked": masked, "reverse": reverse}
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
+
+        T, B = 4, 3
+        declared = trace(self.cell, training=True).declarations
+        self.parameters = {d.name: draw(*d.shape) for d in declared}
+        self.x = draw(T, B, self.cell.input_size)
+        self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
+        lengths = torch.tensor([2, 4, 1])
+        valid = (torch.arange(T)[:, None] < lengths)[..., None].to(device)
+        self.sequences = {"x": self.x, **({"valid": valid} if masked else {})}
+        self.seed = torch.tensor(1234567890123, device=device)
+        output, final = reference.recurrent(
+            self.cell, self.x, list(self.states.values()), self.parameters,
+            valid=valid if masked else None, training=True, seed=self.seed, reverse=reverse,
+        )  # fmt: skip
+        self.exact = {"output": output, **dict(zip(self.states, final))}
+        self.cotangents = {name: draw(*t.shape).detach() for name, t in self.exact.items()}
+        self.leaves = {"x": self.x, **self.states, **self.parameters}
+        self.gradients = gradients(self.exact, self.leaves, self.cotangents)
+
+    def close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+        close(self.cell, got, exact)
+
+    def run(
+        self, program: Program, loop: Loop | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        params = packed(program, self.parameters)
+        return interpret(program, params, self.sequences, self.states, self.seed, loop)
+
+    def check(self, program: Program) -> Program:
+        """What a program of any stage gives is exact, and so are its gradients by autograd."""
+        results, final = self.run(verify(program))
+        got = {"output": results["output"], **final}
+        self.close(got, self.exact)
+        self.close(gradients(got, self.leaves, self.cotangents), self.gradients)
+        return program
+
+    def check_plan(self, made: Plan, loop: Callable[[Program], Loop | None] = no_loop) -> None:
+        """Its three programs, run: outputs, and all gradients by the backward program."""
+        with torch.no_grad():
+            for program in (made.inference, made.forward, made.backward):
+                verify(program)
+            results, final = self.run(made.inference, loop(made.inference))
+            self.close({"output": results["output"], **final}, self.exact)
+            results, final = self.run(made.forward, loop(made.forward))
+            self.close({"output": results.pop("output"), **final}, self.exact)
+            params = packed(made.backward, self.parameters)
+            read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
+            sequences = {name: read[name] for name, _ in made.backward.sequences}
+            states = {f"d_{name}": self.cotangents[name] for name in self.states}
+            results, final = interpret(
+                made.backward, params, sequences, states, self.seed, loop(made.backward)
+            )
+        found = {"x": results.get("d_x", torch.zeros_like(self.x))}
+        found |= {name: final[f"d_{name}"] for name in self.states}
+        found |= unpacked(made.backward, results, self.parameters)
+        self.close(found, self.gradients)
