@@ -91,7 +91,7 @@ def _compiler_facts() -> dict[str, str]:
             facts[label] = f"{path}: {version}"
         except build.BuildError as error:
             facts[label] = str(error)
-    facts["build cache"] = str(build.cache_folder())
+    facts["build cache"] = str(build.cache.folder())
     return facts
 
 

@@ -12,24 +12,30 @@ and a build killed half-way leaves a lock behind on which every later start wait
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from hoconv.build import cache
+from hoconv.build.cache import BuildError as BuildError
+
 CSRC = Path(__file__).parents[1] / "csrc"
 LIBRARIES = {"cpu": ("*/cpu/*.cpp", "*/aten/*.cpp"), "cuda": ("*/cuda/*.cu",)}
+_ERROR = re.compile(r"error|undefined reference|no space left", re.IGNORECASE)
+_SHOWN = 5  # errors of a compiler that fails
 _EXPECTED = {"cpu": "about 20 s", "cuda": "one to three minutes"}
 
 _COMMON = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11
@@ -39,20 +45,25 @@ _INSTRUCTION_SETS = {
 }  # fmt: skip
 
 
-class BuildError(RuntimeError):
-    """The library could not be compiled: says why, and what to do."""
+_loading = threading.Lock()
 
 
-@functools.cache
 def load(library: str) -> str | None:
-    """Loads a library, compiling it where the cache has none. Once a process.
+    """Loads a library, compiling it where the cache has none. Once a process, from any thread.
 
     Args:
         library: ``"cpu"``, or ``"cuda"`` for the GPUs that PyTorch sees.
 
     Returns:
-        None, or why its operators cannot be used, with the fix.
+        None, or why its operators cannot be used, with the fix. Where :func:`obstacle` finds
+        nothing, the library is broken.
     """
+    with _loading:
+        return _loaded(library)
+
+
+@functools.cache
+def _loaded(library: str) -> str | None:
     try:
         if library == "cuda" and not torch.cuda.is_available():
             raise BuildError(no_gpu())
@@ -63,15 +74,16 @@ def load(library: str) -> str | None:
 
 
 def obstacle(library: str) -> str | None:
-    """Why a library could not be compiled or run here, with the fix. Compiles nothing."""
+    """What is missing here to compile or run a library, with the fix. Compiles nothing."""
     if library == "cuda" and not torch.cuda.is_available():
         return no_gpu()
-    gpus = visible_gpus() if library == "cuda" else ()
     try:
-        if not _cached(library, gpus):
-            compiler(library)
+        compiler(library)
     except BuildError as error:
-        return str(error)
+        try:
+            return None if find(library) else str(error)
+        except BuildError as unsafe:
+            return f"{error}; {unsafe}"
     return None
 
 
@@ -95,21 +107,33 @@ def compile(library: str, architectures: Sequence[str] = ()) -> Path:
     Raises:
         BuildError: no compiler was found, or it failed.
     """
-    if found := _cached(library, architectures):
-        return found
-    command = compiler(library)
-    target = _path(library, architectures, _identity(command))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
-            if not target.exists():  # another process may have compiled it while this one waited
-                _compile(library, command, _flags(library, architectures), target)
-    except OSError as error:
-        raise BuildError(
-            f"cannot write the build cache {target.parent} ({error.strerror}); "
-            "set TORCH_EXTENSIONS_DIR to a folder that can be written"
-        ) from error
-    return target
+        command = compiler(library)
+    except BuildError:
+        if found := find(library, architectures):
+            return found
+        raise
+    flags = _flags(library, architectures)
+    name = _name(library, architectures, _identity(command))
+    return cache.keep(name, lambda folder: _compile(library, command, flags, folder))
+
+
+def find(library: str, architectures: Sequence[str] | None = None) -> Path | None:
+    """A library in the cache, as the present compiler makes it; without one, as any made it.
+
+    Args:
+        architectures: as of :func:`compile`; by default those of the GPUs that PyTorch sees.
+
+    Raises:
+        BuildError: the cache may not be trusted.
+    """
+    try:
+        identity = _identity(compiler(library))
+    except BuildError:
+        identity = "*"
+    if architectures is None:
+        architectures = visible_gpus() if library == "cuda" else ()
+    return cache.find(_name(library, architectures, identity))
 
 
 @functools.cache
@@ -143,45 +167,44 @@ def compiler(library: str) -> str:
     )
 
 
-def cache_folder() -> Path:
-    """Where compiled libraries are kept: in ``TORCH_EXTENSIONS_DIR`` where that is set."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache") / "hoconv"
-
-
-def _compile(library: str, command: str, flags: list[str], target: Path) -> None:
+def _compile(library: str, command: str, flags: list[str], folder: Path) -> Path:
     shown = f"hoconv: compiling the {library} library, once ({_EXPECTED[library]})"
     print(shown, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
     includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
-    with _emptied(target.with_suffix(".build")) as folder:
-        sources = _sources(library)
-        objects = [f"{folder}/{i}.o" for i in range(len(sources))]
-        commands = [
-            [command, *flags, *includes, "-c", str(source), "-o", obj]
-            for source, obj in zip(sources, objects, strict=True)
-        ]
-        shared = f"{folder}/{target.name}"
-        try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(_run, commands))
-            torch_libraries = f"-L{Path(torch.__file__).parent}/lib"
-            libraries = [torch_libraries, *_libraries(library)]
-            _run([command, "-shared", *objects, *libraries, "-o", shared])
-        except BuildError:
-            print("failed", file=sys.stderr)
-            raise
-        os.replace(shared, target)  # whole or not at all, also when killed
+    sources = _sources(library)
+    objects = [f"{folder}/{i}.o" for i in range(len(sources))]
+    commands = [
+        [command, *flags, *includes, "-c", str(source), "-o", obj]
+        for source, obj in zip(sources, objects, strict=True)
+    ]
+    shared = folder / "library.so"
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        torch_libraries = f"-L{Path(torch.__file__).parent}/lib"
+        libraries = [torch_libraries, *_libraries(library)]
+        _run([command, "-shared", *objects, *libraries, "-o", str(shared)])
+    except BuildError:
+        print("failed", file=sys.stderr)
+        raise
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    return shared
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        first = next(
-            (line for line in lines if "error" in line), lines[0] if lines else "no output"
-        )
-        raise BuildError(f"the compiler failed: {first.strip()}\n  command: {' '.join(command)}")
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+    )
+    if not done.returncode:
+        return
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    errors = [line.strip() for line in lines if _ERROR.search(line)]
+    first = errors[:_SHOWN] or lines[:_SHOWN] or [f"no output, exit status {done.returncode}"]
+    if len(errors) > _SHOWN:
+        first.append(f"... and {len(errors) - _SHOWN} more errors")
+    said = "\n  ".join(first)
+    raise BuildError(f"the compiler failed: {said}\n  command: {shlex.join(command)}")
 
 
 def _flags(library: str, architectures: Sequence[str]) -> list[str]:
@@ -209,28 +232,26 @@ def _sources(library: str) -> list[Path]:
     return sorted(path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern))
 
 
-def _cached(library: str, architectures: Sequence[str]) -> Path | None:
-    """The library as the present compiler makes it; without a compiler, as any one made it."""
-    try:
-        path = _path(library, architectures, _identity(compiler(library)))
-        return path if path.exists() else None
-    except BuildError:
-        pattern = _path(library, architectures, "*")
-        return next(iter(sorted(pattern.parent.glob(pattern.name))), None)
-
-
-def _path(library: str, architectures: Sequence[str], identity: str) -> Path:
+def _name(library: str, architectures: Sequence[str], identity: str) -> str:
     flags = [*_flags(library, architectures), *_libraries(library)]
     digest = hashlib.sha256(repr(flags).encode())
     headers = [*CSRC.rglob("*.h"), *(CSRC.rglob("*.cuh") if library == "cuda" else [])]
     for path in sorted([*_sources(library), *headers]):
         digest.update(f"{path.relative_to(CSRC)}".encode() + path.read_bytes())
-    return cache_folder() / f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
+    return f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
 
 
 @functools.cache
 def _identity(command: str) -> str:
-    version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
+    """A compiler and its version.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
+    try:
+        version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"the compiler {command} cannot be run ({error.strerror})") from None
     return hashlib.sha256(command.encode() + version).hexdigest()[:8]
 
 
@@ -240,22 +261,3 @@ def visible_gpus() -> tuple[str, ...]:
         torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
     }
     return tuple(f"{major}.{minor}" for major, minor in sorted(capabilities))
-
-
-@contextmanager
-def _emptied(folder: Path) -> Iterator[Path]:
-    """A folder to work in, without what a build that was killed left there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system frees the lock of a process that was killed."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,9 +3,7 @@
 import argparse
 import sys
 
-import torch
-
-from hoconv.build import LIBRARIES, BuildError, compile, no_gpu, visible_gpus
+from hoconv.build import LIBRARIES, BuildError, compile, obstacle, visible_gpus
 
 
 def main() -> None:
@@ -21,17 +19,16 @@ def main() -> None:
         parser.error("--arch goes with the library cuda")
     chosen = [arguments.library] if arguments.library else list(LIBRARIES)
     for library in chosen:
-        try:
-            if library == "cpu":
-                print(compile(library))
-                continue
-            if not arguments.arch and not torch.cuda.is_available():
-                raise BuildError(no_gpu())
-            print(compile(library, arguments.arch or visible_gpus()))
-        except BuildError as error:
+        if not arguments.arch and (missing := obstacle(library)):
             if arguments.library:
-                sys.exit(f"{library}: {error}")
-            print(f"{library}: not compiled: {error}", file=sys.stderr)
+                sys.exit(f"{library}: {missing}")
+            print(f"{library}: not compiled: {missing}", file=sys.stderr)
+            continue
+        architectures = visible_gpus() if library == "cuda" else ()
+        try:
+            print(compile(library, arguments.arch or architectures))
+        except BuildError as error:
+            sys.exit(f"{library}: {error}")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hoconv import build
-from hoconv.build import nvrtc
+from hoconv.build import cache, nvrtc
 
 # Loops over calls of inlined functions become vector instructions; infinities and NaN stay exact.
 _FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
@@ -43,7 +41,7 @@ def compile_cpp(name: str, text: str) -> Path:
         return shared
 
     key = _digest(name, "*.h", text, flags)
-    return _kept(f"{name}-{key}-{build._identity(command)}.so", make)
+    return cache.keep(f"{name}-{key}-{build._identity(command)}.so", make)
 
 
 def compile_cuda(name: str, text: str, architecture: str) -> Path:
@@ -68,7 +66,7 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
         return made
 
     key = _digest(name, "*.[ch]*", text, flags)
-    return _kept(f"{name}-{key}-nvrtc{nvrtc.version()}.cubin", make)
+    return cache.keep(f"{name}-{key}-nvrtc{nvrtc.version()}.cubin", make)
 
 
 def _digest(name: str, headers: str, text: str, flags: list[str]) -> str:
@@ -81,22 +79,3 @@ def _digest(name: str, headers: str, text: str, flags: list[str]) -> str:
 def _contents(name: str, headers: str) -> bytes:
     """The headers of a folder, one after another."""
     return b"".join(path.read_bytes() for path in sorted((build.CSRC / name).glob(headers)))
-
-
-def _kept(file: str, make: Callable[[Path], Path]) -> Path:
-    """A file of the cache; where it is not there yet, `make` makes it in a folder to work in."""
-    target = build.cache_folder() / file
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with build._locked(target.with_suffix(".lock")):
-            if not target.exists():
-                with build._emptied(target.with_suffix(".build")) as folder:
-                    os.replace(make(folder), target)
-    except OSError as error:
-        raise build.BuildError(
-            f"cannot write the build cache {target.parent} ({error.strerror}); "
-            "set TORCH_EXTENSIONS_DIR to a folder that can be written"
-        ) from error
-    return target

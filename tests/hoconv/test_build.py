@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from hoconv import build
+from hoconv.build import cache
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100  # seconds until another process or thread is given up
@@ -33,7 +35,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def _new_process() -> Iterator[None]:
     """What is remembered once a process is forgotten, before the test and after it."""
-    remembered = (build.load, build.compiler, build._identity)
+    remembered = (build._loaded, build.compiler, build._identity)
     for function in remembered:
         function.cache_clear()
     yield
@@ -146,9 +148,10 @@ def test_cache_is_in_the_home_folder_by_default(
 
 
 @needs_compiler
-def test_only_the_library_and_its_lock_are_left(toy: Toy) -> None:
+def test_only_the_library_its_digest_and_its_lock_are_left(toy: Toy) -> None:
     library = build.compile("cpu")
-    assert toy.cached == [library.with_suffix(".lock").name, library.name]
+    digest = f"{library.name}.sha256"
+    assert toy.cached == [library.with_suffix(".lock").name, library.name, digest]
 
 
 @needs_compiler
@@ -161,7 +164,7 @@ def test_found_library_is_used_where_nothing_can_be_written(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    monkeypatch.setattr(build, "open", refuse, raising=False)
+    monkeypatch.setattr(cache, "open", refuse, raising=False)
     assert build.compile("cpu") == library
 
 
@@ -285,10 +288,11 @@ def test_with_a_broken_compiler_auto_is_the_reference_and_cpp_an_error_with_the_
     listed, raised, command = done.stdout.splitlines()
     assert listed == "available"  # nothing was compiled to find out
     assert raised == (
-        "impl=cpp cannot run high_order_conv2d: the compiler failed: x.cpp:1: error: out of order"
+        "impl=cpp is broken for high_order_conv2d: "
+        "the compiler failed: x.cpp:1: error: out of order"
     )
     assert command.startswith(f"  command: {compiler} ")
-    fallback = "high_order_conv2d uses reference on cpu; cpp cannot: the compiler failed"
+    fallback = "high_order_conv2d uses reference on cpu; cpp is broken: the compiler failed"
     assert done.stderr.count(fallback) == 1
     assert done.stderr.count("compiling the cpu library") == 1  # not tried at every call
 
@@ -297,9 +301,10 @@ def test_with_a_broken_compiler_auto_is_the_reference_and_cpp_an_error_with_the_
 def test_library_compiled_before_is_loaded_without_a_compiler(
     tmp_path: Path, library: Path
 ) -> None:
-    cache = tmp_path / "cache"
-    (cache / "hoconv").mkdir(parents=True)
-    shutil.copy(library, cache / "hoconv")
+    folder = tmp_path / "cache"
+    (folder / "hoconv").mkdir(parents=True)
+    for file in (library, library.with_name(f"{library.name}.sha256")):
+        shutil.copy(file, folder / "hoconv")
     code = """
 import torch, hoconv
 from hoconv.high_order.operator import OPERATOR
@@ -309,7 +314,7 @@ out = hoconv.high_order_conv2d(x, weight, impl="cpp")
 torch.testing.assert_close(out, hoconv.high_order_conv2d(x, weight, impl="reference"))
 print(hoconv.implementations()["cpp"], choose(OPERATOR, "auto", "cpu").name)
 """
-    done = python(code, **without_compiler(tmp_path, cache))
+    done = python(code, **without_compiler(tmp_path, folder))
     assert (done.stdout, done.stderr) == ("available cpp\n", "")
 
 
@@ -323,15 +328,18 @@ def test_named_compiler_that_is_missing_is_not_replaced_by_another(
     assert build.obstacle("cpu") == reason
 
 
-def test_failing_compiler_is_shown_with_its_first_error_and_leaves_nothing(
+def test_failing_compiler_is_shown_with_its_first_errors_and_leaves_nothing(
     toy: Toy, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = "echo note >&2; echo 't.cpp:7: error: no such name' >&2; exit 1"
-    toy.compiles_with(f'case " $* " in *" -c "*) {script} ;; esac')
-    with pytest.raises(
-        build.BuildError, match=r"the compiler failed: t\.cpp:7: error: no such name"
-    ):
+    script = 'echo note; for i in 7 8 9 10 11 12 13; do echo "t.cpp:$i: error: no x$i"; done'
+    toy.compiles_with(f'case " $* " in *" -c "*) {{ {script}; }} >&2; exit 1 ;; esac')
+    with pytest.raises(build.BuildError) as raised:
         build.compile("cpu")
+    first, *more, last, command = str(raised.value).splitlines()
+    assert first == "the compiler failed: t.cpp:7: error: no x7"
+    assert more == [f"  t.cpp:{i}: error: no x{i}" for i in (8, 9, 10, 11)]
+    assert last == "  ... and 2 more errors"
+    assert command.startswith(f"  command: {toy.compiler} ")
     assert capfd.readouterr().err.endswith(" ... failed\n")
     assert [name for name in toy.cached if not name.endswith(".lock")] == []
 
@@ -340,7 +348,7 @@ def test_compiler_that_fails_silently_is_reported(toy: Toy) -> None:
     toy.compiles_with("exit 1")
     reason = build.load("cpu")
     assert reason is not None
-    assert "the compiler failed: no output" in reason
+    assert "the compiler failed: no output, exit status 1" in reason
     assert str(toy.compiler) in reason
 
 
@@ -356,11 +364,23 @@ def test_cache_that_cannot_be_written_is_named_with_the_fix(
     assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in reason
 
 
-@needs_compiler
+def test_compiler_that_cannot_be_run_is_named(toy: Toy) -> None:
+    toy.compiler.write_bytes(b"\0 no program")
+    assert build.load("cpu") == f"the compiler {toy.compiler} cannot be run (Exec format error)"
+
+
 def test_library_that_cannot_be_loaded_is_named(toy: Toy) -> None:
-    library = build.compile("cpu")
-    library.write_bytes(b"not a library")
-    assert str(library) in (build.load("cpu") or "")
+    toy.compiles_with('for last; do :; done; [ $# = 1 ] || echo "not a library" > "$last"')
+    assert str(build.compile("cpu")) in (build.load("cpu") or "")
+
+
+@needs_compiler
+def test_threads_that_load_at_once_compile_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(build.load, ["cpu"] * 8)) == {None}
+    assert len(loaded) == toy.compilations == 1
 
 
 @needs_compiler
@@ -411,13 +431,13 @@ def test_second_process_waits_for_the_first_rather_than_compile_twice(
     toy.stops_half_way()
     first = compile_in_another_process(toy)
     locks, made = threading.Event(), []
-    flock = build.fcntl.flock
+    flock = cache.fcntl.flock
 
     def noted(*arguments: int) -> None:
         locks.set()
         flock(*arguments)
 
-    monkeypatch.setattr(build.fcntl, "flock", noted)
+    monkeypatch.setattr(cache.fcntl, "flock", noted)
     second = threading.Thread(target=lambda: made.append(build.compile("cpu")), daemon=True)
     second.start()
     assert locks.wait(PATIENCE)
@@ -468,12 +488,13 @@ def test_command_compiles_by_default_what_it_can_and_says_why_not_the_rest(
     assert f"cuda: not compiled: {build.no_gpu()}" in said.err
 
 
-def test_command_fails_with_the_reason_where_the_named_library_cannot_be_compiled(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", [["cpu"], []])
+def test_command_fails_with_the_reason_where_a_library_does_not_compile(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, named: list[str]
 ) -> None:
     toy.compiles_with("exit 1")
     with pytest.raises(SystemExit) as exit:
-        run_module(monkeypatch, "cpu")
+        run_module(monkeypatch, *named)
     assert str(exit.value).startswith("cpu: the compiler failed")
 
 
