@@ -1,12 +1,14 @@
 """Says what hoconv finds on this machine: ``python -m hoconv.doctor``, for a bug report.
 
 Versions, compilers, devices, implementations and why not, and what ``impl="auto"`` means for every
-declared operator. Compiles nothing unless asked to with ``--build``.
+declared operator. Compiles nothing unless asked to with ``--build``, and so cannot tell what is
+broken, except packages of operators that cannot be imported. Exit code 1 where something is.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import subprocess
 import sys
@@ -19,26 +21,43 @@ import torch
 
 import hoconv
 from hoconv import build
-from hoconv.implementations import ImplementationError, choose, implementations
-from hoconv.operators import Operator, operators
+from hoconv.build import cache
+from hoconv.implementations import (
+    BrokenImplementationError,
+    ImplementationError,
+    candidates,
+    choose,
+    implementations,
+    obstacle,
+)
+from hoconv.operators import Operator, broken_packages, operators
+
+_BROKEN = "broken: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hoconv.doctor", description=__doc__)
     parser.add_argument("--build", action="store_true",
-                        help="compile and load, and see what `auto` really chooses")  # fmt: skip
+                        help="compile and load, and see what is broken and what `auto` really "
+                             "chooses")  # fmt: skip
     arguments = parser.parse_args(argv)
+    untried = "" if arguments.build else ", unless it turns out to be broken: --build tries"
+    broken = False
     for title, facts in (
         ("Environment", _environment_facts()),
         ("Compilers", _compiler_facts()),
         ("Implementations", _implementation_facts(arguments.build)),
-        ("What impl=auto means", _auto_facts(arguments.build)),
+        (f"What impl=auto means{untried}", _auto_facts(arguments.build)),
+        ("What is broken", _broken_facts(arguments.build)),
     ):
+        if not facts:
+            continue
         print(title)
         width = max(len(name) for name in facts)
         for name, fact in facts.items():
             print(f"  {name:<{width}}  {fact}")
-    return 0
+            broken |= fact.startswith(_BROKEN)
+    return int(broken)
 
 
 def environment() -> dict[str, Any]:
@@ -88,19 +107,31 @@ def _compiler_facts() -> dict[str, str]:
         try:
             path = build.compiler(library)
             version = _first_line(path, "--version", containing=".")
-            facts[label] = f"{path}: {version}"
+            facts[label] = f"{path}: {version or 'does not say its version'}"
         except build.BuildError as error:
             facts[label] = str(error)
-    facts["build cache"] = str(build.cache.folder())
+    facts["build cache"] = str(cache.folder())
     return facts
 
 
 def _implementation_facts(compiling: bool) -> dict[str, str]:
     facts = implementations()
-    if compiling:
-        for name, library in (("cpp", "cpu"), ("cuda", "cuda")):
-            facts[name] = build.load(library) or "available, compiled and loaded"
+    for name, library in (("cpp", "cpu"), ("cuda", "cuda")):
+        if facts[name] == "available":
+            facts[name] = _tried(library) if compiling else _looked_for(library)
     return facts
+
+
+def _tried(library: str) -> str:
+    reason = build.load(library)
+    return f"{_BROKEN}{reason}" if reason else "built and loaded"
+
+
+def _looked_for(library: str) -> str:
+    try:
+        return "built" if build.find(library) else "can be built"
+    except build.BuildError as error:
+        return f"{_BROKEN}{error}"
 
 
 def _auto_facts(compiling: bool) -> dict[str, str]:
@@ -120,15 +151,25 @@ def _chosen(operator: Operator, device_type: str) -> str:
 
 
 def _expected(operator: Operator, device_type: str) -> str:
-    """What `choose` will say unless a compilation fails: an implementation's `load` would compile,
-    so only the compilers and devices are looked at."""
-    known = implementations()
-    for name in reversed(list(operator.implementations)):
-        implementation = operator.implementations[name]
-        runs_here = not implementation.devices or device_type in implementation.devices
-        if runs_here and known.get(name, "available") == "available":
-            return name
-    return "none"
+    """What `choose` will say unless something is broken, which only trying shows."""
+    able = (n for n in candidates(operator, device_type) if not obstacle(operator, n, device_type))
+    return next(able, "none")
+
+
+def _broken_facts(compiling: bool) -> dict[str, str]:
+    """Packages, and with `compiling` the implementations for the devices here."""
+    facts = {name: f"{_BROKEN}{reason}" for name, reason in broken_packages().items()}
+    if compiling:
+        for operator, device in itertools.product(operators(), devices()):
+            for impl in candidates(operator, device):
+                try:
+                    choose(operator, impl, device)
+                except BrokenImplementationError as error:
+                    reason = str(error).partition(": ")[2].splitlines()[0]
+                    facts[f"{operator.name} {impl} on {device}"] = f"{_BROKEN}{reason}"
+                except ImplementationError:
+                    pass  # something is missing, which is said above
+    return facts
 
 
 def _version(distribution: str) -> str | None:

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from hoconv import build
+from hoconv.build import BuildError
 from hoconv.operators import Operator, find
 
 
 class ImplementationError(RuntimeError):
     """An implementation was asked for by name and cannot run here; says why and what to do."""
+
+
+class BrokenImplementationError(ImplementationError):
+    """It could run here, as nothing is missing, but does not compile or load; says why."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,9 @@ class Choice:
 
 
 def implementations() -> dict[str, str]:
-    """What can run on this machine: implementation -> ``"available"``, or the reason why not.
+    """What can be built for this machine: implementation -> ``"available"``, or what is missing.
 
-    Looks for compilers and devices; compiles nothing.
+    Looks for compilers and devices; compiles nothing, and so does not know what is broken.
     """
     return {
         "reference": "available",
@@ -47,7 +52,7 @@ def check_name(operator: Operator, impl: str) -> None:
         raise ValueError(f"impl: expected one of {allowed}; got {impl!r} for {operator.name}")
 
 
-def choose(operator: Operator, impl: str, device_type: str) -> Choice:
+def choose(operator: Operator, impl: str, device_type: str, *program: str) -> Choice:
     """Decides which implementation a call of `operator` on a device uses.
 
     Compiles and loads what the implementation needs on its first use.
@@ -56,25 +61,30 @@ def choose(operator: Operator, impl: str, device_type: str) -> Choice:
         operator: the declaration.
         impl: an implementation's name, or ``"auto"``: the fastest that can run.
         device_type: where the tensors are: ``"cpu"``, ``"cuda"``, ...
+        program: what is to be run, where the operator generates code for it: the arguments of
+            :attr:`hoconv.operators.Implementation.prepare`.
 
     Raises:
         ValueError: the operator has no implementation of that name.
         ImplementationError: it was asked for by name and cannot run here.
+        BrokenImplementationError: likewise, since it fails to compile or load.
     """
     check_name(operator, impl)
     if impl == "auto":
-        return _fastest(operator, device_type)
-    if reason := _obstacle(operator, impl, device_type):
+        return _fastest(operator, device_type, *program)
+    if reason := obstacle(operator, impl, device_type):
         raise ImplementationError(f"impl={impl} cannot run {operator.name}: {reason}")
+    if reason := _failure(operator, impl, device_type, *program):
+        raise BrokenImplementationError(f"impl={impl} is broken for {operator.name}: {reason}")
     return Choice(impl, "asked for by name")
 
 
-def resolve(operator: str, impl: str, device_type: str) -> str:
+def resolve(operator: str, impl: str, device_type: str, *program: str) -> str:
     """The name that :func:`choose` chooses, for calls of the operator of that name.
 
     A constant to torch.compile, which does not trace it: strings in, a string out.
     """
-    return choose(find(operator), impl, device_type).name
+    return choose(find(operator), impl, device_type, *program).name
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes
@@ -83,26 +93,9 @@ resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 
 
 @functools.cache
-def _fastest(operator: Operator, device_type: str) -> Choice:
-    failed = []
-    for name, implementation in reversed(list(operator.implementations.items())):
-        if implementation.devices and device_type not in implementation.devices:
-            continue
-        reason = _obstacle(operator, name, device_type)
-        if reason is None:
-            if failed:
-                message = f"hoconv: {operator.name} uses {name} on {device_type}; "
-                print(message + "; ".join(failed), file=sys.stderr)
-            return Choice(name, "; ".join(failed) or f"the fastest on {device_type}")
-        failed.append(f"{name} cannot: {reason}")
-    raise ImplementationError(
-        f"{operator.name} has no implementation for {device_type} tensors; move them to the CPU"
-    )
-
-
-@functools.cache
-def _obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
-    """Why `impl` cannot run on tensors of such a device, with the fix; None where it can."""
+def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
+    """What is missing to run `impl` on tensors of such a device, with the fix; None where nothing
+    is. Compiles nothing."""
     implementation = operator.implementations[impl]
     if implementation.devices and device_type not in implementation.devices:
         here = " and ".join(
@@ -115,4 +108,65 @@ def _obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
         if "cuda" in implementation.devices and not torch.cuda.is_available():
             reason = build.no_gpu()
         return f"{reason}; or use impl=auto ({here} can run on {device_type})"
-    return implementation.load()
+    try:
+        return implementation.obstacle()
+    except Exception:
+        return None  # it is not missing but broken: _failure says so
+
+
+def candidates(operator: Operator, device_type: str) -> list[str]:
+    """The implementations for tensors of such a device, the fastest first."""
+    return [
+        name
+        for name, implementation in reversed(list(operator.implementations.items()))
+        if not implementation.devices or device_type in implementation.devices
+    ]
+
+
+@functools.cache
+def _fastest(operator: Operator, device_type: str, *program: str) -> Choice:
+    names, why = candidates(operator, device_type), f"the fastest on {device_type}"
+    if program:  # of those which, as is said already, can run at all
+        first = _fastest(operator, device_type)
+        names, why = names[names.index(first.name) :], first.why
+    failed = []
+    for name in names:
+        if reason := obstacle(operator, name, device_type):
+            failed.append(f"{name} cannot: {reason}")
+        elif reason := _failure(operator, name, device_type, *program):
+            failed.append(f"{name} is broken: {reason}")
+        else:
+            if failed:
+                which = f" ({', '.join(program)})" if program else ""
+                why = "; ".join(reason.splitlines()[0] for reason in failed)
+                what = f"{operator.name}{which} uses {name} on {device_type}"
+                print(f"hoconv: {what}; {why}", file=sys.stderr)
+                for reason in failed:
+                    _show_once(reason.partition("\n")[2])
+            return Choice(name, why)
+    nothing = f"{operator.name} has no implementation for {device_type} tensors"
+    raise ImplementationError("; ".join([nothing, *failed, "move them to the CPU"]))
+
+
+@functools.cache
+def _show_once(details: str) -> None:
+    """What else is said of a reason, which may be that of several operators."""
+    if details:
+        print(details, file=sys.stderr)
+
+
+@functools.cache
+def _failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
+    """What is broken of an implementation of which nothing is missing; None where nothing is."""
+    implementation = operator.implementations[impl]
+    try:
+        if not program:
+            return implementation.obstacle() or implementation.load()
+        if reason := _failure(operator, impl, device_type):
+            return reason
+        implementation.prepare(device_type, *program)
+    except BuildError as error:
+        return str(error)
+    except Exception as error:  # whatever it raises is its failure, not that of what asks
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -8,6 +8,7 @@ operators on import and names that module in the entry-point group ``hoconv.oper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -25,7 +26,12 @@ class Implementation:
         function: computes it, called with the operator's arguments once they are checked.
         devices: the device types it runs on; empty for all of them.
         load: makes `function` callable, by compiling what it needs where that is not done yet;
-            returns why it cannot, with the fix, or None.
+            returns what failed, with the fix, or None. Where nothing is missing, and it fails or
+            raises, the implementation is broken.
+        obstacle: what is missing on this machine, a compiler or a GPU, say, with the fix; or None.
+            Looks, and compiles nothing.
+        prepare: ``prepare(device_type, *program)`` compiles what a call needs, where that depends
+            on more than the operator; raises where it fails.
         thread_invariant: whether a CPU's results have the same bits with any number of threads;
             PyTorch's matrix products do not promise it.
     """
@@ -33,6 +39,8 @@ class Implementation:
     function: Callable[..., Tensor]
     devices: tuple[str, ...] = ()
     load: Callable[[], str | None] = lambda: None
+    obstacle: Callable[[], str | None] = lambda: None
+    prepare: Callable[..., None] = lambda *program: None
     thread_invariant: bool = True
 
 
@@ -135,9 +143,20 @@ def find(name: str) -> Operator:
 
 def operators() -> list[Operator]:
     """All declared operators: hoconv's own, then those of installed packages."""
-    for entry in entry_points(group="hoconv.operators"):
-        entry.load()
+    broken_packages()
     return list(_declared.values())
+
+
+@functools.cache
+def broken_packages() -> dict[str, str]:
+    """Installed packages whose operators cannot be imported: entry point -> what was raised."""
+    broken = {}
+    for entry in entry_points(group="hoconv.operators"):
+        try:
+            entry.load()
+        except (Exception, SystemExit) as error:  # one package takes no other down
+            broken[f"{entry.name} = {entry.value}"] = f"{type(error).__name__}: {error}"
+    return broken
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

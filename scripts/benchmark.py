@@ -23,7 +23,7 @@ import benchmark_start
 import benchmark_step
 import benchmark_table
 import benchmark_throughput
-from common import add_device_option, add_out_option, record
+from common import add_device_option, add_out_option, broken_packages_named, record
 
 from datamodules.images import DataNotFoundError
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataNotFoundError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return int(broken_packages_named())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -50,7 +50,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from hoconv.implementations import ImplementationError, choose
+from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.operators import Operator, operators
 
 COMPILED = "torch.compile"
@@ -155,9 +155,11 @@ def _functions(
     for impl in operator.implementations:
         try:
             choose(operator, impl, device_type)
-            functions[impl] = public(impl)
         except ImplementationError as error:
-            unavailable[impl] = str(error)
+            if not isinstance(error, BrokenImplementationError):  # all rows of which say why
+                unavailable[impl] = str(error)
+                continue
+        functions[impl] = public(impl)
     return functions, unavailable
 
 

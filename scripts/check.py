@@ -4,8 +4,8 @@ for bit where the operator is declared to give the reference's bits.
 For each device and dtype, over the operator's samples with fresh random values: the relative error
 ``|a - b| / |b|`` (Euclidean norms) of the output and of every gradient. NaN never passes, and new
 tensors are made of NaN, so that an element never written is seen. Two more calls, with memory as it
-comes, show whether the same inputs give the same bits. Exit code 1 where a case fails, or where
-nothing could be checked.
+comes, show whether the same inputs give the same bits. Exit code 1 where a case fails, where an
+implementation or a package of operators is broken, or where nothing could be checked.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
 
@@ -30,6 +30,7 @@ import torch
 from common import (
     add_device_option,
     add_operator_option,
+    broken_packages_named,
     console,
     differentiable,
     dtype_name,
@@ -41,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hoconv.implementations import ImplementationError, choose
+from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.operators import Operator, Sample, operators
 
 SMALL = (torch.float32, torch.bfloat16)
@@ -55,8 +56,9 @@ class Row:
         cases: how many samples were compared.
         output_error, gradient_error: the worst over the cases; infinite where a call failed.
         same_bits: whether two calls gave the same output and gradients, bit for bit, in every case.
-        failures: what is wrong, a line for each output and gradient, with the sample's name.
-        unavailable: why the implementation cannot run here; then nothing else is filled in.
+        failures: what is wrong, a line for each output and gradient, with the sample's name; or,
+            without a dtype, why the implementation does not compile or load.
+        unavailable: what it misses on this machine; then nothing else is filled in.
     """
 
     operator: str
@@ -97,31 +99,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checked = check(operator, device, arguments, status.update)
                 console().print(_table(operator.name, device, checked))
                 rows += checked
-    for row in rows:
-        for failure in row.failures:
-            print(f"{row.operator} {row.impl} {row.device} {row.dtype}: {failure}")
+    _show_failures(rows)
     if arguments.json:
         head = record("check.py", argv)
         write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_json, rows)]})
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)
     print(f"{cases} cases, {failures} failures")
-    return 1 if failures or not cases else 0
+    return 1 if broken_packages_named() or failures or not cases else 0
 
 
 def check(
     operator: Operator, device: str, arguments: argparse.Namespace, say: Callable[[str], None]
 ) -> list[Row]:
     """Checks the implementations of one operator on one device; `say` shows progress."""
-    runnable, unavailable = [], []
+    runnable, others = [], []
     for impl in operator.implementations:
         if impl not in arguments.impl:
             continue
         try:
             choose(operator, impl, device)
             runnable.append(impl)
+        except BrokenImplementationError as error:
+            others.append(Row(operator.name, impl, device, failures=[str(error)]))
         except ImplementationError as error:
-            unavailable.append(Row(operator.name, impl, device, unavailable=str(error)))
+            others.append(Row(operator.name, impl, device, unavailable=str(error)))
     rows = []
     for dtype, tolerance in operator.tolerances.items():
         if not runnable or (arguments.small and dtype not in SMALL):
@@ -135,8 +137,10 @@ def check(
             row = Row(operator.name, impl, device, name, tolerance)
             for case in cases:
                 _compare(operator, case, row)
+            if not cases:
+                row.failures.append("the operator has no samples")
             rows.append(row)
-    return rows + unavailable
+    return rows + others
 
 
 def _case(operator: Operator, sample: Sample) -> Case:
@@ -234,6 +238,19 @@ def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
+def _show_failures(rows: list[Row]) -> None:
+    """Each in a line; what else a compiler says of one, the first time that it says so."""
+    shown = {""}
+    for row in rows:
+        where = " ".join(filter(None, (row.operator, row.impl, row.device, row.dtype)))
+        for failure in row.failures:
+            line, *details = failure.splitlines()
+            print(f"{where}: {line}")
+            if (said := "\n".join(details)) not in shown:
+                print(said)
+            shown.add(said)
+
+
 def _table(operator: str, device: str, rows: list[Row]) -> Table:
     table = Table("implementation", "dtype", title=f"{operator} on {device}")
     for column in ("cases", "output error", "gradient error", "tolerance"):
@@ -243,6 +260,9 @@ def _table(operator: str, device: str, rows: list[Row]) -> Table:
     for row in rows:
         if row.unavailable:
             table.add_row(row.impl, "", "", "", "", "", "", f"[yellow]{row.unavailable}")
+            continue
+        if row.dtype is None:
+            table.add_row(row.impl, "", "", "", "", "", "", "[red]broken")
             continue
         errors = [f"{e:.1e}" for e in (row.output_error, row.gradient_error, row.tolerance or 0)]
         bits = "yes" if row.same_bits else "[yellow]no"

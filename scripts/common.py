@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hoconv import build, doctor
-from hoconv.operators import Sample, operators
+from hoconv.operators import Sample, broken_packages, operators
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -29,6 +29,13 @@ def add_operator_option(parser: argparse.ArgumentParser) -> None:
     declared = [operator.name for operator in operators()]
     parser.add_argument("--operator", nargs="+", choices=declared, default=declared,
                         help="default: all that are declared")  # fmt: skip
+
+
+def broken_packages_named() -> bool:
+    """Whether there are packages of operators that cannot be imported; says which, and why."""
+    for name, reason in broken_packages().items():
+        print(f"The package of operators {name} is broken: {reason}", file=sys.stderr)
+    return bool(broken_packages())
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hoconv.implementations import implementations
+from hoconv.implementations import obstacle
 from hoconv.operators import Operator, Sample
 
 
@@ -27,11 +27,8 @@ class Place:
         return f"{self.operator.name}-{self.impl}-{self.device}"
 
     def obstacle(self) -> str | None:
-        """Why tests cannot run here. A kernel that fails to compile is none: its tests fail."""
-        reason = implementations().get(self.impl)
-        if reason is None:
-            return self.operator.implementations[self.impl].load()
-        return None if reason == "available" else reason
+        """Why tests cannot run here. That it is broken is no reason: its tests fail."""
+        return obstacle(self.operator, self.impl, self.device)
 
     def call(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.operator.function(*args, impl=self.impl, **kwargs)

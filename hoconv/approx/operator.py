@@ -240,8 +240,8 @@ def _conv2d(
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:
     return {
-        impl: Implementation(functools.partial(function, impl), devices, load)
-        for impl, (devices, load) in DEVICES.items()
+        impl: Implementation(functools.partial(function, impl), devices, load, obstacle)
+        for impl, (devices, load, obstacle) in DEVICES.items()
     }
 
 

@@ -146,9 +146,14 @@ def _backward_weight_flops(
     return 2 * math.prod(grad_shape) * math.prod(size[1:])
 
 
-# Implementation -> the devices it runs on, and how it is made ready.
-DEVICES: dict[str, tuple[tuple[str, ...], Callable[[], str | None]]] = {
-    "reference": ((), lambda: None),
-    "cpp": (("cpu",), functools.partial(build.load, "cpu")),
-    "cuda": (("cuda",), functools.partial(build.load, "cuda")),
-}
+_Asked = Callable[[], str | None]
+# Implementation -> the devices it runs on, how it is made ready, and what is missing for that.
+DEVICES: dict[str, tuple[tuple[str, ...], _Asked, _Asked]] = {
+    "reference": ((), lambda: None, lambda: None),
+    "cpp": (
+        ("cpu",), functools.partial(build.load, "cpu"), functools.partial(build.obstacle, "cpu")
+    ),
+    "cuda": (
+        ("cuda",), functools.partial(build.load, "cuda"), functools.partial(build.obstacle, "cuda")
+    ),
+}  # fmt: skip

@@ -91,10 +91,12 @@ IMPLEMENTATIONS = {
         _ops.dynamic_conv1d.cpp,
         devices=("cpu", "cuda"),
         load=functools.partial(build.load, "cpu"),
+        obstacle=functools.partial(build.obstacle, "cpu"),
     ),
     "cuda": Implementation(
         _ops.dynamic_conv1d.cuda,
         devices=("cuda",),
         load=functools.partial(build.load, "cuda"),
+        obstacle=functools.partial(build.obstacle, "cuda"),
     ),
 }

@@ -143,10 +143,12 @@ IMPLEMENTATIONS = {
         _ops.high_order_conv2d.cpp,
         devices=("cpu", "cuda"),
         load=functools.partial(build.load, "cpu"),
+        obstacle=functools.partial(build.obstacle, "cpu"),
     ),
     "cuda": Implementation(
         _ops.high_order_conv2d.cuda,
         devices=("cuda",),
         load=functools.partial(build.load, "cuda"),
+        obstacle=functools.partial(build.obstacle, "cuda"),
     ),
 }

@@ -169,10 +169,12 @@ IMPLEMENTATIONS = {
         functools.partial(_run, "cpp"),
         devices=("cpu", "cuda"),
         load=functools.partial(build.load, "cpu"),
+        obstacle=functools.partial(build.obstacle, "cpu"),
     ),
     "cuda": Implementation(
         functools.partial(_run, "cuda"),
         devices=("cuda",),
         load=functools.partial(build.load, "cuda"),
+        obstacle=functools.partial(build.obstacle, "cuda"),
     ),
 }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from hoconv import build, doctor, operators
+from hoconv.build import nvrtc
+from hoconv.implementations import obstacle
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 
 
@@ -18,17 +22,23 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Declares one operator; tells which of its implementations have been loaded."""
     loaded: list[str] = []
 
-    def load(name: str, reason: str | None) -> str | None:
-        loaded.append(name)
-        return reason
+    def implementation(name: str, missing: str | None, failed: str | None = None) -> Implementation:
+        def load() -> str | None:
+            loaded.append(name)
+            return failed
+
+        return Implementation(Tensor.clone, ("cpu",), load, lambda: missing)
 
     implementations = {
         "reference": Implementation(Tensor.clone),
-        "cpp": Implementation(Tensor.clone, ("cpu",), lambda: load("cpp", None)),
-        "fast": Implementation(Tensor.clone, ("cpu",), lambda: load("fast", "its disk is full")),
-        "elsewhere": Implementation(Tensor.clone, ("meta",), lambda: load("elsewhere", None)),
+        "slow": implementation("slow", None, "no such name\n  command: c++"),
+        "cpp": implementation("cpp", None),
+        "fast": implementation("fast", None, "its disk is full"),
+        "licensed": implementation("licensed", "needs a licence"),
+        "elsewhere": Implementation(Tensor.clone, ("meta",)),
     }
     monkeypatch.setattr(operators, "_declared", {})
+    monkeypatch.setattr(doctor, "devices", lambda: ("cpu",))
     declare(
         Operator(
             name="toy",
@@ -43,11 +53,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-def report(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
+def report(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, str]:
     """Name -> what is said of it."""
-    assert doctor.main(options) == 0
+    assert doctor.main(options) == code
     lines = capsys.readouterr().out.splitlines()
-    pairs = (line.strip().split("  ", 1) for line in lines if line.startswith("  "))
+    pairs = (line.strip().split("  ", 1) for line in lines if re.match("  [^ ].*  ", line))
     return {name: fact.strip() for name, fact in pairs}
 
 
@@ -80,33 +90,98 @@ def test_missing_compiler_is_reported_with_the_fix(
     assert facts["CUDA"] == "no cuda compiler was found; install one"
 
 
-def test_looking_loads_nothing(
-    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_looking_loads_nothing_and_claims_nothing(
+    loaded: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"reference": "available", "cpp": "available", "cuda": "no GPU"}
-    monkeypatch.setattr(doctor, "implementations", lambda: dict(known))
-    monkeypatch.setattr(doctor, "devices", lambda: ("cpu",))
-
-    assert report(capsys)["toy"] == "cpu: fast"  # the disk is not known of yet
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "What impl=auto means, unless it turns out to be broken: --build tries" in said
+    assert re.search("toy +cpu: fast$", said, re.MULTILINE)  # the disk is not known of yet
     assert loaded == []
 
-    known["fast"] = "needs a licence"
-    assert report(capsys)["toy"] == "cpu: cpp"
+
+def test_a_library_is_only_said_to_be_built_where_it_is(
+    loaded: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    if reason := build.obstacle("cpu"):
+        pytest.skip(reason)
+    source = tmp_path / "csrc" / "toy" / "cpu" / "toy.cpp"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert report(capsys)["cpp"] == "can be built"
+    library = build.compile("cpu")
+    capsys.readouterr()
+    assert report(capsys)["cpp"] == "built"
+    library.write_bytes(b"")
+    assert report(capsys)["cpp"] == "can be built"
+    library.parent.chmod(0o777)
+    assert report(capsys, code=1)["cpp"].startswith("broken: the build cache")
 
 
-def test_build_tells_what_is_really_chosen(
+def test_build_tells_what_is_really_chosen_and_what_is_broken(
     loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reasons = {"cpu": None, "cuda": "no GPU"}
-    monkeypatch.setattr(build, "load", reasons.__getitem__)
-    monkeypatch.setattr(doctor, "devices", lambda: ("cpu",))
+    monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
+    monkeypatch.setattr(build, "load", {"cpu": None}.__getitem__)
 
-    facts = report(capsys, "--build")
+    facts = report(capsys, "--build", code=1)
 
-    assert facts["cpp"] == "available, compiled and loaded"
+    assert facts["cpp"] == "built and loaded"
     assert facts["cuda"] == "no GPU"
-    assert facts["toy"] == "cpu: cpp (fast cannot: its disk is full)"
-    assert loaded == ["fast", "cpp"]
+    assert facts["toy"] == (
+        "cpu: cpp (licensed cannot: needs a licence; fast is broken: its disk is full)"
+    )
+    assert facts["toy fast on cpu"] == "broken: its disk is full"
+    assert facts["toy slow on cpu"] == "broken: no such name"
+    assert sorted(loaded) == ["cpp", "fast", "slow"]  # each once
+
+
+def test_build_tells_that_a_library_is_broken(
+    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
+    monkeypatch.setattr(build, "load", {"cpu": "no such name"}.__getitem__)
+    assert report(capsys, "--build", code=1)["cpp"] == "broken: no such name"
+
+
+def test_packages_that_cannot_be_imported_are_named(
+    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "broken_packages", lambda: {"bad = gone": "ImportError: gone"})
+    facts = report(capsys, code=1)
+    assert facts["bad = gone"] == "broken: ImportError: gone"
+    assert facts["toy"] == "cpu: fast"
+
+
+def test_each_operator_is_judged_by_what_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generated code for a GPU needs no CUDA toolkit, as the library does."""
+
+    def compiler(library: str) -> str:
+        if library == "cuda":
+            raise build.BuildError("no CUDA compiler was found; install one")
+        return "/bin/echo"
+
+    monkeypatch.setattr(build, "compiler", compiler)
+    monkeypatch.setattr(build, "find", lambda library: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "devices", lambda: ("cpu", "cuda"))
+    monkeypatch.setattr(nvrtc, "_library", lambda: None)
+    monkeypatch.setattr(doctor, "environment", dict)
+    obstacle.cache_clear()
+    try:
+        facts = report(capsys)
+    finally:
+        obstacle.cache_clear()
+    assert facts["cuda"] == "no CUDA compiler was found; install one"
+    assert facts["high_order_conv2d"] == "cpu: cpp; cuda: cpp"
+    assert facts["recurrent"] == "cpu: cpp; cuda: cuda"
 
 
 def test_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:

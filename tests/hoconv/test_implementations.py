@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -12,8 +13,21 @@ from torch import Tensor
 import hoconv
 from hoconv import build
 from hoconv.high_order.operator import OPERATOR
-from hoconv.implementations import ImplementationError, choose, resolve
-from hoconv.operators import Implementation, Operator, declare, find, layers, operators
+from hoconv.implementations import (
+    BrokenImplementationError,
+    ImplementationError,
+    choose,
+    resolve,
+)
+from hoconv.operators import (
+    Implementation,
+    Operator,
+    broken_packages,
+    declare,
+    find,
+    layers,
+    operators,
+)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -60,7 +74,7 @@ def test_auto_takes_the_fastest() -> None:
 def test_auto_passes_over_implementations_for_other_devices_silently(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    toy = operator(fast=Implementation(identity, devices=("cuda",), load=cannot("not called")))
+    toy = operator(fast=Implementation(identity, devices=("cuda",), obstacle=cannot("not called")))
     assert choose(toy, "auto", "cpu").name == "reference"
     assert capfd.readouterr().err == ""
 
@@ -69,8 +83,8 @@ def test_auto_passes_over_what_cannot_run_and_says_so_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     toy = operator(
-        fast=Implementation(identity, load=cannot("no compiler; install one")),
-        faster=Implementation(identity, load=cannot("no GPU; buy one")),
+        fast=Implementation(identity, obstacle=cannot("no compiler; install one")),
+        faster=Implementation(identity, obstacle=cannot("no GPU; buy one")),
     )
     choices = [choose(toy, "auto", "cpu") for _ in range(3)]
     assert {choice.name for choice in choices} == {"reference"}
@@ -80,6 +94,90 @@ def test_auto_passes_over_what_cannot_run_and_says_so_once(
         "hoconv: toy uses reference on cpu; faster cannot: no GPU; buy one; "
         "fast cannot: no compiler; install one"
     ]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def function(*_: str) -> None:
+        raise error
+
+    return function
+
+
+# What is wrong with it, and what is said of that.
+BROKEN = {
+    "load says what failed": (Implementation(identity, load=cannot("nothing")), "nothing"),
+    "load raises": (
+        Implementation(identity, load=raising(build.BuildError("no such name\ncommand"))),
+        "no such name",
+    ),
+    "load raises anything": (
+        Implementation(identity, load=raising(KeyError("a"))), "KeyError: 'a'"
+    ),
+    "looking raises": (
+        Implementation(identity, obstacle=raising(OSError("gone"))), "OSError: gone"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_auto_passes_over_what_is_broken_and_says_so_once(
+    what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken, reason = BROKEN[what]
+    toy = operator(fast=broken)
+    for _ in range(3):
+        choice = choose(toy, "auto", "cpu")
+        assert (choice.name, choice.why) == ("reference", f"fast is broken: {reason}")
+    (said, *details) = capfd.readouterr().err.splitlines()
+    assert said == f"hoconv: toy uses reference on cpu; fast is broken: {reason}"
+    assert details in ([], ["command"])
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_asked_for_by_name_and_broken_is_an_error_of_its_own_every_time(what: str) -> None:
+    broken, reason = BROKEN[what]
+    toy = operator(fast=broken)
+    for _ in range(2):
+        with pytest.raises(BrokenImplementationError) as raised:
+            choose(toy, "fast", "cpu")
+        assert str(raised.value).startswith(f"impl=fast is broken for toy: {reason}")
+
+
+def test_what_is_missing_is_not_broken_and_not_tried() -> None:
+    missing = Implementation(identity, load=raising(KeyError()), obstacle=cannot("no compiler"))
+    with pytest.raises(ImplementationError) as raised:
+        choose(operator(fast=missing), "fast", "cpu")
+    assert not isinstance(raised.value, BrokenImplementationError)
+
+
+def test_what_one_program_breaks_still_runs_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    prepared = []
+
+    def prepare(device_type: str, name: str) -> None:
+        prepared.append((device_type, name))
+        if name == "hard":
+            raise build.BuildError("too hard\nwhat was called")
+
+    toy = operator(fast=Implementation(identity), faster=Implementation(identity, prepare=prepare))
+    for _ in range(2):
+        assert choose(toy, "auto", "cpu", "easy").name == "faster"
+        assert choose(toy, "auto", "cpu", "hard").name == "fast"
+        assert choose(toy, "faster", "cpu", "easy").name == "faster"
+        with pytest.raises(BrokenImplementationError, match=r"^impl=faster is broken .* too hard"):
+            choose(toy, "faster", "cpu", "hard")
+    assert prepared == [("cpu", "easy"), ("cpu", "hard")]
+    assert capfd.readouterr().err.splitlines() == [
+        "hoconv: toy (hard) uses fast on cpu; faster is broken: too hard", "what was called"
+    ]  # fmt: skip
+
+
+def test_what_is_broken_altogether_is_not_said_of_every_program(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    toy = operator(fast=Implementation(identity, load=cannot("no such name")))
+    for program in ("one", "another"):
+        assert choose(toy, "auto", "cpu", program).why == "fast is broken: no such name"
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_auto_loads_no_more_than_it_uses() -> None:
@@ -99,6 +197,10 @@ def test_auto_without_any_implementation_for_a_device_is_an_error() -> None:
     toy = dataclasses.replace(OPERATOR, name="toy", implementations=only_cpu)
     with pytest.raises(ImplementationError, match="no implementation for xpu tensors"):
         choose(toy, "auto", "xpu")
+    everywhere = {"fast": Implementation(identity, load=cannot("no such name"))}
+    toy = dataclasses.replace(OPERATOR, name="toy", implementations=everywhere)
+    with pytest.raises(ImplementationError, match="fast is broken: no such name"):
+        choose(toy, "auto", "xpu")
 
 
 def test_asked_for_by_name_is_taken_though_a_faster_one_is_there() -> None:
@@ -108,7 +210,7 @@ def test_asked_for_by_name_is_taken_though_a_faster_one_is_there() -> None:
 
 
 def test_asked_for_by_name_and_cannot_run_is_an_error_with_the_reason() -> None:
-    toy = operator(fast=Implementation(identity, load=cannot("no compiler; install one")))
+    toy = operator(fast=Implementation(identity, obstacle=cannot("no compiler; install one")))
     with pytest.raises(ImplementationError) as raised:
         choose(toy, "fast", "cpu")
     assert str(raised.value) == "impl=fast cannot run toy: no compiler; install one"
@@ -147,6 +249,22 @@ def test_choice_by_the_operators_name_is_the_same() -> None:
 def test_operators_of_the_package_are_declared() -> None:
     assert OPERATOR in operators()
     assert find(OPERATOR.name) is OPERATOR
+
+
+@pytest.mark.parametrize("value", ["no_such_module", "json:no_such_name", "this.is.not:a module"])
+def test_a_package_that_cannot_be_imported_is_named_and_takes_no_other_down(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [EntryPoint("bad", value, "hoconv.operators")]
+    monkeypatch.setattr("hoconv.operators.entry_points", lambda group: entries)
+    broken_packages.cache_clear()
+    try:
+        assert OPERATOR in operators()
+        ((name, reason),) = broken_packages().items()
+    finally:
+        broken_packages.cache_clear()
+    assert name == f"bad = {value}"
+    assert "Error: " in reason
 
 
 def test_declaring_the_same_operator_twice_is_harmless() -> None:

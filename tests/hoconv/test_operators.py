@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hoconv.implementations import choose, implementations
-from hoconv.operators import Operator, Sample, operators
+from hoconv.operators import Operator, Sample, broken_packages, operators
 from tests.support import (
     Place,
     differentiable,
@@ -81,6 +81,10 @@ class Call(nn.Module):
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_every_package_of_operators_can_be_imported() -> None:
+    assert broken_packages() == {}
 
 
 def test_declaration_is_complete(operator: Operator) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SELECTED = "toy_sound or (toy_faulty and not inductor)"
+SELECTED = "toy_sound or (toy_faulty and not inductor) or package"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
     package = site / "toy_operators-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: toy_operators\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[hoconv.operators]\ntoy = toy_operators\n")
+    (package / "entry_points.txt").write_text(
+        "[hoconv.operators]\ngone = gone\ntoy = toy_operators\n"
+    )
     path = os.pathsep.join([str(site), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     report = site / "report.xml"
     arguments = ["-q", "-k", SELECTED, "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -63,6 +65,27 @@ def test_reference_beside_faulty_implementations_passes(
     outcomes: dict[str, dict[str, set[str]]],
 ) -> None:
     assert not outcomes["failure"]["toy_faulty-reference-cpu"]
+
+
+@pytest.mark.parametrize("broken", ["does_not_compile", "does_not_load"])
+def test_what_is_broken_fails_every_test_that_calls_it(
+    outcomes: dict[str, dict[str, set[str]]], broken: str
+) -> None:
+    place = f"toy_faulty-{broken}-cpu"
+    assert "test_agrees_with_the_reference" in outcomes["failure"][place]
+    assert not outcomes["passed"][place]
+
+
+def test_what_is_missing_is_skipped(outcomes: dict[str, dict[str, set[str]]]) -> None:
+    place = "toy_faulty-is_missing-cpu"
+    assert "test_agrees_with_the_reference" in outcomes["skipped"][place]
+    assert not outcomes["passed"][place] | outcomes["failure"][place]
+
+
+def test_package_that_cannot_be_imported_fails_one_test_and_hides_no_other_package(
+    outcomes: dict[str, dict[str, set[str]]],
+) -> None:
+    assert outcomes["failure"][""] == {"test_every_package_of_operators_can_be_imported"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Two operators that a package of its own declares: one sound, one with a fault in each
-implementation.
+implementation, or in how it is made ready.
 
 test_toy_operator.py installs this module as such a package and runs test_operators.py over it.
 """
@@ -26,7 +26,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((draw(0, 4), draw(0, 4)), name="empty")
 
 
-def toy(name: str, implementations: Mapping[str, Callable[..., Tensor]]) -> Operator:
+def toy(
+    name: str,
+    implementations: Mapping[str, Callable[..., Tensor]],
+    others: Mapping[str, Implementation] | None = None,
+) -> Operator:
     """Declares ``a * b * scale`` under this name."""
 
     def function(a: Tensor, b: Tensor, *, scale: float = 1.0, impl: str = "auto") -> Tensor:
@@ -41,13 +45,14 @@ def toy(name: str, implementations: Mapping[str, Callable[..., Tensor]]) -> Oper
         a = torch.ones(size, 16, device=device, dtype=dtype)
         return Sample((a, a), name=f"{size} rows")
 
+    made = {
+        name: Implementation(function, () if name == "reference" else ("cpu",))
+        for name, function in {"reference": multiply, **implementations}.items()
+    }
     operator = Operator(
         name=name,
         function=function,
-        implementations={
-            name: Implementation(function, () if name == "reference" else ("cpu",))
-            for name, function in {"reference": multiply, **implementations}.items()
-        },
+        implementations=made | dict(others or {}),
         samples=samples,
         tolerances={torch.float64: 1e-15, torch.float32: 1e-6},
         cost=cost,
@@ -141,6 +146,10 @@ def untraceable(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return multiply(a, b, scale) if a.sum().item() < 1e9 else a
 
 
+def does_not_load() -> None:
+    raise ImportError("no such library")
+
+
 SOUND = toy("toy_sound", {"registered": registered._opoverload})
 FAULTY = toy(
     "toy_faulty",
@@ -160,5 +169,10 @@ FAULTY = toy(
         "fake_with_wrong_shape": op_with_fake(
             "shape", lambda a, b, scale: a.new_empty(a.shape[:1])
         ),
+    },
+    {
+        "does_not_compile": Implementation(multiply, ("cpu",), lambda: "t.cpp:7: error"),
+        "does_not_load": Implementation(multiply, ("cpu",), does_not_load),
+        "is_missing": Implementation(multiply, ("cpu",), obstacle=lambda: "it needs a licence"),
     },
 )

@@ -145,13 +145,16 @@ def test_what_cannot_run_says_why(script: Script, toy: Operator, tmp_path: Path)
         raise RuntimeError("a tensor is missing")
 
     add(toy, "broken", Implementation(broken))
-    add(toy, "absent", Implementation(broken, load=lambda: "it was never written; write it"))
+    add(toy, "unbuilt", Implementation(broken, load=lambda: "no such name"))
+    add(toy, "absent", Implementation(broken, obstacle=lambda: "it was never written; write it"))
 
     record = run(script, tmp_path, "--quick")
 
     assert "never written" in record["unavailable"]["absent"]
-    (row,) = (row for row in record["rows"] if row["contender"] == "broken")
-    assert row["error"] == "a tensor is missing"
+    errors = {row["contender"]: row["error"] for row in record["rows"]}
+    assert errors["broken"] == "a tensor is missing"
+    assert errors["unbuilt"] == "impl=unbuilt is broken for toy: no such name"
+    assert list(record["unavailable"]) == ["absent"]
 
 
 def test_reference_is_compiled_anew_for_every_size(

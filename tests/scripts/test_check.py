@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv.operators import Implementation, Operator
+from hoconv.operators import Implementation, Operator, declare
+from tests.scripts.conftest import SCRIPTS
 
 Script = Callable[[str], ModuleType]
 
@@ -131,7 +136,7 @@ def test_different_bits_are_reported(script: Script, toy: Operator, tmp_path: Pa
 def test_what_cannot_run_says_why(
     script: Script, toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add(toy, "absent", Implementation(torch.mul, load=lambda: "it was never written; write it"))
+    add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
 
     code, record = run(script, tmp_path)
 
@@ -140,8 +145,92 @@ def test_what_cannot_run_says_why(
     assert "absent" in capsys.readouterr().out
 
 
+def raising() -> None:
+    raise ImportError("no such library")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(lambda: "t.cpp:7: error: no name\n  t.cpp:8: error: nor this", "t.cpp:7: error: no name"),
+     (raising, "ImportError: no such library")],
+)  # fmt: skip
+def test_what_is_broken_is_a_failure(
+    script: Script,
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    load: Callable[[], str | None],
+    reason: str,
+) -> None:
+    add(toy, "faulty", Implementation(toy.implementations["swapped"].function, load=load))
+
+    code, record = run(script, tmp_path)
+
+    assert code == 1
+    row = row_of(record, "faulty", None)
+    assert row["unavailable"] is None
+    assert row["failures"][0].startswith(f"impl=faulty is broken for toy: {reason}")
+    assert row_of(record, "swapped", "float32")["failures"] == []  # the others are checked
+    said = capsys.readouterr().out
+    assert f"toy faulty cpu: impl=faulty is broken for toy: {reason}" in said
+    assert "12 cases, 1 failures" in said
+
+
+def test_a_kernel_that_does_not_compile_is_a_failure_and_its_errors_are_shown_once(
+    tmp_path: Path,
+) -> None:
+    compiler = tmp_path / "broken"
+    errors = '  for i in 7 8 9; do echo "x.cpp:$i: error: out of order"; done'
+    compiler.write_text(f"#!/bin/sh\nexec >&2\n{errors}\nseq 5000\nexit 1\n")
+    compiler.chmod(0o755)
+    operators = ["high_order_conv2d", "high_order_layer", "dynamic_conv1d"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "check.py", "--device", "cpu", "--impl", "cpp", "reference",
+         "--small", "--operator", *operators],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CXX": str(compiler),
+             "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "3 failures" in done.stdout.splitlines()[-1]
+    assert done.stdout.count("x.cpp:7: error: out of order") == 3  # a line for each operator
+    assert done.stdout.count("x.cpp:8: error: out of order") == 1
+    assert "4999" not in done.stdout + done.stderr
+
+
+def test_a_package_that_cannot_be_imported_is_a_failure_and_the_others_are_checked(
+    script: Script,
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = {"bad = gone": "ImportError: gone"}
+    monkeypatch.setattr(script("common"), "broken_packages", lambda: broken)
+
+    code, _ = run(script, tmp_path)
+
+    assert code == 1
+    said = capsys.readouterr()
+    assert "The package of operators bad = gone is broken: ImportError: gone" in said.err
+    assert "12 cases, 0 failures" in said.out
+
+
+def test_an_operator_without_samples_is_a_failure(
+    script: Script, toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = dataclasses.replace(toy, name="silent", samples=lambda device, dtype: [])
+    declare(silent)
+
+    code, record = run(script, tmp_path)
+
+    assert code == 1
+    for row in record["rows"]:
+        assert bool(row["failures"]) == (row["operator"] == "silent")
+
+
 def test_nothing_checked_is_a_failure(script: Script, toy: Operator, tmp_path: Path) -> None:
-    add(toy, "absent", Implementation(torch.mul, load=lambda: "it was never written; write it"))
+    add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
 
     code, _ = run(script, tmp_path, "--impl", "absent")
 
