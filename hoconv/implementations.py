@@ -12,6 +12,9 @@ from hoconv import build
 from hoconv.build import BuildError
 from hoconv.operators import Operator, find
 
+# Answers that a process keeps; a program may be anything, and is asked for again after more.
+_KEPT = 1024
+
 
 class ImplementationError(RuntimeError):
     """An implementation was asked for by name and cannot run here; says why and what to do."""
@@ -62,7 +65,7 @@ def choose(operator: Operator, impl: str, device_type: str, *program: str) -> Ch
         impl: an implementation's name, or ``"auto"``: the fastest that can run.
         device_type: where the tensors are: ``"cpu"``, ``"cuda"``, ...
         program: what is to be run, where the operator generates code for it: the arguments of
-            :attr:`hoconv.operators.Implementation.prepare`.
+            :attr:`hoconv.operators.Implementation.prepare`. Messages show the first word of each.
 
     Raises:
         ValueError: the operator has no implementation of that name.
@@ -123,7 +126,7 @@ def candidates(operator: Operator, device_type: str) -> list[str]:
     ]
 
 
-@functools.cache
+@functools.lru_cache(_KEPT)
 def _fastest(operator: Operator, device_type: str, *program: str) -> Choice:
     names, why = candidates(operator, device_type), f"the fastest on {device_type}"
     if program:  # of those which, as is said already, can run at all
@@ -137,7 +140,7 @@ def _fastest(operator: Operator, device_type: str, *program: str) -> Choice:
             failed.append(f"{name} is broken: {reason}")
         else:
             if failed:
-                which = f" ({', '.join(program)})" if program else ""
+                which = f" ({', '.join(p.partition(' ')[0] for p in program)})" if program else ""
                 why = "; ".join(reason.splitlines()[0] for reason in failed)
                 what = f"{operator.name}{which} uses {name} on {device_type}"
                 print(f"hoconv: {what}; {why}", file=sys.stderr)
@@ -155,7 +158,7 @@ def _show_once(details: str) -> None:
         print(details, file=sys.stderr)
 
 
-@functools.cache
+@functools.lru_cache(_KEPT)
 def _failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
     """What is broken of an implementation of which nothing is missing; None where nothing is."""
     implementation = operator.implementations[impl]

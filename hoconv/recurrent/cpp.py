@@ -30,6 +30,15 @@ def obstacle() -> str | None:
     return None
 
 
+def load() -> None:
+    """Compiles and loads a library without loops: the compiler and the cache work.
+
+    Raises:
+        hoconv.build.BuildError: they do not.
+    """
+    compile_loops({})
+
+
 def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
     """Compiles the time loops of programs, under their names, into one library.
 

@@ -22,7 +22,7 @@ from hoconv.build import nvrtc
 from hoconv.build.generated import compile_cuda
 from hoconv.recurrent.buffers import bind, results
 from hoconv.recurrent.driver import Kernels
-from hoconv.recurrent.emit.cuda import emit_cuda
+from hoconv.recurrent.emit.cuda import HEADER, emit_cuda
 from hoconv.recurrent.interpret import Tensors, steps
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.workspace import Recorder, Workspace
@@ -36,6 +36,21 @@ def obstacle() -> str | None:
     return nvrtc.obstacle() if torch.cuda.is_available() else build.no_gpu()
 
 
+def load() -> None:
+    """Compiles a source without kernels: NVRTC and the cache work.
+
+    Raises:
+        hoconv.build.BuildError: they do not.
+    """
+    for architecture in _architectures():
+        compile_cuda("recurrent", HEADER, architecture)
+
+
+def _architectures() -> list[str]:
+    """Those of the GPUs here, as NVRTC names them."""
+    return [f"sm_{capability.replace('.', '')}" for capability in build.visible_gpus()]
+
+
 class CudaLoop:
     """Runs the steps of one program.
 
@@ -47,7 +62,8 @@ class CudaLoop:
     def __init__(self, program: Program, recorded: bool) -> None:
         self.source = emit_cuda(program)
         self.recorded = recorded
-        self._kernels = functools.cache(self._compiled)
+        self._code = functools.cache(functools.partial(compile_cuda, "recurrent", self.source.text))
+        self._kernels = functools.cache(self._loaded)
         self._kept = functools.lru_cache(_KEPT)(self._lasting)
         self._lock = threading.Lock()
 
@@ -71,8 +87,17 @@ class CudaLoop:
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
 
-    def _compiled(self, architecture: str) -> Kernels:
-        code = compile_cuda("recurrent", self.source.text, architecture).read_bytes()
+    def prepare(self) -> None:
+        """Compiles its kernels for the GPUs here.
+
+        Raises:
+            hoconv.build.BuildError: NVRTC fails.
+        """
+        for architecture in _architectures():
+            self._code(architecture)
+
+    def _loaded(self, architecture: str) -> Kernels:
+        code = self._code(architecture).read_bytes()
         driver = ctypes.CDLL("libcuda.so.1")
         return Kernels(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 

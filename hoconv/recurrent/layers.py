@@ -210,7 +210,6 @@ class RNN(nn.Module):
         """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
         directions = 1 + self.bidirectional
         final: list[list[Tensor]] = []
-        run = RUNS[resolve(OPERATOR.name, self.impl, x.device.type)]
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
@@ -229,7 +228,8 @@ class RNN(nn.Module):
                 initial = [state[at] for state in states]
                 call = Call(self.runs[at][0], traced.names, plan, x, initial, parameters[at],
                             valid, self.training, seed, reverse)  # fmt: skip
-                output, *following = run(call)
+                name = resolve(OPERATOR.name, self.impl, x.device.type, plan, call.program)
+                output, *following = RUNS[name](call)
                 outputs.append(output)
                 final.append(following)
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]

@@ -16,7 +16,7 @@ from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.recurrent import cells, cpp, cuda, ops
 from hoconv.recurrent.cell import BoundCell, Cell
-from hoconv.recurrent.plans import request
+from hoconv.recurrent.plans import prepare, request
 from hoconv.recurrent.serialize import to_text
 from hoconv.recurrent.trace import trace
 
@@ -64,7 +64,8 @@ def recurrent(
     Raises:
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    name = resolve("recurrent", impl, x.device.type)
+    call = _call(x, tensors, cell, hidden_size, schedule, reverse)
+    name = resolve("recurrent", impl, x.device.type, call.plan, call.program)
     run = OPERATOR.implementations[name].function
     return run(x, tensors, cell, hidden_size, schedule, reverse)
 
@@ -74,15 +75,21 @@ def _implementation(run: Callable[[ops.Call], list[Tensor]]) -> Callable[..., Te
         x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int,
         schedule: str = "auto", reverse: bool = False,
     ) -> Tensor:  # fmt: skip
-        bound = _bound(cell, x.shape[2], hidden_size)
-        names, text = _traced(cell, x.shape[2], hidden_size)
-        plan = request(text, x.dtype, schedule, False, reverse)
-        n = len(bound.state_sizes)
-        states, parameters = list(tensors[:n]), list(tensors[n:])
-        found = run(ops.Call(bound, names, plan, x, states, parameters, reverse=reverse))
+        found = run(_call(x, tensors, cell, hidden_size, schedule, reverse))
         return torch.cat([t.flatten() for t in found])
 
     return function
+
+
+def _call(
+    x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int, schedule: str, reverse: bool
+) -> ops.Call:
+    bound = _bound(cell, x.shape[2], hidden_size)
+    names, text = _traced(cell, x.shape[2], hidden_size)
+    plan = request(text, x.dtype, schedule, False, reverse)
+    n = len(bound.state_sizes)
+    states, parameters = list(tensors[:n]), list(tensors[n:])
+    return ops.Call(bound, names, plan, x, states, parameters, reverse=reverse)
 
 
 def _bound(cell: str, input_size: int, hidden_size: int) -> BoundCell:
@@ -171,10 +178,16 @@ OPERATOR = declare(
                 _implementation(ops.RUNS["cpp"]),
                 devices=("cpu", "cuda"),
                 thread_invariant=False,
-                load=cpp.obstacle,
+                load=cpp.load,
+                obstacle=cpp.obstacle,
+                prepare=functools.partial(prepare, "cpp"),
             ),
             "cuda": Implementation(
-                _implementation(ops.RUNS["cuda"]), devices=("cuda",), load=cuda.obstacle
+                _implementation(ops.RUNS["cuda"]),
+                devices=("cuda",),
+                load=cuda.load,
+                obstacle=cuda.obstacle,
+                prepare=functools.partial(prepare, "cuda"),
             ),
         },
         samples=_samples,

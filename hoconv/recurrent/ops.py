@@ -265,6 +265,13 @@ class Call:
     seed: Tensor | None = None
     reverse: bool = False
 
+    @property
+    def program(self) -> str:
+        """Which of the plan's programs runs: the one that a gradient can follow, where it may."""
+        inputs = (self.x, *self.states, *self.parameters)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        return "forward" if wanted else "inference"
+
 
 def run_reference(call: Call) -> list[Tensor]:
     """The cell, called at every step: the output and the final states."""
@@ -278,12 +285,11 @@ def run_reference(call: Call) -> list[Tensor]:
 def run_compiled(impl: str, call: Call) -> list[Tensor]:
     """The plan's programs in C++ or CUDA: the output and the final states."""
     x, states = call.x, call.states
-    wanted = any(t.requires_grad for t in (x, *states, *call.parameters))
     wide = torch.promote_types(x.dtype, torch.float32)
     sequences = [x] if call.valid is None else [x, call.valid]
     found = op(
         sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,
-        "forward" if wanted and torch.is_grad_enabled() else "inference", impl,
+        call.program, impl,
     )  # fmt: skip
     return [found[0], *(s.to(x.dtype) for s in found[len(found) - len(states) :])]
 

@@ -97,3 +97,18 @@ def prepared(text: str) -> Prepared:
         ValueError: the text is of another version of hoconv.
     """
     return Prepared(text)
+
+
+def prepare(impl: str, device_type: str, text: str, which: str) -> None:
+    """Compiles what runs one of a plan's programs, and with ``forward`` also ``backward``.
+
+    Raises:
+        hoconv.build.BuildError: the compiler failed.
+    """
+    made = prepared(text)
+    if impl == "cuda" and made.plan.library:
+        return  # the library's function runs it, which has no kernels of ours
+    for program in (which, "backward") if which == "forward" else (which,):
+        loop = made.loop(program, impl, device_type)
+        if isinstance(loop, CudaLoop):
+            loop.prepare()

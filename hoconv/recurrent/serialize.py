@@ -17,10 +17,14 @@ from hoconv.recurrent.trace import Declaration, Trace
 
 # Of the form below and of what the ops mean. An exported program outlives the code that wrote it.
 _VERSION = 1
+_SUFFIX = " forward"  # of a traced program's name
 
 
 def to_text(trace: Trace) -> str:
-    """A trace as JSON. An operand is the number of a value, an int, or a constant, a float."""
+    """The cell's name, and the trace as JSON.
+
+    An operand is the number of a value, an int, or a constant, a float.
+    """
     program = trace.program
     (_, x), = program.sequences  # fmt: skip
     given = [p.value for p in program.params] + [x] + [s.value for s in program.states]
@@ -30,10 +34,9 @@ def to_text(trace: Trace) -> str:
     def number(operand: Operand) -> int | float:
         return numbers[operand] if isinstance(operand, Value) else operand
 
-    return json.dumps(
+    told = json.dumps(
         {
             "version": _VERSION,
-            "name": program.name,
             "declarations": [[d.name, d.shape, d.init] for d in trace.declarations],
             "params": [
                 [p.value.hint, p.value.type.shape, p.pieces[0].parameter, p.pieces[0].columns]
@@ -46,6 +49,7 @@ def to_text(trace: Trace) -> str:
         },
         separators=(",", ":"),
     )
+    return f"{program.name.removesuffix(_SUFFIX)} {told}"
 
 
 def from_text(text: str) -> Trace:
@@ -54,7 +58,8 @@ def from_text(text: str) -> Trace:
     Raises:
         ValueError: a text of another version of hoconv.
     """
-    told: dict[str, Any] = json.loads(text)
+    name, _, written = text.partition(" ")
+    told: dict[str, Any] = json.loads(written)
     if told["version"] != _VERSION:
         raise ValueError(
             f"this recurrent cell was exported by another version of hoconv (form "
@@ -74,7 +79,7 @@ def from_text(text: str) -> Trace:
     source = values[told["output"]]
     sequence = Value(Type("sequence", source.type.shape), "output")
     program = Program(
-        name=told["name"],
+        name=name + _SUFFIX,
         params=params,
         sequences=(("x", x),),
         states=tuple(

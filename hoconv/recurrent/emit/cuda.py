@@ -21,6 +21,7 @@ from hoconv.recurrent.emit.steps import Steps, lower_steps, offset, pointers, ro
 from hoconv.recurrent.ir import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 
+HEADER = '#include "recurrent/block.cuh"'
 # Threads of a block that waits for no other thread: few, so that small batches fill a GPU, too.
 _THREADS = 128
 _MOST_THREADS = 1024
@@ -81,7 +82,7 @@ def emit_cuda(program: Program) -> CudaSource:
     program = stage(program)
     fixed = {v for op in products(program) for v in (op.values[0], op.result)}
     steps = lower_steps(program, fixed)
-    lines = ['#include "recurrent/block.cuh"', "", "using namespace hoconv::recurrent;", ""]
+    lines = [HEADER, "", "using namespace hoconv::recurrent;", ""]
     lines += ["struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {b.name};" for b in steps.storage.buffers]
     lines += ["  char* scratch;", "};", ""]

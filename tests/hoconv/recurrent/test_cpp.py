@@ -247,7 +247,7 @@ def test_states_can_be_each_other_and_the_input() -> None:
 def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)  # has found none yet
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    reason = OPERATOR.implementations["cpp"].load()
+    reason = OPERATOR.implementations["cpp"].obstacle()
     assert reason is not None
     assert "CXX=/nowhere/c++ was not found" in reason
 
