@@ -16,6 +16,7 @@ from hoconv import approx
 from hoconv.approx.multipliers import MULTIPLIERS
 from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.approx.ops import KERNELS
+from hoconv.implementations import choose, obstacle
 from tests.hoconv.approx.test_multipliers import SPECIAL, bits, every_multiplier, floats
 from tests.support import Place, output_and_gradients, places
 
@@ -246,8 +247,9 @@ def test_an_infinite_number_among_small_ones(place: Place, multiplier: str, smal
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 def test_torch_library_finds_no_fault(impl: str) -> None:
-    if reason := MATMUL.implementations[impl].load():
+    if reason := obstacle(MATMUL, impl, "cpu"):
         pytest.skip(reason)
+    choose(MATMUL, impl, "cpu")  # loads it
     kernels = KERNELS[impl]
     a, b, grad = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
     x, weight = torch.randn(2, 4, 6, 5), torch.randn(6, 2, 3, 2)
