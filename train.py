@@ -153,8 +153,10 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
             console.warn("not tested: no checkpoint could be written, and FSDP left only parts")
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        results.throughput = throughput.summary()
-    return best
+        results.throughput |= throughput.summary()
+        if results.throughput["step_ms"] is not None:
+            results.throughput["warmup_seconds"] = throughput.warmup_seconds
+    return checkpoint
 
 
 def leave_group() -> None:

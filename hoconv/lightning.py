@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch._dynamo.callback import callback_handler
 from torch.nn.utils.rnn import PackedSequence
 
 MB = 2**20
@@ -25,7 +26,9 @@ class Throughput(pl.Callback):
     step that ends them. Time on a GPU, waiting for data included, is taken with CUDA events and
     nothing waits for them before the end of the fit, so those of a GPU go there later, when it has
     come so far, all of a second at once. Validation, checkpoints and other work between epochs are
-    not counted; waiting for the first batch of an epoch is.
+    not counted; waiting for the first batch of an epoch is. Nor is a step, with the wait for its
+    batch, in which torch.compile compiled, as it does again where a batch has another shape: what
+    is measured is how the fit runs once that is over.
 
     Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
 
@@ -51,6 +54,10 @@ class Throughput(pl.Callback):
             the first tensor in the batch, looking into tuples, lists, dicts and dataclasses; a
             batch that is a list of samples needs a function of its own.
 
+    Attributes:
+        warmup_seconds: what the steps that are not counted took, on the host's clock, without the
+            wait for their batches: the first ones and those that compiled.
+
     Raises:
         ValueError: `warmup_steps` is negative; or, while training, a batch holds no tensor and
             there is no `batch_size_fn`.
@@ -63,11 +70,13 @@ class Throughput(pl.Callback):
             raise ValueError(f"warmup_steps: expected at least 0, got {warmup_steps}")
         self.warmup_steps = warmup_steps
         self.batch_size_fn = batch_size_fn or batch_size
+        self.warmup_seconds = 0.0
         self._fit = _Interval()
 
     def summary(self) -> dict[str, float | None]:
-        """The whole fit after warm-up: ``samples_per_sec`` of all devices, ``step_ms``,
-        ``data_wait_fraction``, ``peak_memory_mb``; None for what the fit was too short to measure.
+        """All steps of the fit that are counted, together: their samples over their time is
+        ``samples_per_sec``, of all devices; ``step_ms`` is their mean, ``data_wait_fraction`` the
+        share of all their time; ``peak_memory_mb``. None for what the fit was too short to measure.
         """
         keys = ("samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb")
         if self._fit.steps == 0:
@@ -80,6 +89,9 @@ class Throughput(pl.Callback):
         self._world_size = trainer.world_size
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
         _reset_peak_memory(self._device)
+        if _count_compilation not in callback_handler.start_callbacks:  # none is after a reset
+            callback_handler.register_start_callback(_count_compilation)
+        self.warmup_seconds = 0.0
         self._fit = _Interval()  # what has been measured
         self._interval = _Interval()  # what is being counted
         self._stretch_start = None  # a mark while counting, None while not
@@ -98,6 +110,7 @@ class Throughput(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._began = time.perf_counter(), _compilations
         self._resume()  # after a validation within the epoch
         if self._stretch_start is not None:
             self._interval.waits.append((self._waiting_since, self._clock.mark()))
@@ -111,12 +124,21 @@ class Throughput(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._steps += 1
+        seconds, compiled = time.perf_counter() - self._began[0], _compilations != self._began[1]
+        if compiled or self._stretch_start is None:
+            self.warmup_seconds += seconds
         if self._stretch_start is None:
             self._resume()  # the last step of the warm-up
             return
-        self._waiting_since = self._clock.mark()
-        self._interval.steps += 1
-        self._interval.samples += self.batch_size_fn(batch)
+        if compiled:
+            end_of_the_step_before, _ = self._interval.waits.pop()
+            self._interval.stretches.append((self._stretch_start, end_of_the_step_before))
+            self._stretch_start = None
+            self._resume()
+        else:
+            self._waiting_since = self._clock.mark()
+            self._interval.steps += 1
+            self._interval.samples += self.batch_size_fn(batch)
         step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore
         # Several batches share a global step where gradients are accumulated.
         if every and step % every == 0 and step != self._logged_step:
@@ -197,6 +219,14 @@ class Throughput(pl.Callback):
             "time/val": self._val_seconds,
             "time/total": total,
         }
+
+
+_compilations = 0  # that torch.compile has begun in this process
+
+
+def _count_compilation(*_: Any) -> None:
+    global _compilations
+    _compilations += 1
 
 
 def batch_size(batch: Any) -> int:

@@ -66,6 +66,7 @@ def show_results(
             console.print(f"{label:<12}{_short(path)}", soft_wrap=True, highlight=False)
 
 
+        ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
 def show_problem(kind: str, message: str) -> None:
     """One line on stderr, red in a terminal."""
     text = f"{kind}: {message}"

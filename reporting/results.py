@@ -14,7 +14,9 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from hoconv import doctor
 from reporting import console
 
-THROUGHPUT = ("samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb")
+THROUGHPUT = (
+    "samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb", "warmup_seconds"
+)  # fmt: skip
 
 
 class Results:
@@ -33,7 +35,8 @@ class Results:
     Attributes:
         metrics: name -> value, to be filled in.
         throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
-            ``peak_memory_mb``; None where not measured.
+            ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
+            ``warmup_seconds``, what the others took; None where not measured.
         identity: ``impl``, ``model``, ``data``, ``seed``.
         environment: versions, hardware, and under ``implementations`` what each layer used.
     """

@@ -86,7 +86,13 @@ class Fit:
     rows: list[tuple[int | None, dict[str, float]]]
 
 
-def fit(clock: Clock, sizes: list[int], throughput: Throughput, **options: Any) -> Fit:
+def fit(
+    clock: Clock,
+    sizes: list[int],
+    throughput: Throughput,
+    model: Model | None = None,
+    **options: Any,
+) -> Fit:
     log = Log()
     options = {"max_epochs": 1, "log_every_n_steps": 4, "accelerator": "cpu"} | options
     trainer = pl.Trainer(
@@ -99,7 +105,7 @@ def fit(clock: Clock, sizes: list[int], throughput: Throughput, **options: Any) 
     )
     train = DataLoader(Batches(sizes, clock), batch_size=None)
     val = DataLoader(Batches([1], clock), batch_size=None)
-    trainer.fit(Model(clock), train, val)
+    trainer.fit(model or Model(clock), train, val)
     return Fit(throughput, log.rows)
 
 
@@ -129,6 +135,26 @@ def test_warm_up_is_not_counted(clock):
     assert summary["samples_per_sec"] == pytest.approx(2 / (FETCH + STEP))
     assert summary["step_ms"] == pytest.approx(1000 * (FETCH + STEP))
     assert summary["data_wait_fraction"] == pytest.approx(FETCH / (FETCH + STEP))
+
+
+def test_steps_that_compile_are_not_counted(clock):
+    compile_seconds = 100.0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        clock.advance(compile_seconds)
+        return graph
+
+    model = Model(clock)
+    model.layer.compile(backend=backend, dynamic=False)
+    sizes = [4] * 10 + [3, 4]  # the last batch of an epoch is often a short one
+    run = fit(clock, sizes, Throughput(2), model, limit_val_batches=0, max_epochs=2)
+    assert [step for step, _ in run.rows] == [4, 8, 12, 16, 20, 24]
+    assert run.rows[2][1]["throughput/step_ms"] == pytest.approx(1000 * (FETCH + STEP))
+    summary = run.throughput.summary()
+    assert summary["step_ms"] == pytest.approx(1000 * (FETCH + STEP))
+    assert summary["samples_per_sec"] == pytest.approx((20 * 4 + 3) / 21 / (FETCH + STEP))
+    assert summary["data_wait_fraction"] == pytest.approx(FETCH / (FETCH + STEP))
+    assert run.throughput.warmup_seconds == pytest.approx(3 * STEP + 2 * compile_seconds)
 
 
 @pytest.mark.parametrize("interval", [1.0, 0.5], ids=["after the epoch", "within the epoch"])
