@@ -25,8 +25,14 @@ def make_trainer(
 
     Raises:
         MisconfigurationException: the hardware is not there, a sweep would start itself again,
-            gradients cannot be clipped, or batch normalisation not synchronised.
+            gradients cannot be clipped, batch normalisation not synchronised, or layers not
+            looked into.
     """
+    if config.find_nan and config.compile:
+        raise MisconfigurationException(
+            "find_nan looks into every layer, and compile=true makes one program of them; use "
+            "compile=false"
+        )
     clip = config.trainer.gradient_clip_val
     by_value = config.trainer.get("gradient_clip_algorithm") == "value"
     if str(config.trainer.strategy).startswith("fsdp") and clip is not None and not by_value:
