@@ -29,7 +29,7 @@ from hoconv.operators import layers
 from models.backbone import WeightsNotFoundError
 from models.build import build
 from models.prediction import predict
-from reporting import console, loggers
+from reporting import console, disk, loggers
 from reporting.results import Results
 from training.checkpoints import continuation, discard
 from training.finite import NotFiniteError
@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent
 USER_ERRORS = (
     CacheError,
     DataNotFoundError,
+    disk.DiskError,
     ImplementationError,
     MisconfigurationException,
     NotFiniteError,
@@ -65,7 +66,7 @@ def main(config: DictConfig) -> float | None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if config.resume == "auto" and finished(run_dir):
-        print(f"{run_dir} is finished")
+        console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
         return None
     choices = HydraConfig.get().runtime.choices
     results = Results(
@@ -87,6 +88,8 @@ def main(config: DictConfig) -> float | None:
                 )
             begin(config, run_dir)
             checkpoint = MODES[config.mode](config, run_dir, results)
+        if checkpoint and config.mode == "train":
+            discard(run_dir)
     except Exception as error:
         failed_jobs.append(run_dir)
         if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -105,7 +108,7 @@ def main(config: DictConfig) -> float | None:
         wandb_dir = loggers.finish(
             exit_code=0 if results.status == "finished" else 1, summary=results.summary()
         )
-    discard(run_dir)
+        disk.settle()
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
     console.show_results(results.metrics, results.throughput, paths)
     found = results.metrics.get(config.objective)
@@ -117,8 +120,11 @@ def main(config: DictConfig) -> float | None:
     return found
 
 
-def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
-    """Fits, tests and fills in `results`; returns the path of the checkpoint."""
+def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
+    """Fits, tests and fills in `results`; returns the path of the checkpoint that was tested.
+
+    None where that could not be written: the weights of the last step are tested then.
+    """
     pl.seed_everything(config.seed, workers=True, verbose=False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
@@ -139,10 +145,11 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path:
             logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
         trainer.fit(model, datamodule=data, ckpt_path=resumed)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        # On a full disk there may be none: the weights are those of the last step then.
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
-        checkpoint = best if best.is_file() else None
+        checkpoint = trainer.strategy.broadcast(best if disk.current(best) else None)
         if not isinstance(trainer.strategy, FSDPStrategy):
+            if checkpoint is None:
+                console.warn("what is tested are the weights of the last step, in no checkpoint")
             trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
         elif checkpoint:  # what is trained was left in parts, which cannot be divided again
             whole = build(config.model, config)

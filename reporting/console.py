@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,20 @@ from rich.table import Table
 from hoconv.implementations import Choice
 
 
+class _Console(Console):
+    """Where it writes to a file on a full disk, or to a reader that is gone, its text is lost and
+    not the run."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*args, **kwargs)
+
+
 def stdout() -> Console:
     """A console that is silent in all processes of a distributed run but the first."""
     quiet = os.environ.get("LOCAL_RANK", "0") != "0"
-    console = Console(quiet=quiet)
-    return console if console.is_terminal else Console(quiet=quiet, width=120)
+    console = _Console(quiet=quiet)
+    return console if console.is_terminal else _Console(quiet=quiet, width=120)
 
 
 def show_config(config: DictConfig) -> None:
@@ -57,6 +66,7 @@ def show_results(
         ("ms a step", throughput["step_ms"], "{:.2f}"),
         ("waiting for data", throughput["data_wait_fraction"], "{:.1%}"),
         ("peak memory, MB", throughput["peak_memory_mb"], "{:,.0f}"),
+        ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
     ):
         table.add_row(label, "too short to measure" if value is None else form.format(value))
     console = stdout()
@@ -66,38 +76,18 @@ def show_results(
             console.print(f"{label:<12}{_short(path)}", soft_wrap=True, highlight=False)
 
 
-        ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
 def show_problem(kind: str, message: str) -> None:
     """One line on stderr, red in a terminal."""
     text = f"{kind}: {message}"
-    Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+    _Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
 
 
 @rank_zero_only
 def warn(message: str) -> None:
     """What a run survives: one line on stderr."""
-    Console(stderr=True).print(
+    _Console(stderr=True).print(
         f"Warning: {message}", style="yellow", soft_wrap=True, markup=False, highlight=False
     )
-
-
-@contextlib.contextmanager
-def tolerated(path: Path) -> Iterator[None]:
-    """A full disk or a folder that cannot be written to costs what should be in it, not the run.
-
-    Says so in one line, the first time for each file.
-    """
-    try:
-        yield
-    except OSError as error:
-        if path not in _said:
-            _said.add(path)
-            warn(f"{path} cannot be written ({error.strerror or error}); the run goes on")
-    else:
-        _said.discard(path)
-
-
-_said: set[Path] = set()
 
 
 def progress() -> pl.Callback:
@@ -116,7 +106,8 @@ class _EpochLines(pl.Callback):
     @rank_zero_only
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = (f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items())
-        print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}", *metrics, flush=True)
+        line = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        stdout().print(line, *metrics, soft_wrap=True, markup=False, highlight=False)
 
 
 def _short(path: Path) -> Path:

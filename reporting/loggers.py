@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from functools import cached_property
@@ -149,6 +150,11 @@ def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
     if wandb is None or wandb.run is None:
         return None
     folder = Path(wandb.run.dir).parent
-    wandb.run.summary.update(summary)
-    wandb.finish(exit_code=exit_code)
+    try:
+        wandb.run.summary.update(summary)
+        wandb.finish(exit_code=exit_code)
+    except (OSError, wandb_error()) as error:
+        console.warn(f"Weights & Biases did not take the end of the run ({_line(error)})")
+    if folder.exists() and not shutil.disk_usage(folder).free:  # wandb itself does not say so
+        console.warn(f"the disk of {folder} is full: what W&B recorded there may not be whole")
     return folder

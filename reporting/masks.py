@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 from PIL import Image
 from pytorch_lightning.callbacks import BasePredictionWriter
 
-from reporting.pictures import colours
+from reporting.pictures import colours, write
 
 
 class MaskWriter(BasePredictionWriter):
@@ -18,6 +18,9 @@ class MaskWriter(BasePredictionWriter):
     colours of PASCAL VOC.
 
     The model's predict step returns a mask (H, W) uint8 for each of the batch's names.
+
+    Raises:
+        DiskError: a mask cannot be written; those before it are there.
     """
 
     def __init__(self) -> None:
@@ -35,8 +38,6 @@ class MaskWriter(BasePredictionWriter):
     ) -> None:
         palette = colours().flatten().tolist()
         for name, mask in zip(batch.names, prediction, strict=True):
-            path = Path(trainer.default_root_dir) / "masks" / f"{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray(mask.cpu().numpy())
             image.putpalette(palette)
-            image.save(path)
+            write(Path(trainer.default_root_dir) / "masks" / f"{name}.png", image)

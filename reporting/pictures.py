@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
-from reporting.console import tolerated
+from reporting import disk
 
 SHOWN = 8  # images
 # Of captions: the least height of a row, the width of the text, and its size, in pixels; letters a
@@ -58,12 +58,12 @@ class Pictures(pl.Callback, ABC):
         datamodule: Any = trainer.datamodule  # pyright: ignore
         pixels = datamodule.pixels(batch.images[:SHOWN]).movedim(1, -1).cpu()
         path = Path(trainer.default_root_dir) / "pictures" / f"epoch_{trainer.current_epoch:04}.png"
-        with tolerated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.draw(pixels, batch, outputs).save(path)
-            for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):
-                    logger.log_image("val/pictures", [str(path)], step=trainer.global_step)
+        picture = self.draw(pixels, batch, outputs)
+        if not disk.attempt(path, lambda: write(path, picture)):
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("val/pictures", [str(path)], step=trainer.global_step)
 
 
 class SegmentationPictures(Pictures):
@@ -90,6 +90,16 @@ class CaptionPictures(Pictures):
             text = "\n".join(textwrap.fill(caption, TEXT_COLUMNS) for caption in captions)
             canvas.text((size + MARGIN, i * size + MARGIN), text, "black", font)
         return picture
+
+
+def write(path: Path, picture: Image.Image) -> None:
+    """As PNG.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+    with disk.replaced(path) as file:
+        picture.save(file, format="png")
 
 
 def colours() -> Tensor:

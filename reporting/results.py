@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from hoconv import doctor
-from reporting import console
+from reporting import disk
 
 THROUGHPUT = (
     "samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb", "warmup_seconds"
@@ -80,6 +79,9 @@ class Results:
 
     @rank_zero_only
     def write(self) -> None:
+        disk.attempt(self.path, self._write, again=True)
+
+    def _write(self) -> None:
         contents: dict[str, Any] = {
             **self.identity,
             "overrides": self._overrides,
@@ -90,11 +92,8 @@ class Results:
             "environment": self.environment,
             "commit": self._commit,
         }
-        partial = self.path.with_suffix(".json.partial")
-        with console.tolerated(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(_without_nan(contents), indent=2) + "\n")
-            os.replace(partial, self.path)
+        with disk.replaced(self.path) as file:
+            file.write((json.dumps(_without_nan(contents), indent=2) + "\n").encode())
 
 
 def _without_nan(value: Any) -> Any:

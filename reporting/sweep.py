@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.table import Table
 
-from reporting import console
+from reporting import console, disk
 from reporting.runs import Run, read, varied
 
 
@@ -24,11 +25,10 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        jobs = {_number(path.parent): read(path.parent) for path in folder.glob("*/results.json")}
-        jobs = dict(sorted(jobs.items()))
+        jobs = [_job(path) for path in sorted(folder.glob("[!.]*/"), key=_order)]
         if not jobs:
             return
-        rows = [_row(number, job) for number, job in jobs.items()]
+        rows = [_row(number, job) for number, job in enumerate(jobs)]
         names = varied([row["overrides"] for row in rows])
         metrics = dict.fromkeys(name for row in rows for name in row if name.startswith("test/"))
         table = Table(*names, "status", title="Sweep")
@@ -39,8 +39,9 @@ class SweepTable(Callback):
             measured = (_shown(row.get(name)) for name in (*metrics, "samples/s"))
             table.add_row(*values, row["status"], *measured)
         console.stdout().print(table)
-        (folder / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
-        _draw(list(jobs.values()), names, rows, folder / "sweep.png")
+        disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))
+        disk.attempt(folder / "sweep.png", lambda: _draw(jobs, names, rows, folder / "sweep.png"))
+        disk.settle()
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
         missed = [row for row in rows if row["status"] != "finished"]
         for row in missed:
@@ -49,8 +50,20 @@ class SweepTable(Callback):
             sys.exit(1)
 
 
-def _number(folder: Path) -> int:
-    return OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.job.num
+def _order(folder: Path) -> tuple[int, str]:
+    """By the number that Hydra puts in front of the name."""
+    digits = re.match(r"\d*", folder.name)
+    return int(digits[0] or 0) if digits else 0, folder.name
+
+
+def _job(folder: Path) -> Run:
+    """What a job left; where that cannot be read, it is a job that did not finish."""
+    try:
+        return read(folder)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        nothing = {"metrics": {}, "throughput": {"samples_per_sec": None}, "overrides": []}
+        reason = f"{folder / 'results.json'} or losses.csv beside it cannot be read ({error})"
+        return Run(folder, {**nothing, "status": "unknown", "error": reason}, [])
 
 
 def _row(number: int, job: Run) -> dict[str, Any]:
@@ -77,4 +90,10 @@ def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: P
         panel.plot(*job.curve(), label=label)
     panel.set(xlabel="step", ylabel="training loss", yscale="log")
     panel.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    with disk.replaced(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    with disk.replaced(path) as file:
+        file.write((json.dumps(rows, indent=2) + "\n").encode())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import os
+import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reporting.console import tolerated
+from reporting import console, disk
 
 
 class GrowingTable:
@@ -18,7 +17,8 @@ class GrowingTable:
     Args:
         path: of the file; a new one replaces what was there.
         columns: the first ones; others follow as rows bring them.
-        rows: how many of the rows that are there are kept, to go on after them.
+        rows: how many of the rows that are there are kept, to go on after them. Where there are
+            fewer, as the disk was full before the run was killed, a line says so.
 
     Attributes:
         rows: how many there are, waiting ones included.
@@ -26,53 +26,47 @@ class GrowingTable:
 
     def __init__(self, path: Path, columns: Iterable[str] = (), rows: int = 0) -> None:
         self.path = path
-        self.rows = 0
-        self._columns = list(columns)
-        self._waiting: list[Mapping[str, Any]] = []
-        with tolerated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._replace(self._read()[:rows] if rows else [])
         self.rows = rows
+        self._columns = list(columns)
+        self._kept = rows  # of those that are there, until the file begins with them
+        self._begun = False
+        self._waiting: list[Mapping[str, Any]] = []
+        self.extend([])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows: column -> value; a float is written in digits that give it back."""
         rows = list(rows)
         self.rows += len(rows)
         self._waiting += rows
-        with tolerated(self.path):
-            columns = dict.fromkeys(name for row in self._waiting for name in row)
-            if new := [name for name in columns if name not in self._columns]:
-                before = self._read()
-                self._columns += new
-                self._replace([*before, *self._waiting])
-            else:
-                self._append(self._waiting)
-            self._waiting = []
+        disk.attempt(self.path, self._write, again=True)
+
+    def _write(self) -> None:
+        """Appends what waits; replaces the file to begin it, and where rows bring columns."""
+        if self._begun and all(row.keys() <= set(self._columns) for row in self._waiting):
+            disk.append(self.path, _text(self._columns, self._waiting))
+        else:
+            rows = [*self._read(), *self._waiting]
+            columns = dict.fromkeys([*self._columns, *(name for row in rows for name in row)])
+            with disk.replaced(self.path) as file:
+                file.write((_text(columns, [dict(zip(columns, columns)), *rows])).encode())
+            self._begun, self._columns = True, list(columns)
+        self._waiting = []
 
     def _read(self) -> list[dict[str, str]]:
-        with self.path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        self._columns += [name for name in (rows[0] if rows else ()) if name not in self._columns]
-        return rows
+        """The rows that are there, or of them those to begin with."""
+        rows = []
+        with disk.named(self.path):
+            if self._begun or (self._kept and self.path.exists()):
+                with self.path.open(newline="", errors="replace") as file:
+                    rows = list(csv.DictReader(file))
+        if self._begun:
+            return rows
+        if len(rows) < self._kept:
+            console.warn(f"{self.path} has {len(rows)} of the {self._kept} rows written so far")
+        return rows[: self._kept]
 
-    def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        size = self.path.stat().st_size
-        try:
-            with self.path.open("a", newline="") as file:
-                self._writer(file).writerows(rows)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # no half row stays
-            raise
 
-    def _replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """All at once: a reader, or a run that goes on, never finds half a file."""
-        partial = self.path.with_name(self.path.name + ".partial")
-        with partial.open("w", newline="") as file:
-            if self._columns:
-                self._writer(file).writeheader()
-            self._writer(file).writerows(rows)
-        os.replace(partial, self.path)
-
-    def _writer(self, file: Any) -> csv.DictWriter:
-        return csv.DictWriter(file, self._columns, lineterminator="\n")
+def _text(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, list(columns), lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 import tests.killed
 from models.classifier import Classifier
 from training.folder import run_folder
+from reporting import disk
 
 RUN = (
     "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
@@ -236,12 +237,11 @@ def test_another_configuration_does_not_go_on(run, monkeypatch):
 def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
     def folder(name: str, *overrides: str, status: str = "running", step: int = 5) -> str:
         path = tmp_path / name
-        (path / ".hydra").mkdir(parents=True)
-        (path / "resume").mkdir()
+        (path / "resume").mkdir(parents=True)
         if step:
             (path / "resume" / f"step_{step}.ckpt").touch()
-        OmegaConf.save(OmegaConf.create(list(overrides)), path / ".hydra" / "overrides.yaml")
-        (path / "results.json").write_text(json.dumps({"status": status}))
+        record = {"status": status, "overrides": list(overrides)}
+        (path / "results.json").write_text(json.dumps(record))
         return str(path)
 
     def find(resume: str | None, *overrides: str) -> str:
@@ -261,28 +261,93 @@ def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
     assert find(None, "seed=1") == str(tmp_path / "new")
 
 
-def test_a_full_disk_costs_what_it_has_no_room_for_and_not_the_run(run, monkeypatch, expected):
+def test_sigterm_while_a_checkpoint_is_written_costs_it_nothing(run, monkeypatch, expected):
+    save, sent = torch.save, []
+
+    def interrupted(contents: Any, file: Any) -> None:
+        if "step_6" in file.name and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        save(contents, file)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    stopped = run(*SHORT)
+    assert stopped.exit_code == 143
+    assert stopped.results["error"] == "SIGTERM after step 7"
+    assert not list(stopped.folder.rglob("*.partial"))
+    go_on(run, stopped.folder)
+    assert_same(stopped.folder, expected)
+
+
+def test_a_folder_that_vanishes_costs_what_was_in_it_and_not_the_run(run, monkeypatch, expected):
     folders: list[Path] = []
 
     def fill(model: Classifier) -> None:
+    def remove(model: Classifier) -> None:
+        folders.append(Path(model.trainer.default_root_dir))
+        shutil.rmtree(folders[0])
+
+    at_step(monkeypatch, 8, remove)
+    done = run(*SHORT)
+    assert done.exit_code == 0
+    lines = done.err.splitlines()
+    assert sum("losses.csv cannot be written (No such file" in line for line in lines) == 2
+    assert outcome(expected)["metrics"] == done.results["metrics"]
+    assert [path.name for path in (done.folder / "checkpoints").iterdir()] == ["epoch_1.ckpt"]
+    assert not (done.folder / "losses.csv").exists()  # rather than one that lacks its beginning
+
+
+def test_a_checkpoint_of_a_run_before_in_the_folder_is_not_tested(run, monkeypatch):
+    """Where the run's own, of the same name, cannot be written."""
+    first = run(*SHORT, "seed=1")
+    replaced = disk.replaced
+
+    def full(path: Path) -> Any:
+        if path.suffix == ".ckpt":
+            raise disk.DiskError(path, "No space left on device")
+        return replaced(path)
+
+    expected = run(*SHORT, "seed=2").results["metrics"]
+    monkeypatch.setattr(disk, "replaced", full)
+    second = run(*SHORT, "seed=2", folder=first.folder)
+    assert second.results["metrics"] == expected
+
+
+def test_a_run_begun_anew_in_its_folder_does_not_go_on_from_what_was_there(
+    run, monkeypatch, expected
+):
+    at_step(monkeypatch, 8, fail)
+    failed = run(*SHORT)
+    at_step(monkeypatch, 2, fail)
+    run(*SHORT, folder=failed.folder)
+    done = go_on(run, failed.folder)
+    assert "Going on" not in done.out
+    assert_same(failed.folder, expected)
+
+
+def test_losses_that_were_lost_before_a_run_goes_on_are_counted(run, monkeypatch):
+    at_step(monkeypatch, 8, fail)
+    failed = run(*SHORT)
+    path = failed.folder / "losses.csv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    done = go_on(run, failed.folder)
+    assert done.err.splitlines() == [f"Warning: {path} has 3 of the 6 rows written so far"]
+
+
+def test_what_the_disk_had_no_room_for_is_written_when_it_has(run, monkeypatch, expected):
         folder = Path(model.trainer.default_root_dir)
-        folders.append(folder)
-        (folder / "resume" / "step_6.ckpt.partial").symlink_to("/dev/full")
-        (folder / "losses.csv").rename(folder / "kept.csv")
-        (folder / "losses.csv").symlink_to("/dev/full")
+        (folder / "csv").rename(folder / "kept")
+        (folder / "csv").write_text("not a folder")
 
     def make_room(model: Classifier) -> None:
-        (folders[0] / "kept.csv").rename(folders[0] / "losses.csv")
+        folder = Path(model.trainer.default_root_dir)
+        (folder / "csv").unlink()
+        (folder / "kept").rename(folder / "csv")
 
     at_step(monkeypatch, 4, fill)
     at_step(monkeypatch, 12, make_room)
     done = run(*SHORT)
-    assert done.exit_code == 0
-    lines = done.err.splitlines()
-    assert len(lines) == 2
-    for line, name in zip(lines, ("losses.csv", "step_6.ckpt")):
-        assert name in line
-        assert "No space left on device" in line
+    (line,) = done.err.splitlines()
+    assert "metrics.csv cannot be written (" in line
     assert_same(done.folder, expected)
 
 
@@ -298,6 +363,8 @@ def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_wr
     assert done.results["metrics"]["test/accuracy"] > 0
     assert "epoch_0.ckpt cannot be written" in done.err
 
+    assert "what is tested are the weights of the last step, in no checkpoint" in done.err
+    assert list((done.folder / "resume").iterdir())  # the only weights that there are
 
 # Weights & Biases
 

@@ -15,6 +15,7 @@ import torch
 import train
 from hoconv.implementations import ImplementationError
 from models.classifier import Classifier
+from reporting import disk
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
@@ -37,6 +38,27 @@ def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
         ("reference", 1, "finished"),
         ("reference", 2, "finished"),
     ]
+
+
+def test_a_job_whose_results_are_lost_is_named_and_its_metrics_are_printed(run, monkeypatch):
+    replaced = disk.replaced
+
+    def full(path: Path) -> Any:
+        if path.name == "sweep.json" or path.parts[-2:] == ("1", "results.json"):
+            raise disk.DiskError(path, "No space left on device")
+        return replaced(path)
+
+    monkeypatch.setattr(disk, "replaced", full)
+    sweep = run("-m", *SHORT, "seed=1,2")
+    assert sweep.exit_code == 1
+    assert sweep.out.count("│ test/accuracy") == 2
+    table = sweep.out[sweep.out.rindex("Sweep") :]
+    assert "finished" in table
+    assert "unknown" in table
+    job = sweep.folder / "1"
+    assert f"Job 1: {job / 'results.json'}" in sweep.err
+    assert sweep.err.count(f"{job / 'results.json'} cannot be written (No space left") == 2
+    assert f"{sweep.folder / 'sweep.json'} cannot be written (No space left" in sweep.err
 
 
 def fail_one(monkeypatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
 import shutil
 import signal
@@ -22,7 +22,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from reporting import console
+from reporting import console, disk
 
 FOLDER = "resume"  # in that of the run
 # A run that goes on finds the checkpoints that it made.
@@ -30,23 +30,49 @@ warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Checkpoints replace what was there at once, or not at all; and hold nothing but data."""
+    """Checkpoints replace what was there at once, or not at all; and hold nothing but data.
+
+    One that is to be deleted, as another takes its place, stays until that one is on the disk.
+    Where there is no room, all that the run can go on from but the newest make it.
+
+    Args:
+        run_dir: the folder of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._written = True  # the last one
+        self._replaced: list[Path] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        with console.tolerated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
             try:
-                with partial.open("wb") as file:
-                    torch.save(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+                save()
+            except disk.DiskError:
+                older = saved(self._run_dir)[:-1]
+                if not older:
+                    raise
+                for _, old in older:
+                    _delete(old)
+                save()
+
+        def save() -> None:
+            with disk.replaced(path) as file:
+                torch.save(checkpoint, file)
+
+        self._written = disk.attempt(path, write)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        disk.forget(Path(path))
+        self._replaced.append(Path(path))
+        if self._written:
+            for old in self._replaced:
+                _delete(old)
+            self._replaced = []
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
@@ -146,11 +172,13 @@ class StepCheckpoints(pl.Callback):
         return trainer.strategy.reduce_boolean_decision(self._asked_to_stop, all=False)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.folder / f"step_{self._step}.ckpt")
+        path = self.folder / f"step_{self._step}.ckpt"
+        trainer.save_checkpoint(path)
         if trainer.is_global_zero:
+            if path.exists():
+                disk.forget(self.folder)  # those before it that could not be written
             for _, old in saved(self.folder.parent)[: -self.keep]:
-                with console.tolerated(old):
-                    old.unlink(missing_ok=True)
+                _delete(old)
 
 
 def saved(run_dir: Path) -> list[tuple[int, Path]]:
@@ -183,13 +211,19 @@ def continuation(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
 def discard(run_dir: Path) -> None:
     """Deletes what a run that finished will not go on from."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    disk.forget(run_dir / FOLDER)
 
 
-def plugins() -> list[Any]:
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a file too many does no harm
+        path.unlink(missing_ok=True)
+
+
+def plugins(run_dir: Path) -> list[Any]:
     """Of the trainer: whole checkpoints, and no second way of going on in SLURM, which starts a
     job with --requeue again by itself."""
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return [WholeFiles(), *slurm]
+    return [WholeFiles(run_dir), *slurm]
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

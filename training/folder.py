@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,26 @@ from hydra.experimental.callback import Callback
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
+from yaml import YAMLError
 
-from reporting import console
-from training.checkpoints import saved
+from reporting import console, disk
+from training.checkpoints import discard, saved
 
-PROBE_BYTES = 2**16  # more than what Hydra writes before the run begins
+PROBE_BYTES = 2**15  # more than what a run writes beside checkpoints and pictures
 
 
 def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> str:
     """For ``hydra.run.dir``: with ``resume=auto`` the newest folder in `parent` of a run of the
-    same overrides that has a checkpoint and did not finish; otherwise ``parent/name``."""
+    same overrides that did not finish and has a checkpoint; otherwise
+    ``parent/name``."""
     if resume == "auto":
-        wanted = _identity(_root_.hydra.overrides.task)
+        wanted = _identity(as_given(_root_.hydra.overrides.task))
         for folder in sorted(Path(parent).glob("*"), reverse=True):
-            if saved(folder) and not finished(folder) and _overrides(folder) == wanted:
-                return str(folder)
+            if saved(folder):
+                record = _record(folder)
+                same = _identity(record.get("overrides", [])) == wanted
+                if same and record["status"] != "finished":
+                    return str(folder)
     if rank := int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0):
         # Processes that torchrun or SLURM started read the clock at different times, and only the
         # first of them has something to write.
@@ -63,30 +69,61 @@ def _require_writable(folder: str, name: str) -> None:
 
 
 def begin(config: DictConfig, run_dir: Path) -> None:
-    """Writes config.yaml.
+    """Writes config.yaml, and deletes what a run before it in this folder left half written, or
+    would have gone on from.
 
     Raises:
-        MisconfigurationException: the run is to go on, and was begun with another configuration;
-            or `resume` is neither null nor auto.
+        MisconfigurationException: the run is to go on, and was begun with another configuration,
+            or one that cannot be read; or `resume` is neither null nor auto.
     """
     if config.resume not in (None, "auto"):
         raise MisconfigurationException(f"resume: expected null or auto, got {config.resume!r}")
     path = run_dir / "config.yaml"
     now = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     if config.resume == "auto" and saved(run_dir):
+        _require_same(path, now)
+    elif config.mode == "train":
+        discard(run_dir)
+    _write(now, path)
+
+
+@rank_zero_only
+def _write(config: Any, path: Path) -> None:
+    def write() -> None:
+        with disk.replaced(path) as file:
+            file.write(OmegaConf.to_yaml(config).encode())
+
+    for partial in path.parent.rglob(f"*{disk.PARTIAL}"):
+        partial.unlink(missing_ok=True)
+    disk.attempt(path, write, again=True)
+
+
+def _require_same(path: Path, now: Any) -> None:
+    try:
         before = OmegaConf.load(path)
         before.resume = now.resume
-        if before != now:
-            raise MisconfigurationException(
-                f"resume=auto: the run in {run_dir} was begun with another configuration, which is "
-                f"in {path}; go on with that one, or leave resume=auto out"
-            )
-    rank_zero_only(OmegaConf.save)(now, path)
+    except (OSError, YAMLError, AttributeError) as error:
+        raise MisconfigurationException(
+            f"resume=auto: with which configuration the run in {path.parent} was begun cannot be "
+            f"read from {path} ({error}); put it back, or leave resume=auto out"
+        ) from error
+    if before != now:
+        raise MisconfigurationException(
+            f"resume=auto: the run in {path.parent} was begun with another configuration, which is "
+            f"in {path}; go on with that one, or leave resume=auto out"
+        )
 
 
 def finished(folder: Path) -> bool:
-    path = folder / "results.json"
-    return path.exists() and json.loads(path.read_text())["status"] == "finished"
+    return _record(folder).get("status") == "finished"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What is in results.json; nothing where that cannot be read."""
+    try:
+        return json.loads((folder / "results.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def as_given(overrides: Any) -> list[str]:
@@ -94,10 +131,5 @@ def as_given(overrides: Any) -> list[str]:
     return [str(text) for text in OmegaConf.to_container(overrides, resolve=False)]  # pyright: ignore
 
 
-def _overrides(folder: Path) -> set[str] | None:
-    path = folder / ".hydra" / "overrides.yaml"
-    return _identity(OmegaConf.load(path)) if path.exists() else None
-
-
-def _identity(overrides: Any) -> set[str]:
-    return {text for text in as_given(overrides) if not text.startswith("resume=")}
+def _identity(overrides: Iterable[str]) -> set[str]:
+    return {text for text in overrides if not text.startswith("resume=")}

@@ -52,7 +52,7 @@ def make_trainer(
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([FiniteLayers()] if config.find_nan else []),
         ],
-        plugins=plugins(),
+        plugins=plugins(run_dir),
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )
