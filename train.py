@@ -35,6 +35,7 @@ from training.checkpoints import continuation, discard
 from training.finite import NotFiniteError
 from training.folder import as_given, begin, finished
 from training.instantiation import instantiate
+from training.lock import RunningError, held
 from training.resolvers import check, register
 from training.trainer import make_trainer
 
@@ -65,6 +66,17 @@ def main(config: DictConfig) -> float | None:
     Returns the metric that `config.objective` names, for a sweep that searches.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with held(run_dir):
+            return run(config, run_dir)
+    except RunningError as error:
+        failed_jobs.append(run_dir)
+        console.show_problem("Error", str(error))
+        return None
+
+
+def run(config: DictConfig, run_dir: Path) -> float | None:
+    """The job, in a folder that is its own."""
     if config.resume == "auto" and finished(run_dir):
         console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
         return None

@@ -1,7 +1,8 @@
-"""train.py, killed at a moment, in a process of its own.
+"""train.py, killed or held up at a moment, in a process of its own.
 
-The process gets SIGKILL at so many function calls after the first training step has begun; at none
-it is left alone, and prints how many there were. Losses depend on every random number generator.
+In `main` the process gets SIGKILL at so many function calls after the first training step has
+begun; at none it is left alone, and prints how many there were. Losses depend on every random
+number generator.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,22 @@ import torch
 
 import train
 from models.classifier import Classifier
+
+
+def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -> None:
+    """Sets `reached` in a training step, and waits for `go_on` there. Does not return."""
+
+    def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step + 1 == step:
+            reached.set()
+            go_on.wait()
+        return original(self, batch, batch_idx)
+
+    original = Classifier.training_step
+    Classifier.training_step = training_step
+    sys.argv = ["train.py", *overrides]
+    train.main()
+    sys.exit(1 if train.failed_jobs else 0)
 
 
 def main(kill_at: int, overrides: Sequence[str], output: Path) -> None:

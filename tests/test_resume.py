@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,8 @@ from omegaconf import OmegaConf
 
 import tests.killed
 from models.classifier import Classifier
-from training.folder import run_folder
 from reporting import disk
+from training.folder import run_folder
 
 RUN = (
     "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
@@ -261,6 +262,40 @@ def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
     assert find(None, "seed=1") == str(tmp_path / "new")
 
 
+def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):
+    folder = tmp_path / "run"
+    reached, resumed = copies.Event(), copies.Event()
+    command = (*SHORT, f"hydra.run.dir={folder}")
+    first = copies.Process(target=tests.killed.held_up, args=(8, command, reached, resumed))
+    first.start()
+    reached.wait()
+    for overrides in ((), ("resume=auto",)):
+        second = run(*SHORT, *overrides, folder=folder)
+        assert second.exit_code == 1
+        (line,) = second.err.splitlines()
+        assert line.startswith(f"Error: {folder} is that of a run that is going on, by process ")
+        assert f" {first.pid} on {socket.gethostname()} since 20" in line
+    resumed.set()
+    first.join()
+    assert first.exitcode == 0
+    assert_same(folder, expected)
+
+
+def test_auto_finds_a_run_that_is_going_on_before_it_has_a_checkpoint(run, tmp_path):
+    folder = tmp_path / "runs" / "run"
+    reached, resumed = copies.Event(), copies.Event()
+    command = (*SHORT, f"hydra.run.dir={folder}")
+    first = copies.Process(target=tests.killed.held_up, args=(1, command, reached, resumed))
+    first.start()
+    reached.wait()
+    hydra = OmegaConf.create({"hydra": {"overrides": {"task": list(SHORT)}}})
+    assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == str(folder)
+    first.kill()  # and its lock goes with it
+    first.join()
+    new = str(folder.parent / "new")
+    assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == new
+
+
 def test_sigterm_while_a_checkpoint_is_written_costs_it_nothing(run, monkeypatch, expected):
     save, sent = torch.save, []
 
@@ -281,7 +316,6 @@ def test_sigterm_while_a_checkpoint_is_written_costs_it_nothing(run, monkeypatch
 def test_a_folder_that_vanishes_costs_what_was_in_it_and_not_the_run(run, monkeypatch, expected):
     folders: list[Path] = []
 
-    def fill(model: Classifier) -> None:
     def remove(model: Classifier) -> None:
         folders.append(Path(model.trainer.default_root_dir))
         shutil.rmtree(folders[0])
@@ -334,6 +368,7 @@ def test_losses_that_were_lost_before_a_run_goes_on_are_counted(run, monkeypatch
 
 
 def test_what_the_disk_had_no_room_for_is_written_when_it_has(run, monkeypatch, expected):
+    def fill(model: Classifier) -> None:
         folder = Path(model.trainer.default_root_dir)
         (folder / "csv").rename(folder / "kept")
         (folder / "csv").write_text("not a folder")
@@ -362,9 +397,9 @@ def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_wr
     assert done.exit_code == 0
     assert done.results["metrics"]["test/accuracy"] > 0
     assert "epoch_0.ckpt cannot be written" in done.err
-
     assert "what is tested are the weights of the last step, in no checkpoint" in done.err
     assert list((done.folder / "resume").iterdir())  # the only weights that there are
+
 
 # Weights & Biases
 

@@ -19,18 +19,19 @@ from yaml import YAMLError
 
 from reporting import console, disk
 from training.checkpoints import discard, saved
+from training.lock import live
 
 PROBE_BYTES = 2**15  # more than what a run writes beside checkpoints and pictures
 
 
 def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> str:
     """For ``hydra.run.dir``: with ``resume=auto`` the newest folder in `parent` of a run of the
-    same overrides that did not finish and has a checkpoint; otherwise
+    same overrides that did not finish, and has a checkpoint or is going on; otherwise
     ``parent/name``."""
     if resume == "auto":
         wanted = _identity(as_given(_root_.hydra.overrides.task))
         for folder in sorted(Path(parent).glob("*"), reverse=True):
-            if saved(folder):
+            if saved(folder) or live(folder):
                 record = _record(folder)
                 same = _identity(record.get("overrides", [])) == wanted
                 if same and record["status"] != "finished":
