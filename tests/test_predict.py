@@ -127,6 +127,26 @@ def test_damaged_images_are_skipped_and_counted(run, trained, photos):
     assert done.results["metrics"] == {"predict/images": 3.0, "predict/skipped": 4.0}
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_sixteen_bits_are_predicted_as_their_upper_eight(run, trained, photos, tmp_path, alone):
+    if alone:
+        photos = tmp_path / "deep"
+        photos.mkdir()
+    grey = np.random.default_rng(1).integers(2**16, size=(20, 30)).astype(np.uint16)
+    Image.fromarray(grey).save(photos / "deep.png")
+    Image.fromarray((grey >> 8).astype(np.uint8)).save(photos / "shallow.png")
+    done = predict(run, trained, photos)
+    assert done.exit_code == 0, done.err
+    assert done.results["metrics"] == {
+        "predict/images": 2.0 if alone else 5.0,
+        "predict/skipped": 0,
+    }
+    deep, shallow = (
+        Image.open(done.folder / "masks" / f"{n}.png.png") for n in ("deep", "shallow")
+    )
+    assert np.array_equal(np.asarray(deep), np.asarray(shallow))
+
+
 def test_a_checkpoint_with_published_weights_needs_no_download(
     run, trained, photos, monkeypatch, tmp_path
 ):

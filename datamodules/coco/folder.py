@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.coco.datamodule import normalised
-from datamodules.coco.pixels import UnreadableImageError, decode, resized
+from datamodules.coco.decoding import UnreadableImageError, decode
+from datamodules.coco.pixels import resized
 from datamodules.coco.skipped import report
 from datamodules.images import DataNotFoundError
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,46 +20,17 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image, read_file
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from datamodules.coco.annotations import Annotations, Instances
 from datamodules.coco.cache import Entry, entry
+from datamodules.coco.decoding import UnreadableImageError, decode
 from datamodules.coco.skipped import Skipped
 from datamodules.images import DataNotFoundError
 
 T = TypeVar("T")
-FORMAT = 1  # of what is kept; part of its key
-
-
-class UnreadableImageError(Exception):
-    """What is wrong with an image file."""
-
-
-def decode(path: Path, *, upright: bool = False) -> Tensor:
-    """An image file as (3, H, W) uint8, RGB; greyscale, palette and CMYK are converted.
-
-    Args:
-        path: JPEG, PNG, GIF or WebP.
-        upright: whether to turn it as its EXIF orientation says.
-
-    Raises:
-        UnreadableImageError: missing, empty, truncated, or none of these formats.
-    """
-    if not path.is_file():
-        raise UnreadableImageError("the file is missing")
-    if path.stat().st_size == 0:
-        raise UnreadableImageError("the file is empty")
-    try:
-        image = decode_image(
-            read_file(str(path)), ImageReadMode.RGB, apply_exif_orientation=upright
-        )
-    except RuntimeError as error:
-        # The message begins with a source file of torchvision's.
-        reason = re.sub(r"^\w+, \S+, ", "", str(error).splitlines()[0])
-        raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
-    return image[0] if image.dim() == 4 else image  # the first frame of an animation
+FORMAT = 2  # of what is kept; part of its key
 
 
 def resized(image: Tensor, image_size: int) -> Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchvision.io import decode_image
+from PIL import Image
 
 from datamodules.coco import COCO, cache, pixels
 from datamodules.coco.skipped import SkippedWarning
@@ -35,7 +35,8 @@ def test_images_and_labels_stay_together(both, load):
     assert batch.images.dtype == batch.labels.dtype == torch.uint8
     for row, i in enumerate((2, 1, 0)):  # by id, which were given out from the highest
         path = both["val"].folder / both["val"].images[i]["file_name"]
-        assert torch.equal(batch.images[row], decode_image(str(path)))
+        pixels = torch.from_numpy(np.array(Image.open(path)))
+        assert torch.equal(batch.images[row].permute(1, 2, 0), pixels)
         expected = torch.zeros(8, 8, dtype=torch.uint8)
         expected[i : i + 3, i : i + 2] = 2
         assert torch.equal(batch.labels[row], expected)
@@ -89,7 +90,7 @@ def test_an_image_without_annotations_is_background(both, load):
 DAMAGE = {
     "the file is missing": lambda path: path.unlink(),
     "the file is empty": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-20]),
     "cannot be decoded": lambda path: path.write_bytes(b"<html>404</html>"),
     "the image is 5 x 4, annotated as 10 x 8": lambda path: write_jpeg(
         torch.zeros(3, 4, 5, dtype=torch.uint8), path
