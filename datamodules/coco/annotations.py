@@ -1,32 +1,32 @@
-"""COCO's annotation files, read with pycocotools and packed into flat arrays.
+"""COCO's annotation files, checked and packed into flat arrays.
 
 Objects by the hundred thousand would be copied into every worker, one reference count after the
 other; arrays that are mapped from a file are shared. What is damaged is left out here, by name,
-before training begins.
+before training begins: any value may stand in any place of the file.
 
 N images, A annotations, H height, W width. Format: https://cocodataset.org/#format-data
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pycocotools import mask as rle_format
-from pycocotools.coco import COCO as AnnotationFile
 
+from datamodules.coco import masks
 from datamodules.coco.cache import Entry, entry
-from datamodules.coco.skipped import Skipped
+from datamodules.coco.decoding import MAX_PIXELS
+from datamodules.coco.skipped import DamagedError, Skipped
 from datamodules.images import DataNotFoundError
 
-FORMAT = 1  # of the packed arrays; part of the key under which they are kept
+FORMAT = 2  # of the packed arrays; part of the key under which they are kept
 IGNORE = 255  # the label of pixels that count in no loss and no metric
+MAX_CATEGORIES = IGNORE - 1  # labels are bytes, and 0 is the background
+MAX_NAME = 255  # characters: no file system has longer names of files
 
 
 class Annotations:
@@ -83,8 +83,8 @@ class Instances(Annotations):
         labels = np.zeros(self.sizes[index], np.uint8)
         for annotation in self._of_image(index):
             first, end = self.packed["mask_offsets"][annotation : annotation + 2]
-            mask: Any = {"size": labels.shape, "counts": self.packed["masks"][first:end].tobytes()}
-            labels[rle_format.decode(mask).view(bool)] = self.packed["labels"][annotation]
+            text = self.packed["masks"][first:end].tobytes()
+            labels[masks.drawn(text, labels.shape)] = self.packed["labels"][annotation]
         return labels
 
 
@@ -114,22 +114,20 @@ class Captions(Annotations):
         return np.repeat(np.arange(len(self)), np.diff(self.packed["image_offsets"]))
 
 
-Pack = Callable[[Any, list[Any], "_Skips"], dict[str, Any]]
-
-
 class _Skips(defaultdict[str, list[str]]):
     def __init__(self) -> None:
         super().__init__(list)
+
+
+Images = dict[int, dict[str, Any]]  # by id, in its order
+Pack = Callable[[dict[str, Any], Images, dict[int, list[Any]], _Skips], dict[str, Any]]
 
 
 def _packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataNotFoundError(
-            f"{path} cannot be read ({error.strerror}); `python scripts/prepare_data.py coco` "
-            "downloads COCO, and HOCONV_DATA_DIR names the folder whose sub-folder coco holds it"
-        ) from error
+        raise _unreadable(path, error) from error
     source = {
         "format": FORMAT,
         "file": path.name,
@@ -139,12 +137,12 @@ def _packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
 
     def make(folder: Path) -> None:
         file = _read(path)
-        images = sorted(file.imgs.values(), key=lambda image: image["id"])
         skips = _Skips()
+        images = _images(file, skips)
         arrays = {
-            "file_names": [image["file_name"] for image in images],
-            "sizes": np.array([(i["height"], i["width"]) for i in images], np.int32),
-            **pack(file, images, skips),
+            "file_names": [image["file_name"] for image in images.values()],
+            "sizes": np.array([(i["height"], i["width"]) for i in images.values()], np.int32),
+            **pack(file, images, _annotations(file, images, skips), skips),
         }
         for name, array in arrays.items():
             np.save(folder / name, array)
@@ -153,68 +151,163 @@ def _packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
     def make_or_say_why(folder: Path) -> None:
         try:
             make(folder)
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+        except DamagedError as error:
             raise DataNotFoundError(
-                f"{path} is damaged ({type(error).__name__}: {error}); delete it and get it again"
+                f"{path} is damaged ({error}); mend it or put a whole file in its place, such as "
+                "one of https://cocodataset.org/#download"
             ) from error
 
     return entry(cache_dir, kind, source, make_or_say_why)
 
 
-def _read(path: Path) -> Any:
-    with contextlib.redirect_stdout(io.StringIO()):  # it reports its progress
-        file = AnnotationFile(str(path))
-    if not file.imgs or not file.anns:
-        raise ValueError(f"{len(file.imgs)} images, {len(file.anns)} annotations")
+def _unreadable(path: Path, error: OSError) -> DataNotFoundError:
+    return DataNotFoundError(
+        f"{path} cannot be read ({error.strerror}); `python scripts/prepare_data.py coco` "
+        "downloads COCO, and HOCONV_DATA_DIR names the folder whose sub-folder coco holds it"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        file = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except RecursionError as error:
+        raise DamagedError("its values are nested too deeply") from error
+    except ValueError as error:
+        raise DamagedError(f"no JSON: {error}") from error
+    if not isinstance(file, dict):
+        raise DamagedError("no JSON object")
     return file
 
 
-def _pack_instances(file: Any, images: list[Any], skips: _Skips) -> dict[str, Any]:
-    classes = {category: i for i, category in enumerate(sorted(file.cats), start=1)}
-    masks: list[bytes] = []
+def _listed(file: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(part := file.get(name), list) or not part:
+        raise DamagedError(f"{name}: missing, empty or no list")
+    return part
+
+
+def _images(file: dict[str, Any], skips: _Skips) -> Images:
+    listed = _listed(file, "images")
+    ids = Counter(map(_id, listed))
+    images = {}
+    for place, image in enumerate(listed):
+        if reason := _wrong_with_image(image, ids):
+            skips[reason].append(f"images[{place}]")
+        else:
+            images[image["id"]] = image
+    _require_some("images", images, skips)
+    return dict(sorted(images.items()))
+
+
+def _wrong_with_image(image: Any, ids: Counter[int | None]) -> str | None:
+    if (number := _id(image)) is None:
+        return "the image has no integer as its id"
+    if ids[number] > 1:
+        return "several images have one id"
+    name = _encoded(image.get("file_name"))
+    if not name or len(name) > MAX_NAME or b"/" in name:
+        return "the file name is no name of a file"
+    height, width = image.get("height"), image.get("width")
+    if type(height) is not int or type(width) is not int or height < 1 or width < 1:
+        return "the height or width is no positive integer"
+    if height * width > MAX_PIXELS:
+        return f"the image has more than {MAX_PIXELS:,} pixels"
+    return None
+
+
+def _annotations(file: dict[str, Any], images: Images, skips: _Skips) -> dict[int, list[Any]]:
+    """The annotations of each image by its id."""
+    annotations: dict[int, list[Any]] = {number: [] for number in images}
+    for place, annotation in enumerate(_listed(file, "annotations")):
+        if _id(annotation) is None:
+            skips["the annotation has no integer as its id"].append(f"annotations[{place}]")
+        elif type(image := annotation.get("image_id")) is not int or image not in images:
+            skips["its image is not in the file or was skipped"].append(_name(annotation))
+        else:
+            annotations[image].append(annotation)
+    return annotations
+
+
+def _categories(file: dict[str, Any]) -> dict[int, str]:
+    """The names by id. One that is damaged would change the classes of others."""
+    categories: dict[int, str] = {}
+    for place, category in enumerate(_listed(file, "categories")):
+        number = _id(category)
+        if number is None or number in categories:
+            raise DamagedError(f"categories[{place}] has no integer of its own as its id")
+        name = _encoded(category.get("name"))
+        if not name or len(name) > MAX_NAME:
+            raise DamagedError(f"categories[{place}] has no text of 1 to {MAX_NAME} bytes as name")
+        categories[number] = category["name"]
+    if len(categories) > MAX_CATEGORIES:
+        raise DamagedError(f"{len(categories)} categories, more than {MAX_CATEGORIES}")
+    return dict(sorted(categories.items()))
+
+
+def _pack_instances(
+    file: dict[str, Any], images: Images, annotations: dict[int, list[Any]], skips: _Skips
+) -> dict[str, Any]:
+    categories = _categories(file)
+    classes = {category: i for i, category in enumerate(categories, start=1)}
+    texts: list[bytes] = []
     labels: list[int] = []
     counts: list[int] = []
-    for image in images:
+    for number, image in images.items():
         drawn = []
-        for annotation in file.imgToAnns[image["id"]]:
-            mask = _mask(annotation.get("segmentation"), image["height"], image["width"])
-            if annotation["category_id"] not in classes:
-                skips["the category is not one of the file's"].append(_name(annotation, image))
-            elif isinstance(mask, str):
-                skips[mask].append(_name(annotation, image))
-            else:
-                crowd = bool(annotation.get("iscrowd", 0))
-                area = int(rle_format.area(mask))
-                label = IGNORE if crowd else classes[annotation["category_id"]]
-                drawn.append((not crowd, -area, annotation["id"], label, mask["counts"]))
+        for annotation in annotations[number]:
+            try:
+                drawn.append(_instance(annotation, image, classes))
+            except DamagedError as error:
+                skips[str(error)].append(_name(annotation, image))
         drawn.sort(key=lambda row: row[:3])  # crowds, then from the largest to the smallest
         labels += [row[3] for row in drawn]
-        masks += [row[4] for row in drawn]
+        texts += [row[4] for row in drawn]
         counts.append(len(drawn))
-    _skip_annotations_without_image(file, skips)
+    _require_some("annotations", texts, skips)
     return {
-        "category_ids": sorted(file.cats),
-        "categories": [file.cats[category]["name"] for category in sorted(file.cats)],
+        "category_ids": list(categories),
+        "categories": list(categories.values()),
         "image_offsets": _offsets(counts),
         "labels": np.array(labels, np.uint8),
-        "mask_offsets": _offsets(map(len, masks)),
-        "masks": np.frombuffer(b"".join(masks), np.uint8),
+        "mask_offsets": _offsets(map(len, texts)),
+        "masks": np.frombuffer(b"".join(texts), np.uint8),
     }
 
 
-def _pack_captions(file: Any, images: list[Any], skips: _Skips) -> dict[str, Any]:
+def _instance(
+    annotation: dict[str, Any], image: dict[str, Any], classes: dict[int, int]
+) -> tuple[bool, int, int, int, bytes]:
+    """What instances are ordered by, then the label and the mask."""
+    category, crowd = annotation.get("category_id"), annotation.get("iscrowd", 0)
+    if type(category) is not int or category not in classes:
+        raise DamagedError("the category is not one of the file's")
+    if crowd not in (0, 1):
+        raise DamagedError("iscrowd is neither 0 nor 1")
+    size = image["height"], image["width"]
+    mask = masks.compressed(annotation.get("segmentation"), *size)
+    label = IGNORE if crowd else classes[category]
+    return not crowd, -masks.area(mask, size), annotation["id"], label, mask
+
+
+def _pack_captions(
+    file: dict[str, Any], images: Images, annotations: dict[int, list[Any]], skips: _Skips
+) -> dict[str, Any]:
     texts: list[bytes] = []
     counts: list[int] = []
-    for image in images:
+    for number, image in images.items():
         described = []
-        for annotation in sorted(file.imgToAnns[image["id"]], key=lambda a: a["id"]):
-            if text := annotation["caption"].strip():
+        for annotation in sorted(annotations[number], key=lambda a: a["id"]):
+            text = annotation.get("caption")
+            if _encoded(text) is None:
+                skips["the caption is no text"].append(_name(annotation, image))
+            elif text := text.strip():
                 described.append(text.encode())
             else:
                 skips["the caption is empty"].append(_name(annotation, image))
         texts += described
         counts.append(len(described))
-    _skip_annotations_without_image(file, skips)
+    _require_some("annotations", texts, skips)
     return {
         "image_offsets": _offsets(counts),
         "text_offsets": _offsets(map(len, texts)),
@@ -222,50 +315,27 @@ def _pack_captions(file: Any, images: list[Any], skips: _Skips) -> dict[str, Any
     }
 
 
-def _mask(segmentation: Any, height: int, width: int) -> Any:
-    """The run lengths of a polygon or RLE mask as pycocotools compresses them, or what is wrong.
+def _require_some(what: str, kept: Collection[Any], skips: _Skips) -> None:
+    if not kept:
+        reason, names = max(skips.items(), key=lambda item: len(item[1]))
+        raise DamagedError(f"none of its {what} can be used; {names[0]}: {reason}")
 
-    pycocotools trusts its input: what it would read past its memory, or take for a box, is
-    found here.
-    """
-    if not segmentation:
-        return "there is no mask"
-    if isinstance(segmentation, list):
-        bounds = np.array((width, height))
-        polygons = [p for p in segmentation if len(p) >= 6 and len(p) % 2 == 0]
-        for polygon in polygons:
-            points = np.array(polygon, float).reshape(-1, 2)
-            if not ((points >= -bounds) & (points <= 2 * bounds)).all():  # nor are NaNs
-                return "a polygon is far outside the image"
-        if not polygons:
-            return "no polygon has three points"
-        return rle_format.merge(rle_format.frPyObjects(polygons, height, width))
-    if list(segmentation["size"]) != [height, width]:
-        return "the mask is not of the image's size"
-    runs = segmentation["counts"]
-    if isinstance(runs, list):
-        if min(runs, default=-1) < 0 or sum(runs) != height * width:
-            return "the mask's run lengths do not add up to the image"
-        return rle_format.frPyObjects(segmentation, height, width)
-    mask: Any = {
-        "size": [height, width],
-        "counts": runs.encode() if isinstance(runs, str) else runs,
-    }
+
+def _id(entry: Any) -> int | None:
+    number = entry.get("id") if isinstance(entry, dict) else None
+    return number if type(number) is int and abs(number) < 2**63 else None
+
+
+def _encoded(text: Any) -> bytes | None:
+    """What can be kept in an array: half of a surrogate pair and a zero byte cannot."""
     try:
-        rle_format.decode(mask)
-    except ValueError:
-        return "the mask's run lengths do not add up to the image"
-    return mask
+        return text.encode() if isinstance(text, str) and "\0" not in text else None
+    except UnicodeEncodeError:
+        return None
 
 
-def _skip_annotations_without_image(file: Any, skips: _Skips) -> None:
-    for annotation in file.anns.values():
-        if annotation["image_id"] not in file.imgs:
-            skips["the image is not one of the file's"].append(f"annotation {annotation['id']}")
-
-
-def _name(annotation: dict, image: dict) -> str:
-    return f"annotation {annotation['id']} of {image['file_name']}"
+def _name(annotation: dict[str, Any], image: dict[str, Any] | None = None) -> str:
+    return f"annotation {annotation['id']}" + (f" of {image['file_name']}" if image else "")
 
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:

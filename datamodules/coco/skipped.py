@@ -16,6 +16,10 @@ class SkippedWarning(UserWarning):
     """A part of the data was damaged or incomplete, and is not used."""
 
 
+class DamagedError(ValueError):
+    """What is wrong with an annotation file, or with an image or an annotation in it."""
+
+
 @rank_zero_only
 def report(what: str, skipped: Skipped) -> None:
     """One warning for each reason, with the count and the first names."""

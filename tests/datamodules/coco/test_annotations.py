@@ -111,13 +111,33 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         (None, 3, "there is no mask"),
         ([], 3, "there is no mask"),
         ([[1, 2, 3, 4]], 3, "no polygon has three points"),
-        ([[1, 2, 3, 4, 5, 6, 7]], 3, "no polygon has three points"),
+        ([[1, 2, 3, 4, 5, 6, 7]], 3, "a polygon is no list of x and y"),
+        ([[1, 2, 3, 4, 5, "6"]], 3, "a polygon is no list of x and y"),
+        ([[1, 2, 3, 4, 5, True]], 3, "a polygon is no list of x and y"),
+        ([1, 2, 3, 4, 5, 6], 3, "a polygon is no list of x and y"),
         ([[1, 2, 3, float("nan"), 5, 6]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, 1e9]], 3, "a polygon is far outside the image"),
+        ([[1, 2, 3, 4, 5, float("inf")]], 3, "a polygon is far outside the image"),
+        ([[1, 2, 3, 4, 5, 10**400]], 3, "a polygon is far outside the image"),
+        ([75_000 * [-10, -8, 20, 16]], 3, "the mask's outline is longer than 4,194,304 pixels"),
+        ("a mask", 3, "neither polygons nor run lengths"),
         ({"size": [8, 9], "counts": [72]}, 3, "the mask is not of the image's size"),
         ({"size": [8, 10], "counts": [10, 90]}, 3, "do not add up to the image"),
         ({"size": [8, 10], "counts": [90, -10]}, 3, "do not add up to the image"),
         ({"size": [8, 10], "counts": []}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": [10.5, 69.5]}, 3, "neither text nor a list of integers"),
+        ({"size": [8, 10], "counts": None}, 3, "neither text nor a list of integers"),
+        ({"size": [8, 10]}, 3, "neither text nor a list of integers"),
+        ({"counts": [80]}, 3, "the mask is not of the image's size"),
+        ({"size": [8, 10], "counts": ""}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "`"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "`2`"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "`2" + 20 * "P"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "`2\0"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "\xe9"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": "4"}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": "J2o2"}, 3, "do not add up to the image"),
+        ({"size": [8, 10], "counts": "`R" + 5 * "P" + "0"}, 3, "do not add up to the image"),
         ({"size": [8, 10], "counts": "oooooo0"}, 3, "do not add up to the image"),
     ],
 )
@@ -131,12 +151,114 @@ def test_a_damaged_instance_is_left_out_by_name(split, tmp_path, segmentation, c
     assert names == [f"annotation {damaged} of {split.images[0]['file_name']}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("id", "1", "the annotation has no integer as its id"),
+        ("id", 2**64, "the annotation has no integer as its id"),
+        ("image_id", [1], "its image is not in the file or was skipped"),
+        ("category_id", [3], "the category is not one of the file's"),
+        ("category_id", 3.0, "the category is not one of the file's"),
+        ("iscrowd", "0", "iscrowd is neither 0 nor 1"),
+    ],
+)
+def test_a_damaged_annotation_is_left_out_by_name(split, tmp_path, key, value, reason):
+    image = split.image(height=HEIGHT, width=WIDTH)
+    split.instance(image, rectangle(1, 1, 2, 2), 18)
+    damaged = split.instance(image, rectangle(0, 0, 9, 7))
+    split.instances[1][key] = value
+    assert label_map(split, tmp_path).sum() == 8, "the other instance is drawn"
+    skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
+    ((found, (name,)),) = skipped.items()
+    assert found == reason
+    assert name == "annotations[1]" if key == "id" else name.startswith(f"annotation {damaged}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("id", None, "the image has no integer as its id"),
+        ("id", True, "the image has no integer as its id"),
+        ("id", 100, "several images have one id"),
+        ("file_name", None, "the file name is no name of a file"),
+        ("file_name", "../val2017/1.jpg", "the file name is no name of a file"),
+        ("file_name", "a\0", "the file name is no name of a file"),
+        ("file_name", "\ud800", "the file name is no name of a file"),
+        ("file_name", 300 * "a", "the file name is no name of a file"),
+        ("height", 0, "the height or width is no positive integer"),
+        ("height", -8, "the height or width is no positive integer"),
+        ("width", 10.5, "the height or width is no positive integer"),
+        ("width", float("nan"), "the height or width is no positive integer"),
+        ("height", 2**31, "the image has more than 134,217,728 pixels"),
+        ("height", 10**30, "the image has more than 134,217,728 pixels"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["instances", "captions"])
+def test_a_damaged_image_is_left_out_by_its_place(split, tmp_path, kind, key, value, reason):
+    for _ in range(3):
+        image = split.image()
+        split.instance(image, rectangle(1, 1, 2, 2))
+        split.caption(image, "a cat")
+    split.images[1][key] = value
+    split.write()
+    read = (Instances if kind == "instances" else Captions)(split.file(kind), tmp_path / "cache")
+    of_one_id = (key, value) == ("id", 100)
+    assert read.skipped[reason] == (["images[0]"] if of_one_id else []) + ["images[1]"]
+    assert len(read.skipped["its image is not in the file or was skipped"]) == 1 + of_one_id
+    left = [image["file_name"] for image in split.images[2:] + split.images[: 1 - of_one_id]]
+    assert read.file_names.tolist() == left
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_polygon_of_a_huge_image_is_refused_before_memory_is_taken(split, tmp_path, several):
+    image = split.image()
+    split.images[0] |= {"height": 60_000, "width": 60_000}
+    split.instance(image, (1 + several) * rectangle(0, 0, 59_000, 59_000))
+    split.write()
+    with pytest.raises(DataNotFoundError, match=r"is damaged .*more than 134,217,728 pixels"):
+        Instances(split.file("instances"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("categories", "reason"),
+    [
+        (None, "categories: missing, empty or no list"),
+        ([], "categories: missing, empty or no list"),
+        ([{"id": 3}], r"categories\[0\] has no text of 1 to 255 bytes as name"),
+        ([{"id": 3, "name": None}], r"categories\[0\] has no text"),
+        ([{"id": 3, "name": "\ud800"}], r"categories\[0\] has no text"),
+        ([{"id": "3", "name": "cat"}], r"categories\[0\] has no integer of its own as its id"),
+        (2 * [{"id": 3, "name": "cat"}], r"categories\[1\] has no integer of its own as its id"),
+        ([None], r"categories\[0\] has no integer"),
+        ([{"id": i, "name": f"{i}"} for i in range(255)], "255 categories, more than 254"),
+        ([{"id": i, "name": f"{i}"} for i in range(300)], "300 categories, more than 254"),
+    ],
+)
+def test_damaged_categories_make_a_damaged_file(split, tmp_path, categories, reason):
+    split.instance(split.image(), rectangle(1, 1, 2, 2))
+    split.write()
+    path = split.file("instances")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"categories": categories}))
+    with pytest.raises(DataNotFoundError, match=f"is damaged .*{reason}"):
+        Instances(path, tmp_path / "cache")
+
+
+def test_the_last_of_as_many_categories_as_labels_can_tell_apart_is_drawn(split, tmp_path):
+    split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2), category=253)
+    split.write()
+    path = split.file("instances")
+    categories = [{"id": i, "name": f"{i}"} for i in range(254)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"categories": categories}))
+    labels = Instances(path, tmp_path / "cache").label_map(0)
+    assert set(labels.ravel().tolist()) == {0, 254}
+
+
 def test_an_instance_of_no_image_is_left_out(split, tmp_path):
     split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2))
     lost = split.instance(77, rectangle(1, 1, 2, 2))
     label_map(split, tmp_path)
     skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
-    assert skipped == {"the image is not one of the file's": [f"annotation {lost}"]}
+    assert skipped == {"its image is not in the file or was skipped": [f"annotation {lost}"]}
 
 
 def test_images_are_in_the_order_of_their_ids(split, tmp_path):
@@ -158,12 +280,27 @@ def test_images_are_in_the_order_of_their_ids(split, tmp_path):
         lambda text: text[: len(text) // 2],
         lambda text: "{}",
         lambda text: "[]",
+        lambda text: 100_000 * "[",
+        lambda text: json.dumps(json.loads(text) | {"annotations": None}),
+        lambda text: json.dumps(json.loads(text) | {"images": {}}),
         lambda text: json.dumps(json.loads(text) | {"images": []}),
         lambda text: json.dumps(json.loads(text) | {"annotations": []}),
         lambda text: json.dumps(json.loads(text) | {"annotations": [{"id": 1}]}),
         lambda text: json.dumps(json.loads(text) | {"images": [{"id": 1}]}),
     ],
-    ids=["no bytes", "cut", "{}", "[]", "no images", "no annotations", "annotation", "image"],
+    ids=[
+        "no bytes",
+        "cut",
+        "{}",
+        "[]",
+        "deep",
+        "null",
+        "no list",
+        "no images",
+        "no annotations",
+        "annotation",
+        "image",
+    ],
 )
 def test_a_damaged_file_is_named(split, tmp_path, kind, damage):
     image = split.image()
@@ -174,7 +311,7 @@ def test_a_damaged_file_is_named(split, tmp_path, kind, damage):
     path.write_text(damage(path.read_text()))
     read = Instances if kind == "instances" else Captions
     for _ in range(2):  # nothing of it is kept
-        with pytest.raises(DataNotFoundError, match=f"{path} is damaged"):
+        with pytest.raises(DataNotFoundError, match=f"{path} is damaged .*; mend it or put"):
             read(path, tmp_path / "cache")
 
 
@@ -204,6 +341,28 @@ def test_captions_keep_their_image_and_empty_ones_are_left_out(split, tmp_path):
     }
     assert captions.images_without() == [names[third]]
     assert captions.skipped == {"the caption is empty": [f"annotation {empty} of {names[first]}"]}
+
+
+def test_a_caption_that_is_no_text_is_left_out(split, tmp_path):
+    image = split.image()
+    damaged = [split.caption(image, text) for text in (None, 3, ["a cat"], "a \ud800")]  # pyright: ignore
+    split.caption(image, "a cat")
+    split.write()
+    captions = Captions(split.file("captions"), tmp_path / "cache")
+    assert list(captions.texts()) == ["a cat"]
+    name = split.images[0]["file_name"]
+    assert captions.skipped == {
+        "the caption is no text": [f"annotation {number} of {name}" for number in damaged]
+    }
+
+
+@pytest.mark.parametrize("categories", [[], None, [{"id": 1, "name": "cat"}]])
+def test_categories_in_a_file_of_captions_are_passed_over(split, tmp_path, categories):
+    split.caption(split.image(), "a cat")
+    split.write()
+    path = split.file("captions")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"categories": categories}))
+    assert list(Captions(path, tmp_path / "cache").texts()) == ["a cat"]
 
 
 def test_a_copy_for_a_worker_carries_no_arrays(split, tmp_path):

@@ -255,7 +255,7 @@ def test_kept_images_are_not_decoded_again(both, load, monkeypatch):
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(pixels, "decode", fail)
-    monkeypatch.setattr("datamodules.coco.annotations.AnnotationFile", fail)
+    monkeypatch.setattr("datamodules.coco.annotations._read", fail)
     assert same(batches(load(cache_images=True)), expected)
 
 

@@ -1,0 +1,87 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pycocotools import mask as rle_format
+
+from datamodules.coco import masks
+from datamodules.coco.skipped import DamagedError
+
+HEIGHT, WIDTH = 5, 7
+
+
+def definition(text: str) -> list[int] | None:
+    """The runs of a text, one character after the other; None where it is not of runs."""
+    runs: list[int] = []
+    value = shift = 0
+    for character in text:
+        code = ord(character) - 48
+        if not 0 <= code < 64:
+            return None
+        value |= (code & 31) << shift
+        shift += 5
+        if not code & 32:
+            value -= (code & 16) and 1 << shift
+            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+            value = shift = 0
+    return None if shift or not runs else runs
+
+
+def compressed(pixels: np.ndarray) -> str:
+    mask: Any = rle_format.encode(np.asfortranarray(pixels.astype(np.uint8)))
+    return mask["counts"].decode()
+
+
+pixels = st.lists(st.booleans(), min_size=HEIGHT * WIDTH, max_size=HEIGHT * WIDTH).map(
+    lambda values: np.reshape(values, (HEIGHT, WIDTH))
+)
+
+
+@given(pixels=pixels)
+def test_masks_are_drawn_as_pycocotools_compressed_them(pixels):
+    text = masks.compressed({"size": [HEIGHT, WIDTH], "counts": compressed(pixels)}, HEIGHT, WIDTH)
+    np.testing.assert_array_equal(masks.drawn(text, pixels.shape), pixels)
+    assert masks.area(text, pixels.shape) == pixels.sum()
+
+
+@given(pixels=pixels, data=st.data())
+def test_a_text_is_refused_unless_its_runs_fill_the_image(pixels, data):
+    text = list(compressed(pixels))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(text)))
+        text[place : place + data.draw(st.integers(0, 2))] = data.draw(
+            st.text(st.characters(min_codepoint=46, max_codepoint=113), max_size=2)
+        )
+    counts = "".join(text)
+    runs = definition(counts)
+    segmentation = {"size": [HEIGHT, WIDTH], "counts": counts}
+    if runs is None or min(runs) < 0 or sum(runs) != HEIGHT * WIDTH:
+        with pytest.raises(DamagedError):
+            masks.compressed(segmentation, HEIGHT, WIDTH)
+    else:
+        expected = np.repeat(np.arange(len(runs)) % 2, runs).reshape(WIDTH, HEIGHT).T
+        drawn = masks.drawn(masks.compressed(segmentation, HEIGHT, WIDTH), (HEIGHT, WIDTH))
+        np.testing.assert_array_equal(drawn, expected)
+
+
+coordinates = st.one_of(st.floats(-WIDTH, 2 * WIDTH), st.integers(-HEIGHT, HEIGHT))
+
+
+@given(
+    polygons=st.lists(
+        st.lists(coordinates, min_size=6, max_size=16).filter(lambda p: len(p) % 2 == 0),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_polygons_near_the_image_are_what_pycocotools_draws(polygons):
+    try:
+        text = masks.compressed(polygons, HEIGHT, WIDTH)
+    except DamagedError as error:
+        assert "far outside" in str(error)  # noqa: PT017
+        return
+    merged: Any = rle_format.merge(rle_format.frPyObjects(polygons, HEIGHT, WIDTH))
+    drawn = masks.drawn(text, (HEIGHT, WIDTH))
+    np.testing.assert_array_equal(drawn, rle_format.decode(merged).astype(bool))
