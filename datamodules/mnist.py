@@ -60,6 +60,15 @@ class MNIST(ImageDataModule):
             train_images, train_labels, test_images, test_labels = (
                 _read(folder / name, Path(scratch)) for name in MD5
             )
+        for part, images, labels in (
+            ("train", train_images, train_labels),
+            ("t10k", test_images, test_labels),
+        ):
+            if len(images) != len(labels):
+                raise DataNotFoundError(
+                    f"{folder} is damaged ({len(images):,} images and {len(labels):,} labels of "
+                    f"{part}); delete its files and try again"
+                )
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         train, val = torch.randperm(len(train_labels), generator=generator).split(
             [len(train_labels) - VAL_SIZE, VAL_SIZE]
@@ -101,7 +110,13 @@ def _read(compressed: Path, scratch: Path) -> Tensor:
             shutil.copyfileobj(source, target)
     try:
         if "labels" in path.name:
-            return read_label_file(str(path))
-        return read_image_file(str(path)).unsqueeze(1)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            values = read_label_file(str(path))
+            if int(values.max()) >= MNIST.num_classes:
+                raise ValueError(f"a label is {int(values.max())}")
+        else:
+            values = read_image_file(str(path)).unsqueeze(1)
+            if values.shape[1:] != MNIST.image_shape:
+                raise ValueError(f"its images are of {tuple(values.shape[2:])}")
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DataNotFoundError(f"{path} is damaged ({error}); delete it and try again") from error
+    return values

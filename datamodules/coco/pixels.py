@@ -83,7 +83,8 @@ class Images:
 
     def _files(self) -> str:
         """Stands for the files as they are now: another size or time is another file."""
-        found = {e.name: e.stat() for e in os.scandir(self.folder)} if self.folder.is_dir() else {}
+        files = os.scandir(self.folder) if self.folder.is_dir() else ()
+        found = {file.name: file.stat() for file in files if file.is_file()}  # no link to nowhere
         digest = hashlib.sha256()
         names, sizes = self.annotations.file_names.tolist(), self.annotations.sizes.tolist()
         if found.keys().isdisjoint(names):

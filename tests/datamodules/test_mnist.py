@@ -123,13 +123,34 @@ def test_a_damaged_archive_is_named(tmp_path, files):
         load(tmp_path)
 
 
+DAMAGE = {  # the name of a file, and what becomes of it
+    "header cut": ("images-idx3", lambda contents: contents[:3]),
+    "pixels cut": ("images-idx3", lambda contents: contents[:100]),
+    "another type": ("images-idx3", lambda contents: contents[:2] + b"\7" + contents[3:]),
+    "another shape": (
+        "images-idx3",
+        lambda contents: contents[:8] + struct.pack(">II", 14, 56) + contents[16:],
+    ),
+    "an eleventh class": ("labels-idx1", lambda contents: contents[:-1] + b"\x0a"),
+}
+
+
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("keep", [3, 100], ids=["header cut", "pixels cut"])
-def test_a_damaged_plain_file_is_named(tmp_path, files, keep):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_plain_file_is_named(tmp_path, files, damage):
     write(tmp_path / "mnist", files, compressed=False)
-    damaged = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
-    damaged.write_bytes(damaged.read_bytes()[:keep])
+    name, change = DAMAGE[damage]
+    damaged = tmp_path / "mnist" / f"t10k-{name}-ubyte"
+    damaged.write_bytes(change(damaged.read_bytes()))
     with pytest.raises(DataNotFoundError, match=f"{damaged} is damaged"):
+        load(tmp_path)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_labels_of_other_images_are_an_error(tmp_path, files):
+    files["train-labels-idx1-ubyte"] = files["t10k-labels-idx1-ubyte"]
+    write(tmp_path / "mnist", files, compressed=False)
+    with pytest.raises(DataNotFoundError, match=r"mnist is damaged \(.* labels of train\)"):
         load(tmp_path)
 
 

@@ -87,22 +87,30 @@ def test_an_image_without_annotations_is_background(both, load):
     assert [bool(labels.any()) for labels in batch.labels] == [False, True, True, True]
 
 
-DAMAGE = {
-    "the file is missing": lambda path: path.unlink(),
-    "the file is empty": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-20]),
-    "cannot be decoded": lambda path: path.write_bytes(b"<html>404</html>"),
-    "the image is 5 x 4, annotated as 10 x 8": lambda path: write_jpeg(
-        torch.zeros(3, 4, 5, dtype=torch.uint8), path
+def to_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGE = {  # what becomes of a file, and what is said of it
+    "missing": (lambda path: path.unlink(), "the file is missing"),
+    "a link to nowhere": (to_nowhere, "the file is missing"),
+    "empty": (lambda path: path.write_bytes(b""), "the file is empty"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated"),
+    "a page": (lambda path: path.write_bytes(b"<html>404</html>"), "cannot be decoded"),
+    "another": (
+        lambda path: write_jpeg(torch.zeros(3, 4, 5, dtype=torch.uint8), path),
+        "the image is 5 x 4, annotated as 10 x 8",
     ),
 }
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["decoded", "kept"])
-@pytest.mark.parametrize("reason", DAMAGE)
-def test_a_damaged_image_is_left_out_by_name(both, load, reason, keep):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_image_is_left_out_by_name(both, load, damage, keep):
     name = both["train"].images[2]["file_name"]
-    DAMAGE[reason](both["train"].folder / name)
+    change, reason = DAMAGE[damage]
+    change(both["train"].folder / name)
     for _ in range(2):  # the second time from the cache
         with pytest.warns(SkippedWarning, match=f"train2017: 1 skipped, .*{reason}.*: {name}"):
             data = load(cache_images=keep)
