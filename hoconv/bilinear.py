@@ -7,12 +7,14 @@ a dilation, say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from hoconv.registration import gradient_layout
+from hoconv.registration import gradient_layout, register_gradient
 
 
 def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -23,7 +25,23 @@ def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.layout = gradient_layout(weight)
 
 
+def with_tangents(op: torch._ops.OpOverload) -> Callable[..., Tensor]:
+    """The op where one of its first two arguments has a tangent, by the product rule."""
+
+    def call(a: Tensor, b: Tensor, *options: Any) -> Tensor:
+        (a, d_a), (b, d_b) = forward_ad.unpack_dual(a), forward_ad.unpack_dual(b)
+        tangents = []
+        if d_a is not None:
+            tangents.append(op(d_a, b, *options))
+        if d_b is not None:
+            tangents.append(op(a, d_b, *options))
+        return forward_ad.make_dual(op(a, b, *options), sum(tangents[1:], tangents[0]))
+
+    return call
+
+
 def register_second_gradients(
+    library: torch.library.Library,
     forward: torch._ops.OpOverload,
     grad_input: torch._ops.OpOverload,
     grad_weight: torch._ops.OpOverload,
@@ -58,4 +76,4 @@ def register_second_gradients(
         (grad_input, save_grad_input, differentiate_grad_input),
         (grad_weight, save_grad_weight, differentiate_grad_weight),
     ):
-        torch.library.register_autograd(op, differentiate, setup_context=save)
+        register_gradient(library, op, differentiate, save, with_tangents(op))

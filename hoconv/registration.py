@@ -1,23 +1,186 @@
-"""What operators share: autocast, the check of dtypes and devices, the layout of a gradient."""
+"""What operators share: how an op is defined, its gradients, autocast, the check of dtypes and
+devices, the layout of a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library.autograd import supports_tensorlist
+from torch._library.utils import is_tensorlist_like_type
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils._pytree import tree_any_only, tree_map_only
+
+from hoconv import build
+from hoconv.operators import Implementation
+
+# Implementation -> the compiled library that has its kernels.
+LIBRARIES = {"cpp": "cpu", "cuda": "cuda"}
+
+
+def compiled(
+    impl: str, function: Callable[..., Tensor], devices: tuple[str, ...]
+) -> Implementation:
+    """The declaration of an implementation whose kernels are in a compiled library."""
+    library = LIBRARIES[impl]
+    return Implementation(
+        function,
+        devices,
+        load=functools.partial(build.load, library),
+        obstacle=functools.partial(build.obstacle, library),
+    )
+
+
+def define(
+    library: torch.library.Library, name: str, impl: str, schema: str, fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Defines an implementation's overload of an op, and returns it.
+
+    Its first call loads kernels that come with a compiled library, so that a process which imported
+    the definition alone runs a saved program.
+
+    Args:
+        fake: what it returns, called with tensors without data.
+    """
+    overload = f"{name}.{impl}"
+    library.define(overload + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{library.ns}::{overload}", fake)
+    op = getattr(getattr(getattr(torch.ops, library.ns), name), impl)
+
+    def load_and_call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if reason := build.load(LIBRARIES[impl]):
+            raise RuntimeError(f"{op.name()} cannot run here: {reason}")
+        key = keyset.highestPriorityTypeId()
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key.name):
+            raise RuntimeError(f"{op.name()} has no kernel for {key.name} tensors")
+        return op.redispatch(keyset, *args)
+
+    if impl in LIBRARIES:  # of lower precedence than the kernels that it loads
+        library.impl(overload, load_and_call, "CompositeExplicitAutograd", with_keyset=True)
+    return op
+
+
+def register_gradient(
+    library: torch.library.Library,
+    op: torch._ops.OpOverload,
+    differentiate: Callable[..., Any],
+    save: Callable[..., None],
+    with_tangents: Callable[..., Any] | None = None,
+) -> None:
+    """Registers an op's gradient for reverse mode, forward mode and the transforms of torch.func.
+
+    ``torch.library.register_autograd`` drops tangents in silence and refuses ``torch.func.grad``.
+
+    Args:
+        differentiate: ``differentiate(ctx, *grads)`` returns a gradient, or None, an argument.
+        save: ``save(ctx, inputs, output)``, called after the op.
+        with_tangents: the op as a composition of ops that carry tangents, called with its
+            arguments where one of them has a tangent. Without it such a call is refused.
+    """
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    # When an op reaches autograd, the dispatcher has chosen the level of torch.func already.
+    class Gradient(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *inputs, keyset = args
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # of other levels
+                output = run(keyset, *inputs)
+            save(ctx, tuple(inputs), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *differentiate(ctx, *grads), None
+
+    types = [a.type for a in (*op._schema.arguments, *op._schema.returns)]
+    of_lists = any(map(is_tensorlist_like_type, types))
+    function: Any = supports_tensorlist(Gradient) if of_lists else Gradient
+
+    def call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if tree_any_only(Tensor, has_tangent, args):
+            if with_tangents is None:
+                raise NotImplementedError(
+                    f"{op.name()} has no forward-mode derivative; use reverse mode (backward, "
+                    f"torch.func.vjp, torch.func.jacrev), or impl='reference', which has both"
+                )
+            return with_tangents(*args)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return run(keyset, *args)
+        with enable_single_level_autograd_function():
+            return function.apply(*args, keyset)
+
+    name = op.name().removeprefix(f"{op.namespace}::")
+    library.impl(name, call, "Autograd", with_keyset=True)
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether forward mode differentiates by a tensor, at the innermost level of torch.func."""
+    return forward_ad.unpack_dual(t).tangent is not None
+
+
+def gradients(
+    function: Callable[..., Sequence[Tensor]],
+    args: Sequence[Any],
+    needed: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of ``function(*args)`` by the arguments that need one; None for the others.
+
+    Each argument counts as independent, as the tensors that a gradient saved must: one may have
+    been computed from another. Differentiable in turn where grad mode is on.
+
+    Args:
+        function: returns several tensors, made of ops that can be differentiated.
+        needed: of each argument, whether its gradient is wanted.
+        cotangents: the gradient of each of the tensors, or None.
+    """
+    where = [i for i, need in enumerate(needed) if need]
+    found: list[Tensor | None] = [None] * len(args)
+    if not where or all(cotangent is None for cotangent in cotangents):
+        return found
+
+    def of_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values = list(args)
+        for i, tensor in zip(where, tensors, strict=True):
+            values[i] = tensor
+        pairs = zip(function(*values), cotangents, strict=True)
+        return tuple(result for result, cotangent in pairs if cotangent is not None)
+
+    pull_back = torch.func.vjp(of_needed, *(args[i] for i in where))[1]
+    pulled = pull_back(tuple(cotangent for cotangent in cotangents if cotangent is not None))
+    for i, gradient in zip(where, pulled, strict=True):
+        found[i] = gradient
+    return found
 
 
 def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as autocast casts the inputs of a convolution: float64 stays."""
-    if not torch.is_autocast_enabled(device_type):
+    if not autocasts(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Products within are computed in the dtype of their operands."""
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
 def register_autocast(library: torch.library.Library, op: torch._ops.OpOverload) -> None:

@@ -10,7 +10,8 @@ kernel; M, N rows and columns of a matrix product, K what it sums over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 from hoconv.approx.multipliers import MULTIPLIERS
 from hoconv.approx.ops import KERNELS, Kernels
 from hoconv.approx.reference import Pair, columns
+from hoconv.registration import without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
-Windows = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+Windows = Sequence[Any]  # stride, padding, dilation, groups
 
 
 def kinds(gradient: Gradient) -> tuple[str, str]:
@@ -41,20 +43,62 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-class Multiply(torch.autograd.Function):
+class _First(torch.autograd.Function):
+    """A first derivative, which cannot be differentiated by what it was computed from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(derivative: Tensor, *sources: Tensor) -> Tensor:
+        return derivative.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("an approximate product has no second derivative")
+
+
+def _first_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Makes the derivatives that a `backward` returns the last ones."""
+
+    @functools.wraps(backward)
+    def marked(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, grad)
+        if not torch.is_grad_enabled():
+            return found
+        sources = grad, *ctx.saved_tensors
+        return tuple(None if d is None else _First.apply(d, *sources) for d in found)
+
+    return marked
+
+
+class _Product(torch.autograd.Function):
+    """Of two operands, and options."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, *ctx.options = inputs
+        ctx.save_for_backward(a, b)
+
+
+class Multiply(_Product):
     """Elementwise, of equal shapes."""
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
+        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.options = multiplier, gradient, impl
         return KERNELS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
 
     @staticmethod
+    @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _once_only()
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
         kernels = KERNELS[impl]
@@ -72,20 +116,18 @@ class Multiply(torch.autograd.Function):
         return d_a, d_b, None, None, None
 
 
-class Matmul(torch.autograd.Function):
+class Matmul(_Product):
     """a (B, M, K) times b (B, K, N)."""
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
+        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.options = multiplier, gradient, impl
         return KERNELS[impl].matmul(a, b, multiplier)
 
     @staticmethod
+    @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _once_only()
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
         kernels = KERNELS[impl]
@@ -94,7 +136,7 @@ class Matmul(torch.autograd.Function):
             if kind == "approx":
                 return kernels.matmul(grad, right.mT, multiplier)
             if kind == "ste":
-                with torch.autocast(grad.device.type, enabled=False):
+                with without_autocast(grad.device.type):
                     return grad @ right.mT
             return kernels.matmul_derivative(grad, left, right, multiplier)
 
@@ -104,25 +146,23 @@ class Matmul(torch.autograd.Function):
         return d_a, d_b, None, None, None
 
 
-class Conv2d(torch.autograd.Function):
+class Conv2d(_Product):
     """x (B, C, H, W) and weight (O, C / G, R, S)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair,
-        groups: int, multiplier: str, gradient: tuple[str, str], impl: str,
+        x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+        multiplier: str, gradient: tuple[str, str], impl: str,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.windows = stride, padding, dilation, groups
-        ctx.options = multiplier, gradient, impl
-        return KERNELS[impl].conv2d(x, weight, *ctx.windows, multiplier)
+        windows = stride, padding, dilation, groups
+        return KERNELS[impl].conv2d(x, weight, *windows, multiplier)
 
     @staticmethod
+    @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _once_only()
         x, weight = ctx.saved_tensors
-        multiplier, gradient, impl = ctx.options
-        kernels, windows = KERNELS[impl], ctx.windows
+        *windows, multiplier, gradient, impl = ctx.options
+        kernels = KERNELS[impl]
         of_x, of_weight = (
             kind if needed else None
             for kind, needed in zip(gradient, ctx.needs_input_grad[:2], strict=True)
@@ -173,11 +213,3 @@ def _analytic_weight(
         multiplier,
     )
     return d_filters.reshape(weight.shape)
-
-
-def _once_only() -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "an approximate product has no second derivative; call backward or autograd.grad "
-            "without create_graph=True"
-        )

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hoconv.approx import gradients, multipliers
 from hoconv.approx.gradients import Gradient
-from hoconv.approx.ops import DEVICES
 from hoconv.approx.reference import Pair, output_size
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.registration import autocasts, compiled, has_tangent
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
@@ -168,7 +168,7 @@ def _prepared(
 ) -> tuple[Tensor, Tensor]:
     """Both operands, converted under autocast and checked."""
     multipliers.check(multiplier)
-    if torch.is_autocast_enabled(a.device.type):
+    if autocasts(a.device.type):
         a, b = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (a, b))
     for name, t in ((a_name, a), (b_name, b)):
         if t.dtype != torch.float32:
@@ -178,6 +178,11 @@ def _prepared(
             )
     if b.device != a.device:
         raise ValueError(f"{b_name}: expected the device of {a_name}, {a.device}, got {b.device}")
+    if not torch.compiler.is_compiling() and (has_tangent(a) or has_tangent(b)):
+        raise NotImplementedError(
+            "an approximate product has no forward-mode derivative; use reverse mode: backward, "
+            "torch.func.vjp or torch.func.jacrev"
+        )
     return a, b
 
 
@@ -240,8 +245,9 @@ def _conv2d(
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:
     return {
-        impl: Implementation(functools.partial(function, impl), devices, load, obstacle)
-        for impl, (devices, load, obstacle) in DEVICES.items()
+        "reference": Implementation(functools.partial(function, "reference")),
+        "cpp": compiled("cpp", functools.partial(function, "cpp"), ("cpu",)),
+        "cuda": compiled("cuda", functools.partial(function, "cuda"), ("cuda",)),
     }
 
 

@@ -10,9 +10,7 @@ the output, R x S the kernel; M, N rows and columns of a matrix product, K what 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hoconv import build
 from hoconv.approx import reference
+from hoconv.registration import define, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -100,10 +98,17 @@ _FAKES = {
 
 def _register(impl: str) -> Kernels:
     """Registers the ops of one implementation; compiled kernels come with their library."""
-    for name, schema in _SCHEMAS.items():
-        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"hoconv::{name}.{impl}", _FAKES[name])
-    return Kernels(*(getattr(getattr(_ops, name), impl) for name in _SCHEMAS))
+    ops = [define(_library, name, impl, schema, _FAKES[name]) for name, schema in _SCHEMAS.items()]
+    for op in ops:
+        register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
+    return Kernels(*ops)
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "an approximate product alone, as in an exported program, has no gradient; call "
+        "hoconv.approx, which asks for its kind"
+    )
 
 
 def _implement_reference(name: str) -> None:
@@ -144,16 +149,3 @@ def _backward_weight_flops(
     grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any
 ) -> int:
     return 2 * math.prod(grad_shape) * math.prod(size[1:])
-
-
-_Asked = Callable[[], str | None]
-# Implementation -> the devices it runs on, how it is made ready, and what is missing for that.
-DEVICES: dict[str, tuple[tuple[str, ...], _Asked, _Asked]] = {
-    "reference": ((), lambda: None, lambda: None),
-    "cpp": (
-        ("cpu",), functools.partial(build.load, "cpu"), functools.partial(build.obstacle, "cpu")
-    ),
-    "cuda": (
-        ("cuda",), functools.partial(build.load, "cuda"), functools.partial(build.obstacle, "cuda")
-    ),
-}  # fmt: skip

@@ -10,18 +10,16 @@ B batch, C channels, H heads, K taps, T time steps.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hoconv import build
-from hoconv.bilinear import register_second_gradients, save_forward
+from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
 from hoconv.dynamic_conv1d import reference
 from hoconv.operators import Implementation
-from hoconv.registration import register_autocast
+from hoconv.registration import LIBRARIES, compiled, define, register_autocast, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -36,9 +34,12 @@ _SCHEMAS = {
 
 def _register(impl: str) -> None:
     """Registers the ops of one implementation; its kernels come with a compiled library."""
-    for name, schema in _SCHEMAS.items():
-        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    forward, grad_input, grad_weight = (getattr(getattr(_ops, name), impl) for name in _SCHEMAS)
+    forward, grad_input, grad_weight = (
+        define(_library, name, impl, schema, fake)
+        for (name, schema), fake in zip(
+            _SCHEMAS.items(), (_fake, _fake, _fake_grad_weight), strict=True
+        )
+    )
 
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -46,14 +47,10 @@ def _register(impl: str) -> None:
         d_weight = None if x is None else grad_weight(grad, x, *ctx.layout, ctx.option)
         return d_x, d_weight, None
 
-    for op, fake in (
-        (forward, _fake),
-        (grad_input, _fake),
-        (grad_weight, _fake_grad_weight),
-    ):
-        torch.library.register_fake(op, fake)
-    torch.library.register_autograd(forward, differentiate_forward, setup_context=save_forward)
-    register_second_gradients(forward, grad_input, grad_weight)
+    register_gradient(
+        _library, forward, differentiate_forward, save_forward, with_tangents(forward)
+    )
+    register_second_gradients(_library, forward, grad_input, grad_weight)
     register_autocast(_library, forward)
 
 
@@ -65,7 +62,7 @@ def _fake_grad_weight(grad: Tensor, x: Tensor, size: list, stride: list, padding
     return grad.new_empty_strided(size, stride)
 
 
-for _impl in ("cpp", "cuda"):
+for _impl in LIBRARIES:
     _register(_impl)
 
 
@@ -87,16 +84,6 @@ def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **k
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.dynamic_conv1d),
-    "cpp": Implementation(
-        _ops.dynamic_conv1d.cpp,
-        devices=("cpu", "cuda"),
-        load=functools.partial(build.load, "cpu"),
-        obstacle=functools.partial(build.obstacle, "cpu"),
-    ),
-    "cuda": Implementation(
-        _ops.dynamic_conv1d.cuda,
-        devices=("cuda",),
-        load=functools.partial(build.load, "cuda"),
-        obstacle=functools.partial(build.obstacle, "cuda"),
-    ),
+    "cpp": compiled("cpp", _ops.dynamic_conv1d.cpp, ("cpu", "cuda")),
+    "cuda": compiled("cuda", _ops.dynamic_conv1d.cuda, ("cuda",)),
 }

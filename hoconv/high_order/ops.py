@@ -9,18 +9,23 @@ B batch, C channels, G groups of channels, H height, W width, K = k * k taps.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hoconv import build
-from hoconv.bilinear import register_second_gradients, save_forward
+from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
 from hoconv.high_order import reference
 from hoconv.operators import Implementation
-from hoconv.registration import gradient_layout, register_autocast
+from hoconv.registration import (
+    LIBRARIES,
+    compiled,
+    define,
+    gradient_layout,
+    register_autocast,
+    register_gradient,
+)
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -37,11 +42,10 @@ _SCHEMAS = {
 
 def _register(impl: str) -> None:
     """Registers the ops of one implementation; its kernels come with a compiled library."""
-    for name, schema in _SCHEMAS.items():
-        tags = (torch.Tag.pt2_compliant_tag,)
-        _library.define(f"{name}.{impl}{schema}", tags=tags)
+    fakes = (_fake_forward, _fake_backward, _fake_grad_input, _fake_grad_weight)
     forward, backward, grad_input, grad_weight = (
-        getattr(getattr(_ops, name), impl) for name in _SCHEMAS
+        define(_library, name, impl, schema, fake)
+        for (name, schema), fake in zip(_SCHEMAS.items(), fakes, strict=True)
     )
 
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,19 +77,16 @@ def _register(impl: str) -> None:
             d_weight = grad_weight(grad, u, *gradient_layout(weight), d)
         return d_grad, d_x, d_weight, None
 
-    for op, fake in (
-        (forward, _fake_forward),
-        (backward, _fake_backward),
-        (grad_input, _fake_grad_input),
-        (grad_weight, _fake_grad_weight),
+    def backward_with_tangents(grad: Tensor, x: Tensor, weight: Tensor, dilation: int):
+        d_weight = grad_weight(grad, x, *gradient_layout(weight), dilation)
+        return grad_input(grad, weight, dilation), d_weight
+
+    for op, differentiate, save, tangents in (
+        (forward, differentiate_forward, save_forward, with_tangents(forward)),
+        (backward, differentiate_backward, save_backward, backward_with_tangents),
     ):
-        torch.library.register_fake(op, fake)
-    for op, save, differentiate in (
-        (forward, save_forward, differentiate_forward),
-        (backward, save_backward, differentiate_backward),
-    ):
-        torch.library.register_autograd(op, differentiate, setup_context=save)
-    register_second_gradients(forward, grad_input, grad_weight)
+        register_gradient(_library, op, differentiate, save, tangents)
+    register_second_gradients(_library, forward, grad_input, grad_weight)
     register_autocast(_library, forward)
 
 
@@ -111,7 +112,7 @@ def _flops(weight_shape: tuple[int, ...], channels: int) -> int:
     return 2 * taps * B * channels * H * W
 
 
-for _impl in ("cpp", "cuda"):
+for _impl in LIBRARIES:
     _register(_impl)
 
 
@@ -139,16 +140,6 @@ def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **k
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.high_order_conv2d),
-    "cpp": Implementation(
-        _ops.high_order_conv2d.cpp,
-        devices=("cpu", "cuda"),
-        load=functools.partial(build.load, "cpu"),
-        obstacle=functools.partial(build.obstacle, "cpu"),
-    ),
-    "cuda": Implementation(
-        _ops.high_order_conv2d.cuda,
-        devices=("cuda",),
-        load=functools.partial(build.load, "cuda"),
-        obstacle=functools.partial(build.obstacle, "cuda"),
-    ),
+    "cpp": compiled("cpp", _ops.high_order_conv2d.cpp, ("cpu", "cuda")),
+    "cuda": compiled("cuda", _ops.high_order_conv2d.cuda, ("cuda",)),
 }

@@ -2,8 +2,8 @@
 
 `high_order_layer` never writes the generated weights; `high_order_layer_backward` generates them
 again and returns the gradients of x and of the generator's parameters. Each has an overload per
-implementation (`.cpp`, `.cuda`). Gradients of higher order come from the definition: generator,
-then application, which is differentiable any number of times.
+implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order come from the same maps as
+compositions of ops that are differentiable any number of times.
 
 What the fused kernels do not cover, `fuses` says; there the implementation is PyTorch's convolution
 and the same implementation of the high-order convolution.
@@ -21,12 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hoconv import build
-from hoconv.high_order import ops as unfused
-from hoconv.high_order_layer import reference
+from hoconv.high_order_layer import composed, reference
 from hoconv.high_order_layer.rule import fuses
 from hoconv.operators import Implementation
-from hoconv.registration import register_autocast
+from hoconv.registration import (
+    LIBRARIES,
+    compiled,
+    define,
+    gradients,
+    register_autocast,
+    register_gradient,
+)
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -44,9 +49,14 @@ _SCHEMAS = {
 
 def _register(impl: str) -> None:
     """Registers the ops of one implementation; its kernels come with a compiled library."""
-    for name, schema in _SCHEMAS.items():
-        _library.define(f"{name}.{impl}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    forward, backward = (getattr(getattr(_ops, name), impl) for name in _SCHEMAS)
+    forward, backward = (
+        define(_library, name, impl, schema, fake)
+        for (name, schema), fake in zip(
+            _SCHEMAS.items(), (_fake_forward, _fake_backward), strict=True
+        )
+    )
+    composed_forward = functools.partial(composed.forward, impl)
+    composed_backward = functools.partial(composed.backward, impl)
 
     def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, *ctx.options = inputs
@@ -63,33 +73,14 @@ def _register(impl: str) -> None:
         ctx.set_materialize_grads(False)
 
     def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        kernel_size, dilation, softmax, residual, _ = ctx.options
-        normalize = "softmax" if softmax else None
-        higher = torch.is_grad_enabled()
-        with torch.enable_grad():
-            saved = ctx.saved_tensors  # the bias may be None
-            tensors = [t if t.requires_grad else t.detach().requires_grad_()
-                       for t in saved if t is not None]  # fmt: skip
-            grad, *inputs = tensors
-            x, weight, bias = inputs if len(inputs) == 3 else (*inputs, None)
-            out = reference.high_order_layer(
-                x, weight, bias, kernel_size, dilation, normalize, residual, _unfused(impl)
-            )
-            first = torch.autograd.grad(out, inputs, grad, create_graph=True)
-            pairs = [(g, u) for g, u in zip(first, cotangents, strict=False) if u is not None]
-            second = torch.autograd.grad(
-                [g for g, _ in pairs], tensors, [u for _, u in pairs],
-                create_graph=higher, materialize_grads=True,
-            )  # fmt: skip
-        d_grad, d_x, d_weight, *d_bias = second
-        return d_grad, d_x, d_weight, d_bias[0] if d_bias else None, *(None,) * 5
+        args = *ctx.saved_tensors, *ctx.options
+        return (*gradients(composed_backward, args, ctx.needs_input_grad[:9], cotangents),)
 
-    for name, fake, save, differentiate in (
-        ("high_order_layer", _fake_forward, save_forward, differentiate_forward),
-        ("high_order_layer_backward", _fake_backward, save_backward, differentiate_backward),
+    for op, differentiate, save, with_tangents in (
+        (forward, differentiate_forward, save_forward, composed_forward),
+        (backward, differentiate_backward, save_backward, composed_backward),
     ):
-        torch.library.register_fake(f"hoconv::{name}.{impl}", fake)
-        torch.library.register_autograd(f"hoconv::{name}.{impl}", differentiate, setup_context=save)
+        register_gradient(_library, op, differentiate, save, with_tangents)
     register_autocast(_library, forward)
 
 
@@ -103,7 +94,7 @@ def _fake_backward(
     return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
 
 
-for _impl in ("cpp", "cuda"):
+for _impl in LIBRARIES:
     _register(_impl)
 
 
@@ -131,10 +122,6 @@ def _backward_flops(
     return 3 * generator + 2 * application  # the weights are generated again
 
 
-def _unfused(impl: str) -> Any:
-    return unfused.IMPLEMENTATIONS[impl].function
-
-
 def _run(
     impl: str,
     x: Tensor,
@@ -150,8 +137,9 @@ def _run(
         op = getattr(_ops.high_order_layer, impl)
         softmax = normalize == "softmax"
         return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
+    apply = composed.application(impl)
     return reference.high_order_layer(
-        x, weight, bias, kernel_size, dilation, normalize, residual, _unfused(impl)
+        x, weight, bias, kernel_size, dilation, normalize, residual, apply
     )
 
 
@@ -165,16 +153,6 @@ _convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.high_order_layer),
-    "cpp": Implementation(
-        functools.partial(_run, "cpp"),
-        devices=("cpu", "cuda"),
-        load=functools.partial(build.load, "cpu"),
-        obstacle=functools.partial(build.obstacle, "cpu"),
-    ),
-    "cuda": Implementation(
-        functools.partial(_run, "cuda"),
-        devices=("cuda",),
-        load=functools.partial(build.load, "cuda"),
-        obstacle=functools.partial(build.obstacle, "cuda"),
-    ),
+    "cpp": compiled("cpp", functools.partial(_run, "cpp"), ("cpu", "cuda")),
+    "cuda": compiled("cuda", functools.partial(_run, "cuda"), ("cuda",)),
 }

@@ -29,12 +29,25 @@ def high_order_layer(
     generator_weight is (K * G, C, s, s): channel i * G + g of its output is tap i of group g.
     `apply` is an implementation of the high-order convolution.
     """
-    s = int(generator_weight.shape[-1])  # to torch.compile a constant, as padding must be
-    before = (s - 1) // 2
-    padded = x if s % 2 else F.pad(x, (0, 1, 0, 1))  # an even size pads one more after
-    generated = F.conv2d(padded, generator_weight, generator_bias, padding=before)
-    taps = generated.unflatten(1, (kernel_size**2, -1))  # (B, K, G, H, W)
-    if normalize:
-        taps = taps.softmax(dim=1)
+    padded, padding = pad(x, generator_weight)
+    taps = generate(padded, padding, generator_weight, generator_bias, kernel_size, normalize)
     out = apply(x, taps.transpose(0, 1), dilation)
     return x + out if residual else out
+
+
+def pad(x: Tensor, generator_weight: Tensor) -> tuple[Tensor, int]:
+    """x as the generator's convolution takes it, and the padding of each side."""
+    s = int(generator_weight.shape[-1])  # to torch.compile a constant, as padding must be
+    return (x if s % 2 else F.pad(x, (0, 1, 0, 1))), (
+        s - 1
+    ) // 2  # an even size pads one more after
+
+
+def generate(
+    padded: Tensor, padding: int, weight: Tensor, bias: Tensor | None, kernel_size: int,
+    normalize: str | None,
+) -> Tensor:  # fmt: skip
+    """The taps of every pixel and group, (B, K, G, H, W)."""
+    generated = F.conv2d(padded, weight, bias, padding=padding)
+    taps = generated.unflatten(1, (kernel_size**2, -1))
+    return taps.softmax(dim=1) if normalize else taps

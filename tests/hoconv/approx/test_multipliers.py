@@ -312,5 +312,13 @@ def test_shapes_that_do_not_broadcast_are_refused_by_name() -> None:
 def test_a_second_derivative_is_refused() -> None:
     a = torch.randn(3, requires_grad=True)
     out = approx.multiply(a, torch.randn(3), "mbm16")
-    with pytest.raises(NotImplementedError, match="no second derivative; call backward"):
-        torch.autograd.grad(out.sum(), a, create_graph=True)
+    (gradient,) = torch.autograd.grad(out.sum(), a, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        (a + gradient).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
+def test_forward_mode_is_refused_with_what_there_is() -> None:
+    a, b = torch.randn(2, 3)
+    with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
+        torch.func.jvp(lambda a: approx.multiply(a, b, "mbm16"), (a,), (b,))
