@@ -208,6 +208,35 @@ def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
     assert not grad.isnan().any()
 
 
+@conv2d_everywhere
+@pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-40, -0.0])
+def test_a_weight_of_negative_zero_is_an_operand(
+    place: Place, multiplier: str, value: float
+) -> None:
+    def results(place: Place, channels: int, filters: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, channels, 5, 6)
+        weight = torch.randn(filters, channels, 3, 2)
+        weight[::2, :, 1] = -0.0
+        weight[0, 0, 0, 0] = value
+        cotangent = torch.randn(2, filters, 3, 4)
+        cotangent[:, ::2, 1] = -0.0
+        cotangent[0, 0, 0, 0] = cotangent[1, -1, 2, 2] = value
+        args = [t.to(place.device) for t in (x, weight)]
+        options = {"multiplier": multiplier, "stride": 2, "padding": 1}
+        return output_and_gradients(place.call, args, options, cotangent)
+
+    reference = Place(place.operator, "reference", "cpu")
+    # Of many filters and of few: either operand may be the left one.
+    for channels, filters in ((1, 1), (1, 40), (40, 1), (17, 17)):
+        expected = results(reference, channels, filters)
+        for name, found in results(place, channels, filters).items():
+            torch.testing.assert_close(
+                found.cpu(), expected[name], rtol=0, atol=0, equal_nan=True, msg=name
+            )
+
+
 @matmul_everywhere
 def test_operands_may_lie_far_apart_in_memory(place: Place) -> None:
     a = torch.randn(5, 7 * 1024, device=place.device)[:, ::1024]

@@ -294,6 +294,19 @@ def test_empty_tensors_give_empty_results_or_zeros(place: Place) -> None:
         assert not results["gradient of argument 2"].any()
 
 
+@everywhere
+@pytest.mark.parametrize("shape", [(2, 2, 3, 0), (2, 2, 0, 3), (2, 2, 0, 0), (0, 2, 3, 3)])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_empty_images_of_no_padding(place: Place, shape: tuple[int, ...], k: int) -> None:
+    weight = draw(place, k * k, 2, 1, 1)
+    args = draw(place, *shape), weight, None
+    if not fuses(place.impl, args[0], weight, k, 1, False):
+        pytest.skip("PyTorch's convolution takes an empty batch only")
+    results = output_and_gradients(place.call, args, {"kernel_size": k})
+    assert results["output"].shape == shape
+    assert not results["gradient of argument 1"].any()
+
+
 # As a PyTorch op
 
 

@@ -132,15 +132,15 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   const auto* w = static_cast<const float*>(weight.const_data_ptr());
   // The first tap reads the last element of a window.
   const int64_t last = (p.R - 1) * p.dilation[0] * s[2] + (p.S - 1) * p.dilation[1] * s[3];
-  gemm(multiplier,
-       {image.data, steps(p.G, p.out_channels() * s[1]), nested(p.B, s[0], p.H, s[2], p.W, s[3]),
-        nested(p.out_channels(), s[1], p.R, -p.dilation[0] * s[2], p.S, -p.dilation[1] * s[3],
-               last)},
-       {w, groups_of_weight(p, weight), steps(p.in_channels(), weight.stride(1)),
-        nested(p.out_channels(), weight.stride(0), p.R, weight.stride(2), p.S, weight.stride(3))},
-       {static_cast<float*>(out.data_ptr()), steps(p.G, p.in_channels() * out.stride(1)),
-        positions(out), steps(p.in_channels(), out.stride(1))},
-       /*terms_left_out=*/true);
+  gemm(
+      multiplier,
+      {image.data, steps(p.G, p.out_channels() * s[1]), nested(p.B, s[0], p.H, s[2], p.W, s[3]),
+       nested(p.out_channels(), s[1], p.R, -p.dilation[0] * s[2], p.S, -p.dilation[1] * s[3], last),
+       /*gaps=*/true},
+      {w, groups_of_weight(p, weight), steps(p.in_channels(), weight.stride(1)),
+       nested(p.out_channels(), weight.stride(0), p.R, weight.stride(2), p.S, weight.stride(3))},
+      {static_cast<float*>(out.data_ptr()), steps(p.G, p.in_channels() * out.stride(1)),
+       positions(out), steps(p.in_channels(), out.stride(1))});
   return out;
 }
 

@@ -41,25 +41,21 @@ template <typename T>
 struct Offsets {
   T* data;
   Ints batch, row, column;
+  bool gaps = false;  // a negative zero is no element: products with it are left out
 
-  Offsets transposed() const { return {data, batch, column, row}; }
+  Offsets transposed() const { return {data, batch, column, row, gaps}; }
+  bool left_out(float value) const { return gaps && float_bits(value) == INT32_MIN; }
 };
-
-// What marks an element that does not exist: a product with it is left out, whatever the other
-// operand is. Elements that do exist are no negative zeros then.
-inline bool left_out(float value) { return float_bits(value) == INT32_MIN; }
 
 template <typename Lanes>
 class Gemm {
  public:
   // left (batch, M, K), right (batch, N, K), out (batch, M, N).
-  Gemm(Lanes lanes, Offsets<const float> left, Offsets<const float> right, Offsets<float> out,
-       bool terms_left_out)
+  Gemm(Lanes lanes, Offsets<const float> left, Offsets<const float> right, Offsets<float> out)
       : lanes(lanes),
         left(std::move(left)),
         right(std::move(right)),
         out(std::move(out)),
-        terms_left_out(terms_left_out),
         M(this->left.row.size()),
         N(this->right.row.size()),
         K(this->left.column.size()) {
@@ -253,17 +249,15 @@ class Gemm {
 
     // By the definition.
     void add_products(float value, int64_t d, int64_t columns, float* sums) const {
-      if (g.terms_left_out && left_out(value)) return;
+      if (g.left.left_out(value)) return;
       for (int64_t n = 0; n < columns; ++n)
-        if (!(g.terms_left_out && left_out(values[d][n])))
-          sums[n] += g.lanes.multiply(value, values[d][n]);
+        if (!g.right.left_out(values[d][n])) sums[n] += g.lanes.multiply(value, values[d][n]);
     }
   };
 
   const Lanes lanes;
   const Offsets<const float> left, right;
   const Offsets<float> out;
-  const bool terms_left_out;
   const int64_t M, N, K;
   std::vector<char> consecutive;  // whether kDepth numbers of a row of the left operand are
 };
@@ -290,7 +284,7 @@ inline double cost(int64_t M, int64_t N, double density) {
 
 // out[m, n] = sum over k of left[m, k] * right[n, k]
 inline void gemm(std::string_view multiplier, Offsets<const float> left, Offsets<const float> right,
-                 Offsets<float> out, bool terms_left_out = false) {
+                 Offsets<float> out) {
   const int64_t M = left.row.size(), N = right.row.size();
   if (cost(N, M, density(right)) < cost(M, N, density(left))) {
     std::swap(left, right);
@@ -298,7 +292,7 @@ inline void gemm(std::string_view multiplier, Offsets<const float> left, Offsets
   }
   with_multiplier(multiplier, [&](auto definition) {
     const auto lanes = lanes_of(definition);
-    Gemm(lanes, std::move(left), std::move(right), std::move(out), terms_left_out).run();
+    Gemm(lanes, std::move(left), std::move(right), std::move(out)).run();
   });
 }
 

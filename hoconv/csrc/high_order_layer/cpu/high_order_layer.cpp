@@ -70,7 +70,8 @@ struct Worker {
         kernel(p.K, 1, p.W, round_up(p.bottom, V::size), p.top) {}
 
   static int64_t strip_rows(const Layer& p) {
-    const int64_t row = (p.W + p.top + p.bottom) * sizeof(A) * (kTapBlock + 1);
+    const int64_t columns = std::max<int64_t>(p.W + p.top + p.bottom, 1);
+    const int64_t row = columns * sizeof(A) * (kTapBlock + 1);
     return std::clamp<int64_t>(kStripBytes / row, 1, std::max<int64_t>(p.H, 1));
   }
 
