@@ -20,6 +20,7 @@ from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.approx.reference import columns, output_size
 from hoconv.approx.tables import LookupTable, table_matmul
 from hoconv.implementations import check_name
+from hoconv.registration import autocasts, without_autocast
 
 Observed = Literal["minmax", "moving_average"]
 
@@ -96,7 +97,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device.type):
             d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
             d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
         return d_a, d_b, None, None, None, None
@@ -111,7 +112,7 @@ class _Quantizer(nn.Module):
         self.input = Observer(observer, momentum)
 
     def forward(self, x: Tensor, weight: Tensor) -> Any:
-        if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+        if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
             x = x.float()
         for name, t in (("input", x), ("weight", weight)):
             if t.dtype != torch.float32:
@@ -119,7 +120,7 @@ class _Quantizer(nn.Module):
                                 "autocast, which does")  # fmt: skip
         if self.training:
             self.input(x.detach())
-        if self.input.least.isnan():
+        if not self.input.least.is_meta and self.input.least.isnan():
             raise RuntimeError(
                 "input: its range is not known; train, or run some data in training mode, first"
             )
@@ -128,6 +129,8 @@ class _Quantizer(nn.Module):
         return self._on_grid(x, *of_x), self._on_grid(weight, *of_weight), of_x, of_weight
 
     def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        if x.is_meta:  # of which PyTorch's op has no implementation
+            return x.clone()
         limits = (-128, 127) if self.table.signed else (0, 255)
         return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
 

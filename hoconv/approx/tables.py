@@ -44,7 +44,7 @@ class LookupTable:
             raise ValueError(
                 f"products: expected numbers that fit int32, got {array.min()} to {array.max()}"
             )
-        self.products = torch.from_numpy(array.astype(np.int32))
+        self.products = torch.from_numpy(np.array(array, np.int32, order="C"))
         self.signed = signed
         self.largest = int(np.abs(array.astype(np.int64)).max())
 
@@ -66,9 +66,11 @@ class LookupTable:
 
         path = Path(path)
         if path.suffix == ".npy":
-            try:
-                array = np.load(path, allow_pickle=False)
-            except (ValueError, EOFError) as error:
+            try:  # maps the file, so that a header cannot ask for memory
+                array = np.lib.format.open_memmap(path, mode="r")
+            except OSError:
+                raise
+            except Exception as error:  # of NumPy's parser, which raises many kinds
                 raise ValueError(f"{path}: not a readable .npy file ({error})") from error
         else:
             contents = path.read_bytes()
@@ -92,6 +94,8 @@ class LookupTable:
 
     def on(self, device: torch.device) -> Tensor:
         """The products, (256, 256) int32, on a device; kept there for the next call."""
+        if device.type == "meta":
+            return torch.empty_like(self.products, device=device)
         if self.products.device != device:
             self.products = self.products.to(device)
         return self.products

@@ -286,6 +286,15 @@ def test_meta_tensors_get_the_shape_and_dtype(place: Place, dtype: torch.dtype) 
         assert (meta.device.type, meta.dtype, meta.shape) == ("meta", real.dtype, real.shape)
 
 
+def test_the_public_function_takes_meta_tensors(operator: Operator) -> None:
+    dtype = next(iter(operator.tolerances))
+    for sample in itertools.islice(operator.samples(torch.device("cpu"), dtype), 0, None, 5):
+        metas = [a.to("meta") if isinstance(a, Tensor) else a for a in sample.args]
+        meta = operator.function(*metas, **sample.kwargs)
+        real = operator.function(*sample.args, **sample.kwargs)
+        assert (meta.device.type, meta.dtype, meta.shape) == ("meta", real.dtype, real.shape)
+
+
 def test_auto_is_the_implementation_that_it_says(operator: Operator) -> None:
     choice = choose(operator, "auto", "cpu")
     sample = next(s for s in operator.samples(torch.device("cpu"), torch.float32) if elements(s))

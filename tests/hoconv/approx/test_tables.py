@@ -66,6 +66,69 @@ def test_reads_raw_files(tmp_path: Path, signed: bool, width: int) -> None:
     assert torch.equal(read.products, torch.from_numpy(products))
 
 
+@everywhere
+def test_tables_of_any_layout_are_read(place: Place, tmp_path: Path) -> None:
+    table = random_table(True)
+    a, b = (torch.randint(-128, 128, shape, dtype=torch.int8, device=place.device)
+            for shape in ((1, 3, 5), (1, 5, 4)))  # fmt: skip
+    expected = table_matmul(a, b, table, impl=place.impl)
+    products = table.products.numpy()
+    every_other = products.repeat(2, 1)[:, ::2]
+    for array in (np.asfortranarray(products), products.astype(">i4"), every_other):
+        np.save(tmp_path / "table.npy", array)
+        read = LookupTable.load(tmp_path / "table.npy", signed=True)
+        for one in (read, LookupTable(array, signed=True)):
+            assert torch.equal(table_matmul(a, b, one, impl=place.impl), expected)
+
+
+def header(shape: str, dtype: str = "'<i2'") -> bytes:
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        header("(256, 256)") + bytes(1000),
+        header("(1000000, 1000000, 1000)") + bytes(1000),
+        header("(9223372036854775807, 3)"),
+        header("(-256, -256)") + bytes(131072),
+        header("(256, 256)", "'|O'") + bytes(1000),
+        header("(256, 256)", "[('a', '<i2')]") + bytes(1000),
+        header("(256, 256") + bytes(1000),
+        header("(256, 'a')") + bytes(1000),
+        header("256") + bytes(1000),
+        header("()"),
+        header("(0, 256)"),
+        b"\x93NUMPY\x01\x00\xff",
+        b"\x93NUMPY\x09\x00\xff\xff",
+        b"PK\x03\x04" + bytes(100),
+        b"",
+    ],
+)
+def test_absurd_headers_are_refused(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "table.npy"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"table\.npy: "):
+        LookupTable.load(path, signed=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_on_meta_tell_shapes_and_leave_the_table_alone(training: bool) -> None:
+    table = random_table(False)
+    for layer, shape, expected in (
+        (TableLinear(4, 5, table=table, device="meta"), (3, 4), (3, 5)),
+        (TableConv2d(4, 5, 3, table=table, device="meta"), (2, 4, 6, 6), (2, 5, 4, 4)),
+    ):
+        x = torch.empty(shape, device="meta", requires_grad=True)
+        out = layer.train(training)(x)
+        out.sum().backward()
+        assert (out.device.type, out.shape, out.dtype) == ("meta", expected, torch.float32)
+        assert x.grad is not None
+        assert x.grad.shape == shape
+    assert table.products.device.type == "cpu"
+
+
 def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "table.bin"
     path.write_bytes(bytes(1000))
