@@ -1,0 +1,86 @@
+"""A program saved by torch.export, in a process that imports torch and hoconv alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hoconv import build
+from hoconv.operators import operators
+from tests.support import Place, places
+
+LOAD = """
+import sys, torch, hoconv
+for path in sys.argv[1:]:
+    program = torch.export.load(path)
+    saved = torch.load(path + ".tensors")
+    assert torch.equal(program.module()(*saved["args"]), saved["out"]), path
+"""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        # The key of a recurrent plan is known to the process alone that made it.
+        found = [p for p in places(operators()) if p.values[0].operator.name != "recurrent"]
+        metafunc.parametrize("place", found, indirect=True)
+
+
+class Call(nn.Module):
+    def __init__(self, place: Place, kwargs: Any) -> None:
+        super().__init__()
+        self.place, self.kwargs = place, kwargs
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.place.call(*args, **self.kwargs)
+
+
+def load_elsewhere(*paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, paths)],
+        capture_output=True, text=True, check=False, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def save(place: Place, path: Path) -> Path:
+    """A sample's call as a program, and beside it what it was called with and gave."""
+    sample = next(s for s in place.samples(torch.float32) if all(
+        not isinstance(a, Tensor) or a.numel() for a in s.args))  # fmt: skip
+    program = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
+    torch.export.save(program, path)
+    out = place.call(*sample.args, **sample.kwargs)
+    torch.save({"args": sample.args, "out": out}, f"{path}.tensors")
+    return path
+
+
+def test_runs_where_hoconv_was_imported_alone(place: Place, tmp_path: Path) -> None:
+    done = load_elsewhere(save(place, tmp_path / "program.pt2"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_says_why_where_the_kernels_cannot_be_built(tmp_path: Path) -> None:
+    operator = next(o for o in operators() if o.name == "high_order_layer")
+    place = Place(operator, "cpp", "cpu")
+    if reason := place.obstacle():
+        pytest.skip(reason)
+    path = save(place, tmp_path / "program.pt2")
+    done = load_elsewhere(path, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "hoconv::high_order_layer.cpp cannot run here: the C++ compiler" in done.stderr, last
+
+
+def test_a_device_without_a_kernel_is_named() -> None:
+    if reason := build.load("cpu"):
+        pytest.skip(reason)
+    q = torch.empty(1, 1, 1, device="meta")
+    op = torch.ops.hoconv.dynamic_conv1d.cpp
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+    with pytest.raises(RuntimeError, match=r"dynamic_conv1d\.cpp has no kernel for XLA tensors"):
+        op.redispatch(key, q, q[None], 0)
