@@ -1,0 +1,88 @@
+"""Runs a script with the CPU library and generated code under sanitizers of addresses and undefined
+behaviour::
+
+    python scripts/sanitize.py scripts/check.py --small --device cpu --impl cpp
+
+GCC's, through a compiler that adds their flags, with a cache of its own. Everything they find is
+printed with its stack, once a place. Exit code 1 where they find something or the script fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import ROOT
+
+from hoconv import build
+
+# After the library's own flags, so that these count: stacks want frames, and -O3 takes too long.
+_FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fsanitize-recover=all"
+# Python and torch leave memory to the system at their end; the libraries they load share symbols.
+_OPTIONS = "detect_leaks=0:detect_odr_violation=0:halt_on_error=0:print_stacktrace=1"
+_FINDING = re.compile(r"ERROR: AddressSanitizer|: runtime error: ")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    folder = build.cache_folder() / "sanitized"
+    environment = os.environ | {
+        "CXX": str(_compiler(folder)), "TORCH_EXTENSIONS_DIR": str(folder),
+        "PYTHONPATH": str(ROOT), "LD_PRELOAD": _preloaded(),
+        "ASAN_OPTIONS": _OPTIONS, "UBSAN_OPTIONS": _OPTIONS,
+    }  # fmt: skip
+    findings = 0
+    with subprocess.Popen(
+        [sys.executable, *arguments.script], env=environment, cwd=ROOT, stderr=subprocess.PIPE,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        for line in process.stderr or ():  # where both sanitizers write
+            print(line, end="", flush=True)
+            findings += bool(_FINDING.search(line))
+    print(f"{shlex.join(arguments.script)}: exit code {process.returncode}, {findings} findings")
+    return 1 if process.returncode or findings else 0
+
+
+def _compiler(folder: Path) -> Path:
+    """The compiler as a program that adds the flags, and that nothing is preloaded into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "c++"
+    text = f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.quote(build.compiler("cpu"))} "$@" {_FLAGS}\n'
+    if not program.exists() or program.read_text() != text:
+        program.write_text(text)
+        program.chmod(0o755)
+    return program
+
+
+def _preloaded() -> str:
+    """What has to be loaded before Python: the sanitizer, and the library whose exceptions it
+    looks at, which Python itself does not load."""
+    names = ("libasan.so", "libstdc++.so.6")
+    return ":".join(
+        subprocess.run(
+            [build.compiler("cpu"), f"-print-file-name={name}"],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for name in names
+    )  # fmt: skip
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="and its options")
+    arguments = parser.parse_args(argv)
+    if not arguments.script:
+        parser.error("script: expected one, and its options")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
