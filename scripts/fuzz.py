@@ -1,0 +1,130 @@
+"""Random cases of what the library computes, against definitions of its own.
+
+Each case runs in a process that may crash, follows from the seed and its number alone, and is told
+before it runs. Exit code 1 where a result is wrong, or where nothing was compared. One case again::
+
+    python scripts/fuzz.py operators --operator dynamic_conv1d --impl cpp --seed 7 --case 1234
+
+Writes ``fuzz_<command>_<device>.json``::
+
+    command, date, environment, method, seed
+    cases             how many, of each operator and implementation, say
+    rows              one for each of these
+        kinds         what was done -> verdict -> count
+        bad           the cases that are wrong, crashed or hung: number, what it was, why
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fuzz_operators
+from common import add_out_option, console, count, record, write_json
+from fuzzing import exported, workers
+from fuzzing.verdicts import BAD
+from fuzzing.workers import Outcome
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+# Name -> module and what its line in the help says. A module has METHOD, add_options, keys (of the
+# cases, from the options), row (what a key's line is about) and run, which judges a key.
+COMMANDS = {
+    "operators": (fuzz_operators, "calls, gradients, transforms and export of the operators"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parse(argv)
+    print(f"seed {arguments.seed}")
+    command = arguments.module
+    keys = command.keys(arguments)
+    rows: dict[str, dict[str, Any]] = {}
+    reasons = set()
+    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
+        for key, told, verdict in _outcomes(command, keys, Path(folder), arguments.jobs, bar):
+            head = command.row(key)
+            row = rows.setdefault(str(head), head | {"kinds": {}, "bad": []})
+            kind, _, what = told.partition(": ")
+            of_kind = row["kinds"].setdefault(kind, collections.Counter())
+            of_kind[verdict.kind] += 1
+            if verdict.kind in BAD:
+                row["bad"].append(
+                    {"case": key.number, "kind": kind, "what": what, "verdict": verdict.kind,
+                     "why": verdict.why}
+                )  # fmt: skip
+            # At once, and one of those that differ in numbers only.
+            reason = (str(head), re.sub(r"[-+\de.]*\d", "#", verdict.why))
+            if arguments.case is not None or (verdict.kind in BAD and reason not in reasons):
+                reasons.add(reason)
+                print(f"{' '.join(head.values())} case {key.number}: {told}\n"
+                      f"  {verdict.kind}: {verdict.why}", flush=True)  # fmt: skip
+    bad = sum(len(row["bad"]) for row in rows.values())
+    if arguments.case is None:
+        _show(list(rows.values()))
+        head = record("fuzz.py", argv) | {"method": command.METHOD, "seed": arguments.seed}
+        write_json(
+            arguments.out / f"fuzz_{arguments.command}_{'_'.join(arguments.device)}.json",
+            head | {"cases": arguments.cases, "rows": [*rows.values()]},
+        )
+    print(f"{len(keys)} cases, {bad} wrong")
+    return 1 if bad or not keys else 0
+
+
+def _outcomes(command: Any, keys: list[Any], folder: Path, jobs: int, bar: Progress):
+    """Of every key; of an exported program what another process makes of it."""
+    saved: dict[str, Outcome] = {}
+    task = bar.add_task("cases", total=len(keys))
+    for outcome in workers.run(command.run, keys, folder, jobs):
+        if outcome.verdict.kind == "exported":
+            saved[outcome.verdict.why] = outcome
+            continue
+        bar.advance(task)
+        yield outcome.task, outcome.told, outcome.verdict
+    for outcome in workers.run(exported.judge, sorted(saved), folder, jobs):
+        before = saved[outcome.task]
+        bar.advance(task)
+        yield before.task, before.told, outcome.verdict
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        title = " ".join(value for value in row.values() if isinstance(value, str))
+        table = Table("what", *(columns := ("equal", "refused", *BAD)), title=title)
+        for kind, verdicts in sorted(row["kinds"].items()):
+            table.add_row(kind, *(str(verdicts[name] or "") for name in columns))
+        console().print(table)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, description=module.METHOD, help=summary)
+        module.add_options(command)
+        command.add_argument("--cases", type=count, default=5000,
+                             help="of each operator and implementation; default: 5000")  # fmt: skip
+        command.add_argument("--case", type=int, help="this one only; shows it, writes nothing")
+        command.add_argument("--seed", type=int, default=random.randrange(2**31),
+                             help="default: a new one, printed")  # fmt: skip
+        command.add_argument("--jobs", type=count, default=os.cpu_count(),
+                             help="processes; default: as many as cores")  # fmt: skip
+        add_out_option(command)
+        command.set_defaults(module=module)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

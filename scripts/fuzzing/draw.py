@@ -1,0 +1,179 @@
+"""Random decisions, numbers and layouts: everything about a case follows from its key alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+# What every kernel is most likely to forget: nothing, one, odd, primes, and the ends of vectors.
+TINY = (1, 1, 2, 2, 3)
+LENGTHS = (
+    0, 0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 97, 130,
+)  # fmt: skip
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-42)
+_FAR = 10**12  # a stride that no element is at
+
+
+class Draw:
+    """Decides by a key, the same for the same key on every machine.
+
+    Args:
+        key: what it is a decision about: seed, operator, number of the case.
+        device: where tensors are.
+
+    Attributes:
+        tiny: whether sizes are those of a case whose whole Jacobian is computed.
+        plain_layouts: whether elements share no memory and strides mean something, as PyTorch's
+            forward mode needs it: it gives a tangent the layout of its tensor.
+    """
+
+    def __init__(self, *key: Any, device: str = "cpu") -> None:
+        self._random = random.Random("/".join(map(str, key)))
+        self.device = device
+        self.tiny = False
+        self.plain_layouts = False
+
+    def choice(self, values: Sequence[T]) -> T:
+        return self._random.choice(values)
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def integer(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def length(self, most: int = 130) -> int:
+        """Of a dimension along which a kernel runs."""
+        return self.choice([n for n in (TINY if self.tiny else LENGTHS) if n <= most])
+
+    def batch(self) -> int:
+        return self.choice((1, 2)) if self.tiny else self.choice((0, 1, 1, 2, 2, 3, 5))
+
+    def groups(self, most: int = 3) -> tuple[int, int]:
+        """A number of groups, and of channels that it divides; sometimes there are no channels."""
+        groups = self.choice((1, 1, 1, 2, most))
+        each = self.choice((1, 2)) if self.tiny else self.choice((0, 1, 1, 2, 3, 4, 5, 9))
+        return groups, groups * each
+
+    def subset(self, count: int) -> list[int]:
+        """Some of the numbers below count, sometimes none or all."""
+        return [i for i in range(count) if self.chance(0.6)]
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._random.getrandbits(62))
+
+    def values(self, *shape: int, special: bool = False) -> Tensor:
+        """Normal numbers in float64, at times of many magnitudes, zeros among them, or constant."""
+        values = torch.randn(shape, generator=self.generator(), dtype=torch.float64)
+        kind = self._random.random()
+        if kind < 0.1:
+            values *= torch.randn(shape, generator=self.generator(), dtype=torch.float64).exp2()
+        elif kind < 0.2:
+            zero = torch.rand(shape, generator=self.generator(), dtype=torch.float64) < 0.5
+            values = torch.where(zero, 0.0 * values, values)  # with the sign that they had
+        elif kind < 0.23:
+            values = torch.full(shape, self.choice((0.0, -0.0, 1.0, -1.5)), dtype=torch.float64)
+        if special and values.numel():
+            for _ in range(self.integer(1, 3)):
+                position = self.integer(0, values.numel() - 1)
+                values.view(-1)[position] = self.choice(SPECIAL)
+        return values
+
+    def tensor(
+        self, *shape: int, dtype: torch.dtype, scale: float = 1.0, special: bool = False
+    ) -> Tensor:
+        """Random numbers in a random layout."""
+        values = self.values(*shape, special=special) * scale
+        return self.layout(values.to(self.device, dtype))
+
+    def layout(self, values: Tensor) -> Tensor:
+        """The same numbers in other strides; the last two kinds repeat some of the numbers."""
+        plain = (
+            _contiguous, _contiguous, _permuted, _channels_last, _between_others, _between_others,
+            _behind_others,
+        )  # fmt: skip
+        others = (
+            () if self.plain_layouts else (_strange_where_one, _negated, _expanded, _overlapping)
+        )
+        return self.choice((*plain, *others))(self, values)
+
+
+def _contiguous(draw: Draw, t: Tensor) -> Tensor:
+    return t.contiguous()
+
+
+def _permuted(draw: Draw, t: Tensor) -> Tensor:
+    order = list(range(t.dim()))
+    draw._random.shuffle(order)
+    back = sorted(range(t.dim()), key=order.__getitem__)
+    return t.permute(order).contiguous().permute(back)
+
+
+def _channels_last(draw: Draw, t: Tensor) -> Tensor:
+    if t.dim() == 4:
+        return t.to(memory_format=torch.channels_last)
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+def _others(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Memory around a tensor, of numbers that show where one is read that should not be."""
+    return t.new_full(shape, float("nan") if t.is_floating_point() else 77)
+
+
+def _between_others(draw: Draw, t: Tensor) -> Tensor:
+    steps = [draw.choice((1, 1, 2, 3)) for _ in t.shape]
+    first = [draw.choice((0, 0, 1, 2)) for _ in t.shape]
+    whole = _others(t, [n * s + f + 1 for n, s, f in zip(t.shape, steps, first, strict=True)])
+    where = tuple(slice(f, f + n * s, s) for n, s, f in zip(t.shape, steps, first, strict=True))
+    view = whole[where] if t.dim() else whole.reshape(-1)[0]
+    view.copy_(t)
+    return view
+
+
+def _behind_others(draw: Draw, t: Tensor) -> Tensor:
+    """At an address that no vector instruction likes."""
+    before = draw.integer(1, 5)
+    whole = _others(t, [t.numel() + before])
+    view = whole[before:].view(t.shape)
+    view.copy_(t)
+    return view
+
+
+def _strange_where_one(draw: Draw, t: Tensor) -> Tensor:
+    """Strides of dimensions of one element, or of no elements at all, mean nothing."""
+    t = t.contiguous()
+    anywhere = (0, 1, 3, _FAR)
+    strides = [
+        draw.choice(anywhere) if n == 1 or t.numel() == 0 else s
+        for n, s in zip(t.shape, t.stride(), strict=True)
+    ]
+    return t.as_strided(t.shape, strides)
+
+
+def _negated(draw: Draw, t: Tensor) -> Tensor:
+    """With PyTorch's negative bit, as the imaginary part of a conjugate has it."""
+    return torch.ops.aten._neg_view(-t) if t.is_floating_point() else t
+
+
+def _expanded(draw: Draw, t: Tensor) -> Tensor:
+    dimensions = [i for i, n in enumerate(t.shape) if n > 1 and draw.chance(0.5)]
+    shape = t.shape
+    for i in dimensions:
+        t = t.narrow(i, 0, 1)
+    return t.expand(shape)
+
+
+def _overlapping(draw: Draw, t: Tensor) -> Tensor:
+    """Windows of one row of numbers."""
+    strides = [draw.choice((0, 1, 1, 2)) for _ in t.shape]
+    reach = sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) + 1 if t.numel() else 0
+    flat = t.reshape(-1)
+    if reach > flat.numel():
+        return t.contiguous()
+    return flat.contiguous().as_strided(t.shape, strides)

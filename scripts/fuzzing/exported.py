@@ -1,0 +1,47 @@
+"""Exported programs in a process that has imported hoconv and nothing else of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .programs import BACKWARD, Randoms
+from .verdicts import Verdict, compare, told
+
+
+def judge(name: str, folder: Path, say: Callable[[str], None]) -> Verdict:
+    """Loads a program that a case saved, and compares its output and gradients.
+
+    Args:
+        name: of its two files, without suffix.
+        folder: where they are.
+        say: is told what runs before it does.
+    """
+    saved: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=False)
+    say(saved["what"])
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            module: Any = torch.export.load(folder / f"{name}.pt2").module()
+            held = [key for key, _ in module.named_parameters()]
+
+            def function(*tensors: Tensor) -> Tensor:
+                given = len(tensors) - len(held)
+                parameters = dict(zip(held, tensors[given:], strict=True))
+                return torch.func.functional_call(module, parameters, tensors[:given])
+
+            randoms = Randoms(saved["draw"], saved["dtype"])
+            results = BACKWARD.run(function, saved["tensors"], randoms, torch.func)
+        except Exception as error:
+            return Verdict("wrong", f"loaded in another process: {told(error)}")
+    verdict = compare(
+        results, saved["expected"], saved["dtypes"], saved["tolerances"],
+        lambda: saved["disturbed"], saved["jitter"], lambda: saved["rounded"],
+    )  # fmt: skip
+    if verdict.kind == "equal":
+        return verdict
+    return Verdict(verdict.kind, f"loaded in another process: {verdict.why}")

@@ -1,0 +1,1 @@
+"""One file an operator, under its name: ``draw(draw, program)`` makes a case of it."""

@@ -1,0 +1,194 @@
+"""Products of 8-bit look-up tables: the integers' matrix product, and the quantised layers.
+
+B batch, M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hoconv import approx
+
+from ..cases import Call
+from ..draw import Draw
+from ..programs import Program
+
+
+def draw(draw: Draw, program: Program, invalid: bool) -> Call:
+    signed = draw.chance(0.5)
+    products, table = _table(draw, signed)
+    if not invalid and draw.chance(0.5):
+        return _layer(draw, program, products, table)
+    B, M, N = draw.batch(), draw.length(40), draw.length(70)
+    K = draw.length(130)
+    low, high = (-128, 127) if signed else (0, 255)
+    dtype = torch.int8 if signed else torch.uint8
+
+    def integers(*shape: int) -> Tensor:
+        some = torch.randint(low, high + 1, shape, generator=draw.generator())
+        return draw.layout(some.to(draw.device, dtype))
+
+    a, b = integers(B, M, K), integers(B, K, N)
+    given, fault = table, ""
+    if invalid:
+        fault = draw.choice(("shape", "dtype", "sum"))
+        if fault == "shape":
+            b = integers(B, K + 1, N) if draw.chance(0.5) else integers(B + 1, K, N)
+        elif fault == "dtype":
+            a = a.to(
+                draw.choice((torch.int32, torch.float32, torch.uint8 if signed else torch.int8))
+            )
+        else:
+            given = approx.LookupTable(np.full((256, 256), 2**30), signed=signed)
+            a, b = integers(1, 1, 2 + K), integers(1, 2 + K, 1)
+    nothing = torch.zeros((), device=draw.device)  # programs differentiate something
+
+    def function(x: Tensor, impl: str) -> Tensor:
+        return approx.table_matmul(a, b, given, impl=impl) + x
+
+    def exact(x: Tensor) -> Tensor:
+        left, right = (t.cpu().numpy().astype(np.int64) % 256 for t in (a, b))
+        out = products[left[:, :, :, None], right[:, None]].sum(2)
+        return torch.from_numpy(out).to(torch.int32) + x
+
+    what = f"table_matmul {tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()} {table.dtype}"
+    return Call(
+        function, exact, [nothing], what, torch.float32, {torch.float32: 0.0}, exact=True,
+        in_float32=True, invalid=fault, chains=False,
+        loose=dict.fromkeys(("gradient", "Jacobian"), 1e-6),
+    )  # fmt: skip
+
+
+def _table(draw: Draw, signed: bool) -> tuple[np.ndarray, approx.LookupTable]:
+    """Random products, given as an array in any layout or as a file."""
+    most = draw.choice((100, 2**15 - 1, 2**22))
+    random = np.random.default_rng(draw.integer(0, 2**31))
+    products = random.integers(-most if signed else 0, most + 1, (256, 256))
+    way = draw.choice(
+        ("array", "fortran", "strided", "list", "npy", "npy flat", "npy fortran", "raw")
+    )
+    if way == "array":
+        return products, approx.LookupTable(
+            products.astype(draw.choice((np.int32, np.int64))), signed=signed
+        )
+    if way == "fortran":
+        return products, approx.LookupTable(np.asfortranarray(products), signed=signed)
+    if way == "strided":
+        return products, approx.LookupTable(products.T[::-1].copy()[::-1].T, signed=signed)
+    if way == "list":
+        return products, approx.LookupTable(products.tolist(), signed=signed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ("table.npy" if way.startswith("npy") else "table.bin")
+        if way == "raw":
+            two = most < 2**15
+            products.astype(("<i2" if signed else "<u2") if two else "<i4").tofile(path)
+        else:
+            array = products.flatten() if way == "npy flat" else products
+            np.save(path, np.asfortranarray(array) if way == "npy fortran" else array)
+        return products, approx.LookupTable.load(os.fspath(path), signed=signed)
+
+
+def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.LookupTable) -> Call:
+    """x = scale * (q - zero point), the range of what was seen and 0 in 255 steps."""
+    K, N, rows = max(1, draw.length(40)), max(1, draw.length(20)), draw.choice((0, 1, 2, 5))
+    convolution = draw.chance(0.5)
+    weight = draw.tensor(N, K, dtype=torch.float32) if not convolution else None
+    stride, padding, G = draw.choice((1, 2)), draw.choice((0, 1, 2)), draw.choice((1, 1, 2))
+    if convolution:
+        C, R = G * draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
+        weight = draw.tensor(G * draw.choice((1, 2)), C // G, R, R, dtype=torch.float32)
+        x = draw.tensor(
+            rows, C, 3 + draw.integer(0, 4), 3 + draw.integer(0, 4), dtype=torch.float32
+        )
+        module = approx.TableConv2d(
+            C, weight.shape[0], R, table=table, stride=stride, padding=padding, groups=G, bias=False
+        )
+    else:
+        x = draw.tensor(*draw.choice(((), (rows,), (2, rows))), K, dtype=torch.float32)
+        module = approx.TableLinear(K, N, table=table, bias=False)
+    least, most = sorted(draw.values(2).float().tolist())
+    assert weight is not None
+    module.quantizer.input.least.fill_(least)
+    module.quantizer.input.most.fill_(most)
+    module = module.eval().to(draw.device)
+    x, weight = (_between_ties(t, *limits, table.signed)
+                 for t, limits in ((x, (least, most)), (weight, _limits(weight))))  # fmt: skip
+
+    def function(x: Tensor, weight: Tensor, impl: str) -> Tensor:
+        module.impl = impl
+        return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        """The value of the table's sums; the derivative of the product of what was quantised."""
+        (on_x, q_x, scale_x, zero_x), (on_w, q_w, scale_w, zero_w) = (
+            _quantised(t, *limits, table.signed)
+            for t, limits in ((x, (least, most)), (weight, _limits(weight)))
+        )
+        looked_up = torch.from_numpy(products)
+        if not convolution:
+            straight = on_x @ on_w.mT
+            left, right = q_x[..., None, :], q_w
+            sums = (
+                looked_up[left % 256, right % 256]
+                - zero_w * left
+                - zero_x * right
+                + zero_x * zero_w
+            ).sum(-1)
+        else:
+            straight = torch.nn.functional.conv2d(on_x, on_w, None, stride, padding, 1, G)
+            R = weight.shape[2]
+            framed = torch.nn.functional.pad(q_x, (padding,) * 4, value=zero_x)
+            windows = framed.unfold(2, R, stride).unfold(3, R, stride)  # (B, C, OH, OW, R, R)
+            windows = windows.unflatten(1, (G, 1, -1))  # (B, G, 1, C / G, OH, OW, R, R)
+            right = q_w.unflatten(0, (G, -1))[
+                ..., None, None, :, :
+            ]  # (G, O / G, C / G, 1, 1, R, R)
+            sums = looked_up[windows % 256, right % 256]
+            sums = (sums - zero_w * windows - zero_x * right + zero_x * zero_w).sum((3, 6, 7))
+            sums = sums.flatten(1, 2)
+        value = scale_x * scale_w * sums.double()
+        return value + (straight - straight.detach())
+
+    what = f"{type(module).__name__} x in [{least:.3g}, {most:.3g}] {table.dtype} stride={stride} "
+    return Call(
+        function, exact, [x, weight], f"{what} padding={padding} groups={G}", torch.float32,
+        {torch.float32: 2e-6}, in_float32=True, chains=False,
+    )  # fmt: skip
+
+
+def _limits(t: Tensor) -> tuple[float, float]:
+    return (t.min().item(), t.max().item())
+
+
+def _scale(least: float, most: float, signed: bool) -> tuple[float, int, int, int]:
+    low, high = (-128, 127) if signed else (0, 255)
+    first, last = np.float32(min(least, 0)), np.float32(max(most, 0))
+    scale = max((last - first) / np.float32(255), np.finfo(np.float32).tiny)
+    zero = int(np.clip(np.round(np.float32(low) - first / scale), low, high))
+    return float(scale), zero, low, high
+
+
+def _quantised(t: Tensor, least: float, most: float, signed: bool) -> tuple:
+    """On the grid, with the gradient of what is inside the range; integers; scale; zero point."""
+    scale, zero, low, high = _scale(least, most, signed)
+    wanted = (t.detach() / scale).round() + zero
+    q = wanted.clamp(low, high)
+    inside = (wanted >= low) & (wanted <= high)
+    on = (q - zero) * scale + (t - t.detach()) * inside
+    return on, q.long(), scale, zero
+
+
+def _between_ties(t: Tensor, least: float, most: float, signed: bool) -> Tensor:
+    """Moves what is half-way between two integers, where rounding of t / scale decides."""
+    scale = _scale(least, most, signed)[0]
+    ratio = t.double() / scale
+    tie = ((ratio - ratio.floor()) - 0.5).abs() < 1e-2
+    if t.is_inference() or not tie.any():
+        return t
+    return torch.where(tie, 0.0, t)

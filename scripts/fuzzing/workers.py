@@ -1,0 +1,123 @@
+"""Runs tasks in processes of their own, which may crash or hang: then another goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .verdicts import Verdict
+
+SECONDS = 120.0  # that a task may take
+_START_SECONDS = 600.0  # that a process may take to import what it needs, on a busy machine
+# What runs a task: given the task, a folder for files, and what to tell of the task beforehand.
+Function = Callable[[Any, Path, Callable[[str], None]], Verdict]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a task: what it said of itself before it ran, and what came of it."""
+
+    task: Any
+    told: str
+    verdict: Verdict
+
+
+def run(
+    function: Function, tasks: Sequence[Any], folder: Path, jobs: int, seconds: float = SECONDS
+) -> Iterator[Outcome]:
+    """Yields the outcome of every task, as they come.
+
+    Args:
+        function: of a module, so that another process can import it.
+        tasks: its arguments, picklable.
+        folder: for the files of all.
+        jobs: how many processes.
+        seconds: after so many a task has hung, and its process is ended.
+    """
+    outcomes: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
+
+    def work(some: Sequence[Any]) -> None:
+        child = None
+        try:
+            for task in some:
+                child = child or _Child(function, folder)
+                outcomes.put(outcome := child.run(task, seconds))
+                if outcome.verdict.kind in ("crashed", "hung"):
+                    child = None
+        except BaseException as error:
+            outcomes.put(error)
+        finally:
+            if child:
+                child.end()
+
+    # No thread outlives an interrupt: its child would be a daemon's.
+    for first in range(min(jobs, len(tasks))):
+        threading.Thread(target=work, args=(tasks[first::jobs],), daemon=True).start()
+    for _ in tasks:
+        outcome = outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        yield outcome
+
+
+class _Child:
+    def __init__(self, function: Function, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(function, folder, other), daemon=True)
+        os.environ["OMP_NUM_THREADS"] = "1"  # cases are small, and a core is all that one needs
+        self.process.start()
+        other.close()
+        self.started = False
+
+    def run(self, task: Any, seconds: float) -> Outcome:
+        told = ""
+        try:
+            if not self.started and self.connection.poll(_START_SECONDS):
+                self.connection.recv()
+                self.started = True
+            self.connection.send(task)
+            while self.connection.poll(seconds):
+                kind, value = self.connection.recv()
+                if kind == "done":
+                    return Outcome(task, told, value)
+                told = value
+            self.process.kill()
+            self.process.join()
+            return Outcome(task, told, Verdict("hung", f"no answer in {seconds:g} s"))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return Outcome(task, told, Verdict("crashed", f"the process ended: {name}"))
+
+    def end(self) -> None:
+        self.connection.send(None)
+        self.process.join()
+
+
+def _work(function: Function, folder: Path, connection: Connection) -> None:
+    connection.send(("started", None))
+    while (task := _next(connection)) is not None:
+        try:
+            verdict = function(task, folder, lambda told: connection.send(("told", told)))
+        except Exception:
+            verdict = Verdict("wrong", f"no verdict:\n{traceback.format_exc()}")
+        connection.send(("done", verdict))
+
+
+def _next(connection: Connection) -> Any:
+    """The next task; None at the end, and where the process that gives them has ended."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
