@@ -21,6 +21,7 @@ from pathlib import Path
 from common import ROOT
 
 from hoconv import build
+from hoconv.build import cache
 
 # After the library's own flags, so that these count: stacks want frames, and -O3 takes too long.
 _FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fsanitize-recover=all"
@@ -31,7 +32,7 @@ _FINDING = re.compile(r"ERROR: AddressSanitizer|: runtime error: ")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    folder = build.cache_folder() / "sanitized"
+    folder = cache.folder() / "sanitized"
     environment = os.environ | {
         "CXX": str(_compiler(folder)), "TORCH_EXTENSIONS_DIR": str(folder),
         "PYTHONPATH": str(ROOT), "LD_PRELOAD": _preloaded(),

@@ -126,7 +126,7 @@ def test_a_damaged_archive_is_named(tmp_path, files):
 DAMAGE = {  # the name of a file, and what becomes of it
     "header cut": ("images-idx3", lambda contents: contents[:3]),
     "pixels cut": ("images-idx3", lambda contents: contents[:100]),
-    "another type": ("images-idx3", lambda contents: contents[:2] + b"\7" + contents[3:]),
+    "another type": ("images-idx3", lambda contents: contents[:2] + b"\x0a" + contents[3:]),
     "another shape": (
         "images-idx3",
         lambda contents: contents[:8] + struct.pack(">II", 14, 56) + contents[16:],
