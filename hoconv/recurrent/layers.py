@@ -26,6 +26,7 @@ from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.recurrent.serialize import to_text
 from hoconv.recurrent.trace import Declaration, trace
+from hoconv.registration import autocasts
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -241,9 +242,8 @@ class RNN(nn.Module):
             [getattr(self, name + suffix) for name in traced.names]
             for (_, suffix), traced in zip(self.runs, self._traced, strict=True)
         ]
-        kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        if autocasts(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
             parameters = [[_cast(p, dtype) for p in of] for of in parameters]
             x = _cast(x, dtype)
         own = next(iter(parameters[0]), x)

@@ -24,6 +24,7 @@ from hoconv.recurrent.interpret import interpret
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.packing import packed, unpacked
 from hoconv.recurrent.plans import Prepared, prepared
+from hoconv.registration import gradients, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -160,42 +161,48 @@ def _differentiate_again(
     d_output: Tensor | None,
     d_states: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """The gradients of x, states and parameters as functions that can be differentiated again.
+    """The gradients of x, states and parameters as functions that can be differentiated again."""
+    program, n = made.plan.definition, len(states)
 
-    What was saved may depend on each other, as when a state is a function of x. The gradients are
-    those of aliases, which do not: what leads from one to the other is differentiated by whoever
-    asked for these gradients, and would be counted twice.
-    """
-    program = made.plan.definition
-    with torch.enable_grad():
-        saved = [sequences[0], *states, *parameters]
-        aliases = [t.view_as(t) for t in saved]
-        n = len(states)
+    def run(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, final = interpret(
             program,
-            packed(program, _named(made, aliases[1 + n :])),
-            _by_name(program, [aliases[0], *sequences[1:]]),
-            _by_name_of_states(program, aliases[1 : 1 + n]),
+            packed(program, _named(made, tensors[n:])),
+            _by_name(program, [x, *sequences[1:]]),
+            _by_name_of_states(program, tensors[:n]),
             seed,
         )
-        outputs = (results["output"], *final.values())
-        pairs = [
-            (t, g)
-            for t, g in zip(outputs, (d_output, *d_states), strict=True)
-            if g is not None and t.requires_grad
-        ]
-        wanted = [alias for alias in aliases if alias.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [t for t, _ in pairs], wanted, [g for _, g in pairs],
-                create_graph=True, materialize_grads=True,
-            )
-        )  # fmt: skip
-    d_x, *rest = [next(found) if alias.requires_grad else None for alias in aliases]
+        return results["output"], *final.values()
+
+    args = [sequences[0], *states, *parameters]
+    d_x, *rest = gradients(run, args, [t.requires_grad for t in args], (d_output, *d_states))
     return d_x, rest[:n], rest[n:]
 
 
-torch.library.register_autograd("hoconv::recurrent.compiled", _differentiate, setup_context=_save)
+register_gradient(_library, op, _differentiate, _save)
+
+
+def _one_by_one(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+    """What torch.func.vmap calls: the op for every example by itself."""
+    if info.batch_size == 0:
+        raise NotImplementedError(
+            "hoconv::recurrent.compiled: torch.func.vmap over no examples; use impl='reference'"
+        )
+
+    def chosen(value: Any, dim: Any, example: int) -> Any:
+        if isinstance(value, list | tuple):
+            return [chosen(v, d, example) for v, d in zip(value, dim, strict=True)]
+        return value if dim is None else value.select(dim, example)
+
+    found = [
+        op(*(chosen(value, dim, example) for value, dim in zip(args, in_dims, strict=True)))
+        for example in range(info.batch_size)
+    ]
+    outputs = [torch.stack(each) for each in zip(*found, strict=True)]
+    return outputs, [0] * len(outputs)
+
+
+torch.library.register_vmap("hoconv::recurrent.compiled", _one_by_one)
 
 
 class _OfLibrary(torch.autograd.Function):

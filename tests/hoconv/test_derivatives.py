@@ -29,8 +29,6 @@ TOLERANCE = 1e-9
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         found = [p for p in places(operators()) if p.values[0].impl != "reference"]
-        # Its op confuses saved tensors with what they were computed from.
-        found = [p for p in found if p.values[0].operator.name != "recurrent"]
         metafunc.parametrize("place", found, indirect=True)
 
 
@@ -246,7 +244,6 @@ TRANSFORMS = (
 
 
 # PyTorch warns of its own forward mode, and of a loop over the batch where an op has no vmap.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_agree_with_the_reference_or_are_refused(place: Place, transform: Any) -> None:

@@ -210,3 +210,52 @@ def test_two_layers_that_share_one_input_and_each_other() -> None:
         found.append(torch.autograd.grad(g.square().sum(), leaves, materialize_grads=True))
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
+
+
+def functional(made: rnn.RNN) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
+    """A layer as a function of its input and parameters."""
+    return lambda x, parameters: torch.func.functional_call(made, parameters, (x,))[0].sin().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor, dict[str, Tensor]], Any]] = {
+    "grad": lambda f, x, p: torch.func.grad(f, argnums=(0, 1))(x, p),
+    "jacrev": lambda f, x, p: torch.func.jacrev(f)(x, p),
+    "vjp": lambda f, x, p: torch.func.vjp(f, x, p)[1](torch.tensor(2.0, dtype=x.dtype)),
+    "grad of grad": lambda f, x, p: torch.func.grad(
+        lambda x: torch.func.grad(f)(x, p).square().sum()
+    )(x),
+    "vmap": lambda f, x, p: torch.func.vmap(f, in_dims=(0, None))(torch.stack((x, 2 * x)), p),
+    "vmap of grad": lambda f, x, p: torch.func.vmap(torch.func.grad(f), in_dims=(0, None))(
+        torch.stack((x, 2 * x)), p
+    ),
+    "jvp": lambda f, x, p: torch.func.jvp(lambda x: f(x, p), (x,), (x.cos(),)),
+    "jvp by parameters": lambda f, x, p: torch.func.jvp(lambda p: f(x, p), (p,), (p,)),
+    "jacfwd": lambda f, x, p: torch.func.jacfwd(f)(x, p),
+    "hessian": lambda f, x, p: torch.func.hessian(f)(x, p),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_torch_func_are_right_or_refused(name: str) -> None:
+    transform = TRANSFORMS[name]
+    refused = name in ("jvp", "jvp by parameters", "jacfwd", "hessian")
+    made = layer("gru")
+    parameters = {name: p.detach() for name, p in made.named_parameters()}
+    x = sequence(3, 2, 3)
+    made.impl = "reference"
+    exact = transform(functional(made), x, parameters)
+    made.impl = "cpp"
+    if refused:
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative; use reverse"):
+            transform(functional(made), x, parameters)
+    else:
+        found = transform(functional(made), x, parameters)
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_in_forward_mode_are_refused() -> None:
+    made, x = layer("lstm", impl="cpp"), sequence(3, 2, 3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            made(dual)
