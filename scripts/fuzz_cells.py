@@ -1,0 +1,141 @@
+"""Random recurrent cells against their definition: ``python scripts/fuzz.py cells``.
+
+The cells are those of :mod:`hoconv.testing.random_cells`, half of them wild. ``interpret`` runs the
+programs of every rung op by op in PyTorch; an implementation is run as a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from common import add_device_option
+from fuzzing.verdicts import Verdict
+from torch import Tensor
+
+from hoconv import recurrent as rnn
+from hoconv.implementations import ImplementationError, choose
+from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.operator import OPERATOR
+from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.testing.cells import CellCase, close, gradients
+from hoconv.testing.random_cells import random_cell
+
+METHOD = (
+    "Each case is a cell drawn from the whole language: expressions of parameters alone, "
+    "conditions in every place, constants with infinities and NaN, common subexpressions, one to "
+    "four states of several sizes; with lengths or without, forwards or backwards. Outputs, final "
+    "states and all gradients in float64 against the cell on tensors, differentiated by autograd, "
+    "to 1e-9; NaN where it has NaN, and where infinite values meet a state that no step reads. "
+    "Refused: values used as conditions or conditions as numbers, by the same message whatever "
+    "the implementation."
+)
+INTERPRET = "interpret"
+
+
+class Key(NamedTuple):
+    """One case."""
+
+    impl: str
+    device: str
+    seed: int
+    number: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    known = (INTERPRET, *(name for name in OPERATOR.implementations if name != "reference"))
+    parser.add_argument("--impl", nargs="+", choices=known, default=[INTERPRET],
+                        help="default: the programs of every rung, op by op")  # fmt: skip
+    add_device_option(parser)
+
+
+def keys(arguments: argparse.Namespace) -> list[Key]:
+    numbers = [arguments.case] if arguments.case is not None else range(arguments.cases)
+    made = []
+    for device in arguments.device:
+        for impl in arguments.impl:
+            if impl != INTERPRET:
+                try:
+                    choose(OPERATOR, impl, device)
+                except ImplementationError as error:
+                    print(f"{impl} on {device}: not run: {error}")
+                    continue
+            made += [Key(impl, device, arguments.seed, number) for number in numbers]
+    return made
+
+
+def row(key: Key) -> dict[str, str]:
+    """What a line of the table is about."""
+    return {"impl": key.impl, "device": key.device}
+
+
+def run(key: Key, folder: Path, tell: Callable[[str], None]) -> Verdict:
+    """Judges one cell."""
+    draw = random.Random(f"{key.seed} {key.number}")
+    wild, masked, reverse = (draw.random() < 0.5 for _ in range(3))
+    tell(f"{'wild' if wild else 'tame'}: masked={masked}, reverse={reverse}")
+    cell = random_cell(draw.randrange(2**31), wild)
+    torch.manual_seed(key.number)
+    judge = _interpreted if key.impl == INTERPRET else _run
+    try:
+        return judge(cell, key, masked, reverse)
+    except AssertionError as error:
+        return Verdict("wrong", " ".join(str(error).split())[:400])
+
+
+def _interpreted(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
+    try:
+        case = CellCase(cell, key.device, masked=masked, reverse=reverse)
+    except rnn.CellError as error:
+        return Verdict("refused", str(error))
+    for schedule in SCHEDULES:
+        case.check_plan(plan(cell, torch.float64, schedule, **case.options))
+    return Verdict("equal")
+
+
+def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
+    """The cell as a layer, of both directions where `reverse`."""
+    found: dict[str, dict[str, Tensor] | str] = {}
+    for impl in ("reference", key.impl):
+        try:
+            layer = rnn.RNN(cell.cell, cell.input_size, cell.hidden_size, bidirectional=reverse,
+                            dtype=torch.float64, device=key.device, impl=impl)  # fmt: skip
+        except rnn.CellError as error:
+            found[impl] = str(error)
+            continue
+        torch.manual_seed(key.number)  # parameters, inputs and noise
+        found[impl] = _results(layer, masked)
+    exact, got = found["reference"], found[key.impl]
+    if isinstance(exact, str) or isinstance(got, str):
+        if exact == got:
+            return Verdict("refused", str(exact))
+        return Verdict("wrong", f"refused by one alone: {exact if got is None else got}")
+    close(cell, got, exact)
+    return Verdict("equal")
+
+
+def _results(layer: rnn.RNN, masked: bool) -> dict[str, Tensor]:
+    """The output, the final states and all gradients of a layer with random parameters."""
+    device = next(layer.parameters()).device
+    T, B = 4, 3
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
+
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(drawn(*parameter.shape))
+    x = drawn(T, B, layer.input_size)
+    sizes = layer.runs[0][0].state_sizes
+    states = tuple(drawn(len(layer.runs), B, n) for n in sizes.values())
+    output, final = layer(x, states, [2, 4, 1] if masked else None)
+    finals = final if isinstance(final, tuple) else (final,)
+    outputs = {"output": output, **dict(zip(sizes, finals, strict=True))}
+    leaves = {"d_x": x, **{f"d_{name}": s for name, s in zip(sizes, states, strict=True)},
+              **{f"d_{name}": p for name, p in layer.named_parameters()}}  # fmt: skip
+    cotangents = {name: drawn(*t.shape).detach() for name, t in outputs.items()}
+    return outputs | gradients(outputs, leaves, cotangents)
