@@ -19,16 +19,18 @@ def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """
     taps, _, G, H, W = weight.shape
     k = round(taps**0.5)
-    dilation = min(dilation, 2 * max(H, W))  # from there on all taps but the centre see zeros
-    total = dilation * (k - 1)  # padding along one axis, both sides together
-    before = total // 2
+    # From there on all taps but the centre see zeros.
+    down, across = min(dilation, 2 * H), min(dilation, 2 * W)
+    padding = []
+    for total in (across * (k - 1), down * (k - 1)):  # both sides together
+        padding += [total // 2, total - total // 2]
     accumulate = torch.promote_types(x.dtype, torch.float32)
 
-    x_padded = F.pad(x.to(accumulate), (before, total - before, before, total - before))
+    x_padded = F.pad(x.to(accumulate), padding)
     x_padded = x_padded.unflatten(1, (G, x.shape[1] // G))
     out = torch.zeros((), dtype=accumulate, device=x.device)
     for i in range(taps):
-        top, left = dilation * (i // k), dilation * (i % k)
+        top, left = down * (i // k), across * (i % k)
         window = x_padded[..., top : top + H, left : left + W]  # (B, G, C / G, H, W)
         out = out + window * weight[i].to(accumulate).unsqueeze(2)
     return out.flatten(1, 2).to(x.dtype)

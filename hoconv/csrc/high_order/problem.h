@@ -25,15 +25,28 @@ inline WeightStrides weight_strides(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2), t.stride(3), t.stride(4)};
 }
 
+// The taps along an axis of an image: their distance, and how many zeros they see on both sides.
+struct Axis {
+  int64_t dilation, before, after;
+
+  // From 2 * size on all taps but the centre see zeros, whatever the dilation.
+  static Axis of(int64_t dilation, int64_t size, int64_t k) {
+    dilation = std::min(dilation, 2 * size);
+    const int64_t before = dilation * (k - 1) / 2;
+    return {dilation, before, dilation * (k - 1) - before};
+  }
+  int64_t reach() const { return before + after; }  // from the first tap to the last
+};
+
 struct Problem {
-  int64_t B, C, G, H, W, k, dilation;
-  int64_t before, after;  // padding of each axis
+  int64_t B, C, G, H, W, k;
+  Axis down, across;
 
   int64_t group_channels() const { return C / G; }
 
   // `image` is x or the output's gradient, with the weights' sizes (k * k, B, G, H, W).
   template <typename Sizes>
-  Problem(const Tensor& image, const Sizes& weight, int64_t dilation_) {
+  Problem(const Tensor& image, const Sizes& weight, int64_t dilation) {
     STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());
     STD_TORCH_CHECK(weight.size() == 5, "weight: expected 5 dimensions (k * k, B, G, H, W), got ",
                     weight.size());
@@ -49,11 +62,8 @@ struct Problem {
     STD_TORCH_CHECK(k * k == weight[0] && k <= 11,
                     "weight: its first dimension must be k * k for k from 1 to 11, got ",
                     weight[0]);
-    STD_TORCH_CHECK(dilation_ >= 1, "dilation: expected at least 1, got ", dilation_);
-    // From there on all taps but the centre see zeros.
-    dilation = std::min(dilation_, 2 * std::max(H, W));
-    before = dilation * (k - 1) / 2;
-    after = dilation * (k - 1) - before;
+    STD_TORCH_CHECK(dilation >= 1, "dilation: expected at least 1, got ", dilation);
+    down = Axis::of(dilation, H, k), across = Axis::of(dilation, W, k);
   }
 };
 

@@ -79,7 +79,8 @@ def test_channels_of_a_group_share_their_kernels(place: Place) -> None:
 @hypothesis.settings(max_examples=100)
 def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataObject) -> None:
     B, H, W = (data.draw(st.integers(1, n), name) for name, n in (("B", 2), ("H", 4), ("W", 19)))
-    k, dilation = data.draw(st.integers(1, 5), "k"), data.draw(st.integers(1, 4), "dilation")
+    k = data.draw(st.integers(1, 5), "k")
+    dilation = data.draw(st.integers(1, 4) | st.integers(5, 50), "dilation")
     G, group_channels = data.draw(st.integers(1, 2), "G"), data.draw(st.integers(1, 5), "C / G")
     layouts = [LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))] for _ in range(3)]
     C = G * group_channels

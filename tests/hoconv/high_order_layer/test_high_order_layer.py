@@ -132,7 +132,7 @@ def test_any_sizes_options_and_strides_give_the_definition(
     G, group_channels = data.draw(st.integers(1, 2), "G"), data.draw(st.integers(1, 3), "C / G")
     options = {
         "kernel_size": k,
-        "dilation": data.draw(st.integers(1, 3), "dilation"),
+        "dilation": data.draw(st.integers(1, 3) | st.integers(4, 100), "dilation"),
         "normalize": data.draw(st.sampled_from((None, "softmax")), "normalize"),
         "residual": data.draw(st.booleans(), "residual"),
     }

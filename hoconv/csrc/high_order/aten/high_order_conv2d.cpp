@@ -26,13 +26,15 @@ Tensor grouped(const Tensor& t, const Problem& p) {
 }
 
 Tensor padded(const Tensor& image, const Problem& p) {
-  return grouped(torch::stable::pad(widen(image), {p.before, p.after, p.before, p.after}), p);
+  return grouped(torch::stable::pad(widen(image),
+                                    {p.across.before, p.across.after, p.down.before, p.down.after}),
+                 p);
 }
 
 // What a tap sees of a padded image (B, G, C / G, H + before + after, W + before + after): a view
 Tensor window(Tensor image, const Problem& p, int64_t tap) {
-  Tensor rows = narrow(image, 3, tap / p.k * p.dilation, p.H);
-  return narrow(rows, 4, tap % p.k * p.dilation, p.W);
+  Tensor rows = narrow(image, 3, tap / p.k * p.down.dilation, p.H);
+  return narrow(rows, 4, tap % p.k * p.across.dilation, p.W);
 }
 
 // The weights of a tap, (B, G, 1, H, W)
@@ -65,8 +67,8 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
   }
   Tensor out = empty_like(grad);
   Tensor target = grouped(out, p);
-  Tensor rows = narrow(sum, 3, p.before, p.H);
-  copy_(target, narrow(rows, 4, p.before, p.W));
+  Tensor rows = narrow(sum, 3, p.down.before, p.H);
+  copy_(target, narrow(rows, 4, p.across.before, p.W));
   return out;
 }
 

@@ -49,7 +49,7 @@ struct Strips {
 
   Strips(const Problem& p, int64_t element_size) {
     // A strip's weights and images fit the L2 cache; there are strips for every thread.
-    const int64_t halo = p.before + p.after;
+    const int64_t halo = p.across.reach();
     const int64_t image = (p.W + halo) * std::max<int64_t>(p.group_channels(), 1);
     const int64_t row_bytes = (p.k * p.k * (p.W + halo) + 2 * image) * element_size;
     const int64_t threads = torch::stable::get_num_threads();
@@ -66,17 +66,18 @@ struct Worker {
   using V = Vec<A>;
 
   const Problem& p;
-  const int64_t rows, reach;  // rows of a strip; distance from the first tap to the last
-  PaddedImage<T> x, grad;     // grad has its padding swapped: there the taps are mirrored
+  const int64_t rows;      // of a strip
+  PaddedImage<T> x, grad;  // grad has its padding swapped: there the taps are mirrored
   const int64_t width;
   Scratch<A> kernels, buffer;  // (k * k, rows, width); rows of output
 
   Worker(const Problem& p, int64_t rows, bool needs_x, bool needs_grad)
       : p(p),
         rows(rows),
-        reach((p.k - 1) * p.dilation),
-        x(needs_x ? p.group_channels() : 0, rows + reach, p.W, p.before, p.after),
-        grad(needs_grad ? p.group_channels() : 0, rows + reach, p.W, p.after, p.before),
+        x(needs_x ? p.group_channels() : 0, rows + p.down.reach(), p.W, p.across.before,
+          p.across.after),
+        grad(needs_grad ? p.group_channels() : 0, rows + p.down.reach(), p.W, p.across.after,
+             p.across.before),
         width(x.width) {
     kernels.resize(p.k * p.k * rows * width);
     buffer.resize(kChannelBlock * round_up(p.W, V::size));
@@ -85,10 +86,10 @@ struct Worker {
   A* kernel_row(int64_t tap, int64_t r) { return kernels.data + (tap * rows + r) * width; }
 
   void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
-    x.fill(image, s, first - p.before, count + reach, p.H, p.W);
+    x.fill(image, s, first - p.down.before, count + p.down.reach(), p.H, p.W);
   }
   void load_grad(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
-    grad.fill(image, s, first - p.after, count + reach, p.H, p.W);
+    grad.fill(image, s, first - p.down.after, count + p.down.reach(), p.H, p.W);
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, h + dy, w + dx]
@@ -116,21 +117,21 @@ struct Worker {
     for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
       // The row as it is, and zeros around it, so that a shifted register reads zeros past its
       // ends.
-      const int64_t dy = p.dilation * (tap / p.k) - p.before;
+      const int64_t dy = p.down.dilation * (tap / p.k) - p.down.before;
       for (int64_t r = 0; r < count; ++r) {
         A* row = kernel_row(tap, r);
         const int64_t h = first + r - dy;
         if (h >= 0 && h < p.H) {
-          std::fill_n(row, p.after, A(0));
-          load_row<T>(row + p.after, weight + tap * ws.tap + h * ws.h, ws.w, p.W);
-          std::fill_n(row + p.after + p.W, p.before, A(0));
+          std::fill_n(row, p.across.after, A(0));
+          load_row<T>(row + p.across.after, weight + tap * ws.tap + h * ws.h, ws.w, p.W);
+          std::fill_n(row + p.across.after + p.W, p.across.before, A(0));
         } else {
-          std::fill_n(row, p.W + reach, A(0));
+          std::fill_n(row, p.W + p.across.reach(), A(0));
         }
       }
     }
     for (int64_t r = 0; r < count; ++r) {
-      const T* next = weight + (first + count + r + p.before) * ws.h;
+      const T* next = weight + (first + count + r + p.down.before) * ws.h;
       for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
         apply<N, true>(grad, c, r, kernel_row(0, r), rows * width, next, ws, out, os, first);
       });
@@ -149,11 +150,13 @@ struct Worker {
     A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
     const int64_t pitch = direct ? os.c : round_up(p.W, V::size);
 
-    const int64_t k = p.k, step = Mirrored ? -p.dilation : p.dilation;
-    const int64_t start = Mirrored ? reach : 0;  // of the taps in the padded image
-    const int64_t next_channel = image.rows * image.width, next_line = step * image.width;
+    const int64_t k = p.k, step = Mirrored ? -p.across.dilation : p.across.dilation;
+    const int64_t step_down = Mirrored ? -p.down.dilation : p.down.dilation;
+    // Of the taps in the padded image.
+    const int64_t start = Mirrored ? p.across.reach() : 0, top = Mirrored ? p.down.reach() : 0;
+    const int64_t next_channel = image.rows * image.width, next_line = step_down * image.width;
     const A* kernels_row = kernel_row + start;
-    const A* image_row = image.row(c, r + start) + start;
+    const A* image_row = image.row(c, r + top) + start;
     const int64_t next_plane = ws.tap, next_column = ws.w;
     // Two registers at once: sums that do not wait for each other.
     for_each_register<V, 2>(p.W, [=](int64_t w, auto U) {
@@ -191,10 +194,10 @@ struct Worker {
   // A row of the weight gradient, for N taps of row i from column j on.
   template <int64_t N>
   void correlate(int64_t i, int64_t j, int64_t r) {
-    const int64_t channels = x.channels, step = p.dilation, next_tap = rows * width;
+    const int64_t channels = x.channels, step = p.across.dilation, next_tap = rows * width;
     const int64_t next_x = x.rows * x.width, next_grad = grad.rows * grad.width;
-    const A* grad_row = grad.row(0, r + p.after) + p.after;
-    const A* x_row = x.row(0, r + i * step) + j * step;
+    const A* grad_row = grad.row(0, r + p.down.after) + p.across.after;
+    const A* x_row = x.row(0, r + i * p.down.dilation) + j * step;
     A* out = kernel_row(i * p.k + j, r);
     for_each_register<V, 1>(p.W, [=](int64_t w, auto) {
       typename V::type acc[N] = {};

@@ -24,7 +24,8 @@ __global__ void naive(Image<const T> grad, Kernels<const T> weight, Image<T> out
     A sum = 0;
     for (int64_t i = 0; i < p.k; ++i) {
       for (int64_t j = 0; j < p.k; ++j) {
-        const int64_t y = h - i * p.dilation + p.before, z = w - j * p.dilation + p.before;
+        const int64_t y = h - i * p.down.dilation + p.down.before;
+        const int64_t z = w - j * p.across.dilation + p.across.before;
         if (y >= 0 && y < p.H && z >= 0 && z < p.W)
           sum += widen<A>(*weight.at(i * p.k + j, b, g, y, z)) * widen<A>(*grad.at(b, c, y, z));
       }

@@ -19,8 +19,8 @@ __global__ void naive(Image<const T> grad, Image<const T> x, Kernels<T> out, Pro
   for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
     const int64_t w = n % p.W, h = n / p.W % p.H, g = n / (p.W * p.H) % p.G;
     const int64_t b = n / (p.W * p.H * p.G) % p.B, tap = n / (p.W * p.H * p.G * p.B);
-    const int64_t y = h + tap / p.k * p.dilation - p.before;
-    const int64_t z = w + tap % p.k * p.dilation - p.before;
+    const int64_t y = h + tap / p.k * p.down.dilation - p.down.before;
+    const int64_t z = w + tap % p.k * p.across.dilation - p.across.before;
     const bool inside = y >= 0 && y < p.H && z >= 0 && z < p.W;
     A sum = 0;
     for (int64_t c = g * n_channels; c < (g + 1) * n_channels; ++c) {

@@ -148,7 +148,9 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
     // The tuned kernels count the pixels of an image, and the blocks of a launch, in 32 bits.
     constexpr int64_t most = int64_t{1} << 30;
     const int64_t pixels = p.H * p.W;
-    if (p.dilation != 1 || pixels >= most || p.B * p.G * (pixels / 32 + 1) >= most) return false;
+    if (p.down.dilation != 1 || p.across.dilation != 1 || pixels >= most ||
+        p.B * p.G * (pixels / 32 + 1) >= most)
+      return false;
     const auto fits = [&](int64_t V) {
       return std::all_of(tensors.begin(), tensors.end(),
                          [&](const Tensor* t) { return vectorizable(*t, V); });

@@ -66,11 +66,11 @@ struct Worker {
       : p(p),
         parameters(parameters),
         rows(strip_rows(p)),
-        x(p.C, rows + p.top + p.bottom, p.W, p.top, p.bottom),
-        kernel(p.K, 1, p.W, round_up(p.bottom, V::size), p.top) {}
+        x(p.C, rows + p.top + p.bottom, p.W, p.left, p.right),
+        kernel(p.K, 1, p.W, round_up(p.right, V::size), p.left) {}
 
   static int64_t strip_rows(const Layer& p) {
-    const int64_t columns = std::max<int64_t>(p.W + p.top + p.bottom, 1);
+    const int64_t columns = std::max<int64_t>(p.W + p.left + p.right, 1);
     const int64_t row = columns * sizeof(A) * (kTapBlock + 1);
     return std::clamp<int64_t>(kStripBytes / row, 1, std::max<int64_t>(p.H, 1));
   }
@@ -79,9 +79,9 @@ struct Worker {
     x.fill(image.image(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
   }
 
-  // Channel c of x as row r of the strip sees it: `up` rows above and `up` columns to the left.
-  const A* seen(int64_t c, int64_t r, int64_t up) const {
-    return x.row(c, r + p.top - up) + x.left - up;
+  // Channel c of x as row r of the strip sees it: `up` rows above and `left` columns to the left.
+  const A* seen(int64_t c, int64_t r, int64_t up, int64_t left) const {
+    return x.row(c, r + p.top - up) + x.left - left;
   }
 
   // The weights of group g for row r of the strip.
@@ -90,7 +90,7 @@ struct Worker {
     window.next_plane = x.plane(), window.next_line = x.width;
     A* out = kernel.row(0, 0) + kernel.left;
     convolve(out, kernel.plane(), p.K, p.registers, parameters.bias.data() + g * p.K,
-             seen(0, r, p.generator_before), window,
+             seen(0, r, p.generator_before, p.generator_before), window,
              parameters.weight.data() + g * p.K * window.size());
     if (p.softmax) softmax(out, kernel.plane(), p.K, p.registers);
   }
@@ -114,7 +114,7 @@ struct Forward : Worker<T> {
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t c = 0; c < p.C; ++c) {
           if (p.residual)
-            std::copy_n(this->seen(c, r, 0), p.W, out.row(c, 0));
+            std::copy_n(this->seen(c, r, 0, 0), p.W, out.row(c, 0));
           else
             std::fill_n(out.row(c, 0), p.W, A(0));
         }
@@ -122,8 +122,9 @@ struct Forward : Worker<T> {
           const int64_t c = g * p.group_channels();
           this->generate(g, r);
           apply(out.row(c, 0), out.plane(), p.group_channels(), p.registers,
-                kernel.row(0, 0) + kernel.left, this->seen(c, r, p.before), x.plane(),
-                {p.k, p.k, kernel.plane(), p.dilation * x.width, p.dilation});
+                kernel.row(0, 0) + kernel.left, this->seen(c, r, p.down.before, p.across.before),
+                x.plane(),
+                {p.k, p.k, kernel.plane(), p.down.dilation * x.width, p.across.dilation});
         }
         for (int64_t c = 0; c < p.C; ++c)
           store_row<T>(output.row(b, c, start + r), output.s.w, out.row(c, 0), p.W);
@@ -145,10 +146,10 @@ struct Backward : Worker<T> {
 
   Backward(const Layer& p, const Parameters<A>& parameters)
       : Worker<T>(p, parameters),
-        grad(p.C, this->rows, p.W, round_up(p.bottom, V::size), p.top),
-        grad_kernel(p.K, this->rows, p.W, round_up(p.bottom, V::size), p.top),
-        above(std::max(p.generator_before, std::min(p.before, p.H))),
-        below(std::max(p.generator_after, std::min(p.after, p.H))),
+        grad(p.C, this->rows, p.W, round_up(p.right, V::size), p.left),
+        grad_kernel(p.K, this->rows, p.W, round_up(p.right, V::size), p.left),
+        above(std::max(p.generator_before, std::min(p.down.before, p.H))),
+        below(std::max(p.generator_after, std::min(p.down.after, p.H))),
         grad_x(above + this->rows + below, p.C, p.W, 0, 0) {
     sums.resize((p.parameters() + p.K * p.G) * V::size);
   }
@@ -202,8 +203,9 @@ struct Backward : Worker<T> {
     for (int64_t i = 0; i < k; ++i)
       for_each_block<kOutputBlock>(k, [&](int64_t j, auto N) {
         correlate_pixels<A, N>(grads + (i * k + j) * grad_kernel.plane(), grad_kernel.plane(),
-                               p.dilation, channels, p.registers, pixels, grad.plane(),
-                               this->seen(c, r, p.before) + p.dilation * (i * x.width + j),
+                               p.across.dilation, channels, p.registers, pixels, grad.plane(),
+                               this->seen(c, r, p.down.before, p.across.before) +
+                                   i * p.down.dilation * x.width + j * p.across.dilation,
                                x.plane());
       });
     if (p.softmax)
@@ -218,11 +220,11 @@ struct Backward : Worker<T> {
     // A pixel adds to the pixels that it sees, so that to find what a pixel gets one looks the
     // other way.
     for (int64_t i = 0; i < k; ++i) {
-      const int64_t h = r + i * p.dilation - p.before;
+      const int64_t h = r + i * p.down.dilation - p.down.before;
       if (h >= first && h < last)
         apply(grad_x.row(above + h, c), grad_x.width, channels, p.registers,
-              weights + i * k * kernel.plane() + p.before, pixels + p.before, grad.plane(),
-              {1, k, kernel.plane() - p.dilation, 0, -p.dilation});
+              weights + i * k * kernel.plane() + p.across.before, pixels + p.across.before,
+              grad.plane(), {1, k, kernel.plane() - p.across.dilation, 0, -p.across.dilation});
     }
     if (p.residual)
       for (int64_t n = 0; n < channels; ++n)
@@ -247,7 +249,8 @@ struct Backward : Worker<T> {
         for (int64_t y = 0; y < p.s; ++y)
           for_each_block<kColumnBlock>(p.s, [&](int64_t j, auto M) {
             correlate<A, N, M>(sums + (c * p.s + y) * p.s + j, next_sum, grads, next_grad,
-                               this->seen(c, y, p.generator_before) + j, x.width, area);
+                               this->seen(c, y, p.generator_before, p.generator_before) + j,
+                               x.width, area);
           });
       add_up(bias_sums() + g * p.K + tap, N, grads, next_grad, area);
     });

@@ -22,7 +22,7 @@ struct Layer : Problem {
   int64_t K, s;
   bool softmax, residual;
   int64_t generator_before, generator_after;  // padding of each axis
-  int64_t top, bottom;                        // the larger padding, of generator and application
+  int64_t top, bottom, left, right;           // the larger padding, of generator and application
   int64_t registers;                          // of a row
 
   Layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k,
@@ -34,8 +34,10 @@ struct Layer : Problem {
         residual(residual),
         generator_before((s - 1) / 2),
         generator_after(s - 1 - generator_before),
-        top(std::max(before, generator_before)),
-        bottom(std::max(after, generator_after)) {
+        top(std::max(down.before, generator_before)),
+        bottom(std::max(down.after, generator_after)),
+        left(std::max(across.before, generator_before)),
+        right(std::max(across.after, generator_after)) {
     const int64_t lanes = kVecBytes / (x.scalar_type() == ScalarType::Double ? 8 : 4);
     registers = (W + lanes - 1) / lanes;
   }
