@@ -41,6 +41,8 @@ class Call:
         invalid: says what is wrong with the arguments, all implementations must refuse.
         like_input: whether the output has the memory format of the first tensor.
         chains: whether the output fits where the first tensor is.
+        special: whether infinities and NaN in the output's gradient have one answer.
+        casts: whether autocast casts the tensors, and nothing that is made of them on the way.
     """
 
     function: Callable[..., Tensor]
@@ -55,6 +57,8 @@ class Call:
     invalid: str = ""
     like_input: bool = False
     chains: bool = True
+    special: bool = True
+    casts: bool = True
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{tuple(t.shape)} strides {t.stride()}" for t in self.tensors)
@@ -94,7 +98,10 @@ class Case:
         self.invalid = not self.exported and draw.integer(1, 1000) <= _INVALID_IN_1000
         module = importlib.import_module(f"{operators.__name__}.{key.operator}")
         self.call: Call = module.draw(draw, self.program, self.invalid)
-        if self.program.chains and not self.call.chains:
+        of_no_use = (self.program.chains and not self.call.chains) or (
+            self.program.name == "under_autocast" and not self.call.casts
+        )
+        if of_no_use:
             self.program = BACKWARD
         self.kind = (
             "invalid" if self.call.invalid else "export" if self.exported else self.program.name
@@ -156,6 +163,7 @@ class Case:
         """Saves the program and what it has to give, for :func:`fuzzing.exported.judge`."""
         call = self.call
         as_parameters = Draw(*self._draw_key, "parameters").chance(0.5)
+        as_parameters &= all(t.numel() for t in call.tensors)  # empty ones PyTorch may fail to save
         given = call.tensors[:1] if as_parameters else call.tensors
         module = _Module(self._function, call.tensors[len(given) :])
         try:
@@ -170,7 +178,7 @@ class Case:
         torch.export.save(made, folder / f"{name}.pt2")
         contents = {
             "what": str(self), "tensors": call.tensors, "draw": self._draw_key,
-            "dtype": self._rounded_to(), "expected": expected,
+            "dtype": self._rounded_to(), "special": call.special, "expected": expected,
             "dtypes": {name: self._dtype(name) for name in expected},
             "tolerances": {name: self._tolerance(name) for name in expected},
             "disturbed": self._expected(_JITTER), "jitter": _JITTER, "rounded": self._rounded(),
@@ -193,7 +201,7 @@ class Case:
         return self.call.function(*tensors, impl=self.key.impl)
 
     def _randoms(self, jitter: float = 0.0) -> Randoms:
-        return Randoms(self._draw_key, self._rounded_to(), jitter)
+        return Randoms(self._draw_key, self._rounded_to(), jitter, self.call.special)
 
     def _rounded_to(self) -> torch.dtype:
         """What all numbers are rounded to: the dtype of the tensors, or that of autocast."""

@@ -34,7 +34,7 @@ def judge(name: str, folder: Path, say: Callable[[str], None]) -> Verdict:
                 parameters = dict(zip(held, tensors[given:], strict=True))
                 return torch.func.functional_call(module, parameters, tensors[:given])
 
-            randoms = Randoms(saved["draw"], saved["dtype"])
+            randoms = Randoms(saved["draw"], saved["dtype"], special=saved["special"])
             results = BACKWARD.run(function, saved["tensors"], randoms, torch.func)
         except Exception as error:
             return Verdict("wrong", f"loaded in another process: {told(error)}")

@@ -28,12 +28,20 @@ class Randoms:
         key: of the case.
         dtype: of the case: numbers are rounded to it first.
         jitter: relative size of a disturbance of all numbers, which shows what rounding does.
+        special: whether a cotangent may have infinities and NaN.
     """
 
-    def __init__(self, key: Sequence[Any], dtype: torch.dtype, jitter: float = 0.0) -> None:
+    def __init__(
+        self,
+        key: Sequence[Any],
+        dtype: torch.dtype,
+        jitter: float = 0.0,
+        special: bool = True,
+    ) -> None:
         self.draw = Draw(*key, "program")
         self.dtype = dtype
         self.jitter = jitter
+        self.special = special
 
     def like(self, t: Tensor) -> Tensor:
         """Normal numbers in a random layout, zero strides among them."""
@@ -59,12 +67,12 @@ class Randoms:
     def cotangent(self, out: Tensor) -> Tensor:
         """At times with an infinity or a NaN."""
         values = self.like(out)
-        if not values.numel() or not self.draw.chance(0.15):
+        if not (self.special and values.numel() and self.draw.chance(0.15)):
             return values
         values = values.clone(memory_format=torch.contiguous_format)
         for _ in range(self.draw.integer(1, 3)):
             position = self.draw.integer(0, values.numel() - 1)
-            values.view(-1)[position] = self.draw.choice(SPECIAL)
+            values.view(-1)[position] = torch.tensor(self.draw.choice(SPECIAL)).to(self.dtype)
         return values
 
     def disturbed(self, t: Tensor) -> Tensor:
@@ -277,11 +285,12 @@ def all_second_derivatives(f: Function, tensors: list[Tensor], r: Randoms, func:
     cotangent = r.like(out).requires_grad_(r.draw.chance(0.7))
     of = [leaves[i] for i in wanted]
     first = torch.autograd.grad(out, of, cotangent, create_graph=True, materialize_grads=True)
-    first = [g for g in first if g.requires_grad and r.draw.chance(0.8)] or [*first]
-    if not any(g.requires_grad for g in first):
-        return _named("first", first, range(len(first)))
+    chosen = [g for g in first if r.draw.chance(0.8)] or list(first)
+    loss = sum(((g * r.like(g)).sum() for g in chosen), out.new_zeros(()))
     inputs = [*of, cotangent] if cotangent.requires_grad else of
-    second = torch.autograd.grad(first, inputs, [r.like(g) for g in first], materialize_grads=True)
+    second = [torch.zeros_like(t) for t in inputs]
+    if loss.requires_grad:
+        second = torch.autograd.grad(loss, inputs, materialize_grads=True)
     return _named("gradient", second, range(len(second)))
 
 

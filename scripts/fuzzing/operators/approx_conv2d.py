@@ -80,7 +80,8 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
     return Call(
         function, convolved, [x, weight], what, dtype, dict.fromkeys(HALF, 0.0), exact=True,
-        in_float32=True, loose=loose, invalid=fault,
+
+        special="ste" not in kinds, in_float32=True, loose=loose, invalid=fault,
         chains=C == O and given == "same",
     )  # fmt: skip
 
@@ -140,7 +141,8 @@ def _layer(
 
     return Call(
         function, exact, tensors, f"layer {multiplier} {gradient} {options} {mode} bias={bias}",
-        torch.float32, {torch.float32: 0.0}, exact=True, in_float32=True, loose=loose,
+        torch.float32, {torch.float32: 0.0}, exact=True,
+        special="ste" not in kinds, in_float32=True, loose=loose,
         chains=False,
     )  # fmt: skip
 

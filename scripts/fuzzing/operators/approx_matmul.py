@@ -68,7 +68,8 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
     return Call(
         function, lambda a, b: definition(a, b, functions), [a, b], str(options), dtype,
-        dict.fromkeys(HALF, 0.0), exact=True, in_float32=True, loose=loose, invalid=fault,
+        dict.fromkeys(HALF, 0.0), exact=True,
+        special="ste" not in kinds, in_float32=True, loose=loose, invalid=fault,
         chains=K == N,
     )  # fmt: skip
 
@@ -117,5 +118,6 @@ def _linear(
 
     return Call(
         function, exact, tensors, f"linear {multiplier} {gradient} bias={bias}", torch.float32,
-        {torch.float32: 0.0}, exact=True, in_float32=True, loose=loose, chains=K == N,
+        {torch.float32: 0.0}, exact=True,
+        special="ste" not in kinds, in_float32=True, loose=loose, chains=K == N,
     )  # fmt: skip

@@ -33,14 +33,10 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     K = draw.choice((1, 2, 3) if draw.tiny else (1, 2, 3, 3, 4, 5, 7, 8, 15, 16, 31, 40, 131))
     B, T = draw.batch(), draw.length()
     dtype = dtype_for(draw, program)
+    form = draw.choice(("function", "function", "light", "dynamic"))
+    if form != "function" and not invalid and C > 0:
+        return _layer(draw, form, draw.tensor(B, C, T, dtype=dtype), H, K)
     x = draw.tensor(B, C, T, dtype=dtype, special=_special(draw, program))
-    form = (
-        "function"
-        if invalid or C == 0
-        else draw.choice(("function", "function", "light", "dynamic"))
-    )
-    if form != "function":
-        return _layer(draw, form, x, H, K)
     weight = draw.tensor(
         draw.choice((1, B)), H, K, draw.choice((1, T)), dtype=dtype, special=_special(draw, program)
     )
@@ -109,7 +105,7 @@ def _layer(draw: Draw, form: str, x: Tensor, H: int, K: int) -> Call:
     # The layers round what they generate and normalise, which the operator is given exactly.
     tolerances = {d: t * 4 for d, t in find("dynamic_conv1d").tolerances.items()}
     what = f"{form} heads={H} K={K} {padding} softmax={softmax} splits={splits} {names}"
-    return Call(function, exact, [x, *parameters], what, dtype, tolerances)
+    return Call(function, exact, [x, *parameters], what, dtype, tolerances, casts=False)
 
 
 class _Steps(torch.nn.Module):
