@@ -175,7 +175,15 @@ def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+# torch.compile of torch 2.11 cannot trace it.
+_has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

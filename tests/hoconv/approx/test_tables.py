@@ -72,7 +72,7 @@ def test_tables_of_any_layout_are_read(place: Place, tmp_path: Path) -> None:
     a, b = (torch.randint(-128, 128, shape, dtype=torch.int8, device=place.device)
             for shape in ((1, 3, 5), (1, 5, 4)))  # fmt: skip
     expected = table_matmul(a, b, table, impl=place.impl)
-    products = table.products.numpy()
+    products = table.products.cpu().numpy()
     every_other = products.repeat(2, 1)[:, ::2]
     for array in (np.asfortranarray(products), products.astype(">i4"), every_other):
         np.save(tmp_path / "table.npy", array)
