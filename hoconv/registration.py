@@ -15,7 +15,7 @@ from torch._library.autograd import supports_tensorlist
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import tree_any_only, tree_map_only
+from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 
 from hoconv import build
 from hoconv.operators import Implementation
@@ -100,7 +100,8 @@ def register_gradient(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return *differentiate(ctx, *grads), None
+            with _without_autocast_of(grads):
+                return *differentiate(ctx, *grads), None
 
     types = [a.type for a in (*op._schema.arguments, *op._schema.returns)]
     of_lists = any(map(is_tensorlist_like_type, types))
@@ -113,7 +114,8 @@ def register_gradient(
                     f"{op.name()} has no forward-mode derivative; use reverse mode (backward, "
                     f"torch.func.vjp, torch.func.jacrev), or impl='reference', which has both"
                 )
-            return with_tangents(*args)
+            with _without_autocast_of(args):
+                return with_tangents(*args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return run(keyset, *args)
         with enable_single_level_autograd_function():
@@ -121,6 +123,12 @@ def register_gradient(
 
     name = op.name().removeprefix(f"{op.namespace}::")
     library.impl(name, call, "Autograd", with_keyset=True)
+
+
+def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Derivatives are computed in the dtypes of what was saved, which autocast may have cast."""
+    devices = (t.device.type for t in tree_leaves(args) if isinstance(t, Tensor))
+    return without_autocast(next(devices, "cpu"))
 
 
 def has_tangent(t: Tensor) -> bool:

@@ -151,6 +151,22 @@ def test_products_with_the_hessian(place: Place, composition: Any) -> None:
     compare(place, name, compute)
 
 
+def test_autocast_during_the_backward_pass_changes_nothing(place: Place) -> None:
+    name, function, leaves = small_cases(place)[0]
+    leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+
+    def compute(autocast: bool) -> list[Tensor]:
+        out = function(place.impl, *leaves)
+        with torch.autocast(place.device, torch.bfloat16, enabled=autocast):
+            grads = torch.autograd.grad(out, leaves, out.detach(), create_graph=True)
+            if place.operator.bitwise:  # and has no second derivative
+                return list(grads)
+            return [*grads, *torch.autograd.grad(grads, leaves, [g.detach() for g in grads])]
+
+    for result, expected in zip(compute(True), compute(False), strict=True):
+        assert torch.equal(result, expected), name
+
+
 def forward_mode(f: Any, point: Any, vectors: Any) -> Any:
     return torch.func.jvp(f, point, vectors)
 
