@@ -27,9 +27,7 @@ for path in sys.argv[1:]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
-        # The key of a recurrent plan is known to the process alone that made it.
-        found = [p for p in places(operators()) if p.values[0].operator.name != "recurrent"]
-        metafunc.parametrize("place", found, indirect=True)
+        metafunc.parametrize("place", places(operators()), indirect=True)
 
 
 class Call(nn.Module):
