@@ -224,7 +224,7 @@ class RNN(nn.Module):
                 traced, reverse = self._traced[at], direction == 1
                 noise = self.training and traced.draws
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
-                text = traced.texts[self.training]
+                text = traced.training if self.training else traced.evaluation
                 plan = request(text, x.dtype, self.schedule, valid is not None, reverse)
                 initial = [state[at] for state in states]
                 call = Call(self.runs[at][0], traced.names, plan, x, initial, parameters[at],
@@ -347,14 +347,15 @@ class _Traced:
     Attributes:
         declarations: its parameters.
         names: theirs, without a suffix.
-        texts: of its step in evaluation and in training.
+        evaluation, training: the text of its step.
         draws: whether a step has noise in training.
         output_size: the features of the step's output.
     """
 
     declarations: tuple[Declaration, ...]
     names: tuple[str, ...]
-    texts: tuple[str, str]
+    evaluation: str
+    training: str
     draws: bool
     output_size: int
 
@@ -364,7 +365,8 @@ def _traced(cell: BoundCell) -> _Traced:
     return _Traced(
         training.declarations,
         tuple(d.name for d in training.declarations),
-        (to_text(evaluation), to_text(training)),
+        to_text(evaluation),
+        to_text(training),
         training.draws,
         training.output_size,
     )

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
 from hoconv.recurrent.cuda import CudaLoop, obstacle
+from hoconv.recurrent.plans import prepared
 from hoconv.recurrent.schedule import plan
 from hoconv.recurrent.workspace import Workspace
 from tests.hoconv.recurrent.support import READY, cell_case, gradients, layer, sequence
@@ -167,6 +168,7 @@ def test_a_known_length_and_batch_record_nothing(monkeypatch: pytest.MonkeyPatch
 def test_what_could_not_be_recorded_is_recorded_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    prepared.cache_clear()  # what other tests have recorded
     ours, reference = pair("gru")
     chunk = Workspace._chunk
 
