@@ -5,7 +5,7 @@ before it runs. Exit code 1 where a result is wrong, or where nothing was compar
 
     python scripts/fuzz.py operators --operator dynamic_conv1d --impl cpp --seed 7 --case 1234
 
-Writes ``fuzz_<command>_<device>.json``::
+Writes ``fuzz_<command>_<device>.json``, with the implementations for ``cells``::
 
     command, date, environment, method, seed
     cases             how many, of each operator and implementation, say
@@ -38,7 +38,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 # Name -> module and what its line in the help says. A module has METHOD, add_options, keys (of the
-# cases, from the options), row (what a key's line is about) and run, which judges a key.
+# cases, from the options), label (of the file, from the options), row (what a key's line is about)
+# and run, which judges a key.
 COMMANDS = {
     "operators": (fuzz_operators, "calls, gradients, transforms and export of the operators"),
     "cells": (fuzz_cells, "recurrent cells drawn from the whole language"),
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(list(rows.values()))
         head = record("fuzz.py", argv) | {"method": command.METHOD, "seed": arguments.seed}
         write_json(
-            arguments.out / f"fuzz_{arguments.command}_{'_'.join(arguments.device)}.json",
+            arguments.out / f"fuzz_{command.label(arguments)}.json",
             head | {"cases": arguments.cases, "rows": [*rows.values()]},
         )
     print(f"{len(keys)} cases, {bad} wrong")

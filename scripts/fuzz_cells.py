@@ -68,6 +68,11 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
     return made
 
 
+def label(arguments: argparse.Namespace) -> str:
+    """What of the results' name is this run's."""
+    return "_".join(("cells", *arguments.impl, *arguments.device))
+
+
 def row(key: Key) -> dict[str, str]:
     """What a line of the table is about."""
     return {"impl": key.impl, "device": key.device}

@@ -55,6 +55,11 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
     return made
 
 
+def label(arguments: argparse.Namespace) -> str:
+    """What of the results' name is this run's."""
+    return "_".join(("operators", *arguments.device))
+
+
 def row(key: Key) -> dict[str, str]:
     """What a line of the table is about."""
     return {"operator": key.operator, "impl": key.impl, "device": key.device}

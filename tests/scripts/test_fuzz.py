@@ -16,6 +16,7 @@ from torch import Tensor
 from hoconv.dynamic_conv1d import operator as dynamic_conv1d
 from hoconv.dynamic_conv1d import reference
 from hoconv.operators import Implementation, operators
+from hoconv.recurrent.passes.derivatives import RULES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
@@ -49,6 +50,23 @@ def test_seeded_part(operator: str, impl: str) -> None:
         if verdict.kind in BAD
     ]
     assert not bad, "\n".join(bad)
+
+
+def test_seeded_part_of_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["cells", "--device", "cpu", "--cases", "12", "--seed", str(SEED), "--jobs", "1"]
+    assert fuzz.main([*options, "--out", str(tmp_path)]) == 0
+    assert "12 cases, 0 wrong" in capsys.readouterr().out
+    assert (tmp_path / "fuzz_cells_interpret_cpu.json").exists()
+
+
+def test_a_wrong_derivative_of_a_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = importlib.import_module("fuzz_cells")
+    monkeypatch.setitem(RULES, "sum", lambda g, y, x: (g * 1.001,))
+    verdicts = [
+        cells.run(cells.Key("interpret", "cpu", SEED, number), Path(), lambda told: None).kind
+        for number in range(12)
+    ]
+    assert "wrong" in verdicts
 
 
 def test_a_case_follows_from_its_key() -> None:
