@@ -148,6 +148,7 @@ class Case:
             results, expected, {name: self._dtype(name) for name in expected},
             {name: self._tolerance(name) for name in expected},
             lambda: self._expected(_JITTER), _JITTER, self._rounded,
+            torch.finfo(self._rounded_to()).eps if program.order > 1 else 0.0,
         )  # fmt: skip
 
     def _layout(self, output: Tensor) -> Verdict | None:
@@ -178,7 +179,8 @@ class Case:
         torch.export.save(made, folder / f"{name}.pt2")
         contents = {
             "what": str(self), "tensors": call.tensors, "draw": self._draw_key,
-            "dtype": self._rounded_to(), "special": call.special, "expected": expected,
+            "dtype": self._rounded_to(), "special": call.special,
+            "may_refuse": call.in_float32, "expected": expected,
             "dtypes": {name: self._dtype(name) for name in expected},
             "tolerances": {name: self._tolerance(name) for name in expected},
             "disturbed": self._expected(_JITTER), "jitter": _JITTER, "rounded": self._rounded(),

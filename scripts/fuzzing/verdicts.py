@@ -65,7 +65,7 @@ def told(error: BaseException) -> str:
 def compare(
     results: Results, expected: Results, dtypes: Mapping[str, torch.dtype],
     tolerances: Mapping[str, float], disturbed: Callable[[], Results], jitter: float,
-    rounded: Callable[[], Results],
+    rounded: Callable[[], Results], floor: float = 0.0,
 ) -> Verdict:  # fmt: skip
     """Compares every tensor with what the definition makes of it.
 
@@ -78,6 +78,7 @@ def compare(
             where they differ much, rounding does, and that much error is allowed.
         rounded: the definition's where every step rounds: ten times their error is, where all that
             is left of large numbers that cancel is rounding.
+        floor: an error of any result that is rounding: of numbers around 1 that cancel exactly.
     """
     if results.keys() != expected.keys():
         return Verdict("wrong", f"expected {sorted(expected)}, got {sorted(results)}")
@@ -98,7 +99,7 @@ def compare(
         result, exact = result.double()[finite], exact[finite]
         error, norm = (result - exact).norm().item(), exact.norm().item()
         # Results of half precision may be subnormal, or sums of such.
-        least = torch.finfo(dtype).tiny * (1 + exact.numel() ** 0.5)
+        least = (torch.finfo(dtype).tiny + floor) * (1 + exact.numel() ** 0.5)
         if error <= allowed * norm + least:
             continue
         matters = (disturbed()[name][finite] - exact).nan_to_num().norm().item() / jitter
