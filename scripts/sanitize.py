@@ -3,7 +3,7 @@ behaviour::
 
     python scripts/sanitize.py scripts/check.py --small --device cpu --impl cpp
 
-GCC's, through a compiler that adds their flags, with a cache of its own. Everything they find is
+GCC's, through a compiler that adds their flags, with a cache of its own in outputs/. Everything they find is
 printed with its stack, once a place. Exit code 1 where they find something or the script fails.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from common import ROOT
 
 from hoconv import build
-from hoconv.build import cache
 
+FOLDER = ROOT / "outputs" / "sanitized"  # the compiler, and what it has compiled
 # After the library's own flags, so that these count: stacks want frames, and -O3 takes too long.
 _FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fsanitize-recover=all"
 # Python and torch leave memory to the system at their end; the libraries they load share symbols.
@@ -32,9 +32,8 @@ _FINDING = re.compile(r"ERROR: AddressSanitizer|: runtime error: ")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    folder = cache.folder() / "sanitized"
     environment = os.environ | {
-        "CXX": str(_compiler(folder)), "TORCH_EXTENSIONS_DIR": str(folder),
+        "CXX": str(_compiler()), "TORCH_EXTENSIONS_DIR": str(FOLDER),
         "PYTHONPATH": str(ROOT), "LD_PRELOAD": _preloaded(),
         "ASAN_OPTIONS": _OPTIONS, "UBSAN_OPTIONS": _OPTIONS,
     }  # fmt: skip
@@ -50,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if process.returncode or findings else 0
 
 
-def _compiler(folder: Path) -> Path:
+def _compiler() -> Path:
     """The compiler as a program that adds the flags, and that nothing is preloaded into."""
-    folder.mkdir(parents=True, exist_ok=True)
-    program = folder / "c++"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    program = FOLDER / "c++"
     text = f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.quote(build.compiler("cpu"))} "$@" {_FLAGS}\n'
     if not program.exists() or program.read_text() != text:
         program.write_text(text)

@@ -391,6 +391,7 @@ class Program:
         chains: whether the output has to have the shape of the first tensor.
         half: whether it is run in 16 bits, too.
         forward_mode: whether it uses PyTorch's forward mode.
+        adds: whether PyTorch adds the gradients of more than two calls, in an order of its own.
     """
 
     run: Callable[..., Results]
@@ -401,6 +402,7 @@ class Program:
     chains: bool = False
     half: bool = False
     forward_mode: bool = False
+    adds: bool = False
 
     @property
     def name(self) -> str:
@@ -424,7 +426,7 @@ PROGRAMS = (
     Program(reverse_over_reverse, order=2, tiny=True, may_refuse=True),
     Program(forward_over_reverse, forward_mode=True, order=2, may_refuse=True),
     Program(func_vmap, often=3, order=0, may_refuse=True),
-    Program(backward_of_vmap, may_refuse=True),
+    Program(backward_of_vmap, adds=True, may_refuse=True),
     Program(vmap_of_grad, often=3, may_refuse=True),
     Program(penalty, often=4, order=2),
     Program(all_second_derivatives, often=4, order=2),

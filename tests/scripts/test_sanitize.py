@@ -50,7 +50,7 @@ def _sanitizers() -> bool:
 def test_it_finds_what_a_library_does_wrong(
     script, monkeypatch, tmp_path: Path, capfd, arguments: tuple[str, str], code: int, said: str
 ) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(script("sanitize"), "FOLDER", tmp_path)
     monkeypatch.setenv("CXX", "g++")
     script("hoconv.build").compiler.cache_clear()
     (tmp_path / "library.cpp").write_text(LIBRARY)
