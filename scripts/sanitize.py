@@ -3,8 +3,9 @@ behaviour::
 
     python scripts/sanitize.py scripts/check.py --small --device cpu --impl cpp
 
-GCC's, through a compiler that adds their flags, with a cache of its own in outputs/. Everything they find is
-printed with its stack, once a place. Exit code 1 where they find something or the script fails.
+GCC's, through a compiler that adds their flags, with a cache of its own in outputs/. All that they
+find is printed with its stack, once a place. Exit code 1 where they find something or the script
+fails.
 """
 
 from __future__ import annotations
