@@ -89,6 +89,24 @@ def test_layers_equal_the_definition_with_all_that_a_layer_has(name: str, impl: 
     same(ours, sequence(5, 3, 3).cuda(), reference, states, [5, 2, 3])
 
 
+@pytest.mark.parametrize("name", ["lstm", "gru", "elman"])
+def test_gradients_have_gradients_where_cudnn_runs_the_layer(name: str) -> None:
+    ours, reference = pair(name)
+    ours.float()
+    x = sequence(4, 2, 3).cuda()
+    found = []
+    for made, leaf in ((ours, x.float().requires_grad_()), (reference, x.clone().requires_grad_())):
+        output, state = made(leaf)
+        output = made(output[..., :3], state)[0]  # fed to itself
+        first = torch.autograd.grad(output.sin().sum(), [leaf, *made.parameters()],
+                                    create_graph=True)  # fmt: skip
+        loss = torch.stack([g.square().sum() for g in first]).sum()
+        found.append((output, *first, *torch.autograd.grad(loss, [leaf, *made.parameters()])))
+        assert ("OfLibrary" in str(output.grad_fn)) == (made is ours)
+    for mine, exact in zip(*found, strict=True):
+        assert (mine - exact).norm() <= 1e-4 * exact.norm()
+
+
 @pytest.mark.parametrize("size", [4, 300])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_equal_pytorch_with_two_layers_and_directions_packed(kind: str, size: int) -> None:
