@@ -129,7 +129,7 @@ class Case:
                 lambda: program.run(self._function, call.tensors, self._randoms(), torch.func)
             )
         inner = [t.clone() if t.numel() < 10**6 else t for t in call.tensors]
-        memory = MemoryUse()
+        memory = MemoryUse(self.key.device)
         try:
             results = program.run(self._function, call.tensors, self._randoms(), torch.func)
         except Exception as error:

@@ -1,8 +1,10 @@
-"""The most memory that this process has held at once."""
+"""The most memory that this process has held at once, of a device's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
 
 LARGE = 64 << 20  # bytes; no case has tensors of a hundredth of that
 
@@ -10,9 +12,17 @@ _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class MemoryUse:
-    """From here on, beyond what is held now. Nothing where Linux does not tell."""
+    """From here on, beyond what is held now. Nothing where Linux does not tell.
 
-    def __init__(self) -> None:
+    Of a GPU its own: what CUDA's libraries take of the host's, when they are loaded, is no case's.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._gpu = device == "cuda"
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
         try:
             _RESET.write_text("5")  # the high-water mark is what is held now
         except OSError:
@@ -22,6 +32,8 @@ class MemoryUse:
 
     def most(self) -> int:
         """Bytes."""
+        if self._gpu:
+            return torch.cuda.max_memory_allocated() - (self._before or 0)
         return 0 if self._before is None else _high_water() - self._before
 
 

@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .verdicts import Verdict
 
 SECONDS = 120.0  # that a task may take
@@ -106,6 +108,7 @@ class _Child:
 
 
 def _work(function: Function, folder: Path, connection: Connection) -> None:
+    torch.backends.cudnn.allow_tf32 = False  # float32 is compared as float32
     connection.send(("started", None))
     while (task := _next(connection)) is not None:
         try:
