@@ -127,7 +127,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         name: str, B: int, C: int, H: int, W: int, k: int = 5, s: int = 5, G: int = 1,
         bias: bool = True, **options: object,
     ) -> Sample:  # fmt: skip
-        scale = (C * s * s) ** -0.5
+        scale = (max(C, 1) * s * s) ** -0.5
         weight = draw(k * k * G, C, s, s) * scale
         arguments = (draw(B, C, H, W), weight, draw(k * k * G) if bias else None)
         return Sample(arguments, {"kernel_size": k, **options}, name)
@@ -160,6 +160,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         normalize="softmax", residual=True,
     )  # fmt: skip
     yield sample("empty batch", 0, 3, 8, 8)
+    yield sample("no channels", 2, 0, 8, 8, 3, 3)
+    yield sample("no rows", 2, 4, 0, 8, 3, 4, G=2, normalize="softmax")
+    yield sample("no columns", 2, 3, 8, 0, 1, 1, bias=False, residual=True)
 
     x, *parameters = sample("", 2, 3, 12, 32).args
     yield Sample((x.to(memory_format=torch.channels_last), *parameters), name="channels-last")

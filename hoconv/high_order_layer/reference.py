@@ -29,6 +29,9 @@ def high_order_layer(
     generator_weight is (K * G, C, s, s): channel i * G + g of its output is tap i of group g.
     `apply` is an implementation of the high-order convolution.
     """
+    if 0 in x.shape[1:]:  # no channel or no pixel, which PyTorch's convolution does not take
+        biases = 0 if generator_bias is None else generator_bias.sum()
+        return x * (generator_weight.sum() + biases)  # no elements, which depend on all arguments
     padded, padding = pad(x, generator_weight)
     taps = generate(padded, padding, generator_weight, generator_bias, kernel_size, normalize)
     out = apply(x, taps.transpose(0, 1), dilation)

@@ -30,11 +30,14 @@ def fuses(
 ) -> bool:
     """Whether an implementation computes such a layer in one fused kernel.
 
-    On a CPU `cpp` always does. On a GPU `cuda` does where its tiles fit the shared memory of a
-    multiprocessor (no float64, kernel sizes 3, 5 and 7, generators of odd size up to 7, up to 16
-    channels, taps that reach up to 8 pixels, and not many of both) and it is the faster way.
+    Nothing is fused where x has no channel or no pixel. On a CPU `cpp` fuses all else. On a GPU
+    `cuda` does where its tiles fit the shared memory of a multiprocessor (no float64, kernel sizes
+    3, 5 and 7, generators of odd size up to 7, up to 16 channels, taps that reach up to 8 pixels,
+    and not many of both) and it is the faster way.
     """
     C, s = weight.shape[1:3]
+    if 0 in x.shape[1:]:
+        return False
     if x.device.type == "cpu":
         return impl == "cpp"
     reach = max(dilation * (kernel_size - 1) // 2, s // 2)

@@ -281,30 +281,46 @@ def test_values_that_are_not_finite_go_where_the_definition_puts_them(
             assert torch.equal(classes(result), classes(expected[name])), (name, k, s)
 
 
-@everywhere
-def test_empty_tensors_give_empty_results_or_zeros(place: Place) -> None:
-    for shape in ((0, 4, 6, 9), (2, 4, 0, 9), (2, 4, 6, 0)):
-        _, weight, bias = inputs(place)
-        args = draw(place, *shape), weight, bias
-        if place.impl == "reference" or not fuses(place.impl, args[0], weight, 3, 1, False):
-            continue  # PyTorch's convolution takes an empty batch only
-        results = output_and_gradients(place.call, args, {"kernel_size": 3})
-        assert results["output"].shape == results["gradient of argument 0"].shape == shape
-        assert not results["gradient of argument 1"].any()
-        assert not results["gradient of argument 2"].any()
+NOTHING = [(0, 4, 6, 9), (2, 0, 6, 9), (2, 4, 0, 9), (2, 4, 6, 0), (2, 4, 0, 0)]
 
 
 @everywhere
-@pytest.mark.parametrize("shape", [(2, 2, 3, 0), (2, 2, 0, 3), (2, 2, 0, 0), (0, 2, 3, 3)])
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_empty_images_of_no_padding(place: Place, shape: tuple[int, ...], k: int) -> None:
-    weight = draw(place, k * k, 2, 1, 1)
-    args = draw(place, *shape), weight, None
-    if not fuses(place.impl, args[0], weight, k, 1, False):
-        pytest.skip("PyTorch's convolution takes an empty batch only")
-    results = output_and_gradients(place.call, args, {"kernel_size": k})
-    assert results["output"].shape == shape
-    assert not results["gradient of argument 1"].any()
+@pytest.mark.parametrize("shape", NOTHING)
+@pytest.mark.parametrize(("k", "s"), [(1, 1), (2, 2), (3, 3)])
+def test_nothing_gives_nothing_and_zeros(
+    place: Place, shape: tuple[int, ...], k: int, s: int
+) -> None:
+    x, weight, bias = draw(place, *shape), draw(place, k * k, shape[1], s, s), draw(place, k * k)
+
+    def f(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return place.call(x, weight, bias, kernel_size=k)
+
+    for args in ((x, weight, bias), (x, weight)):
+        leaves = [t.requires_grad_() for t in args]
+        assert f(*leaves).shape == shape
+        first = torch.autograd.grad(f(*leaves).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(first[0].sum() + first[1].sum(), leaves, allow_unused=True)
+        for order in (first, second):
+            for leaf, gradient in zip(leaves, order, strict=True):
+                if gradient is not None:
+                    assert gradient.shape == leaf.shape
+                    assert not gradient.any()
+        values = tuple(t.detach() for t in args)
+        assert torch.func.jvp(f, values, values)[1].shape == shape
+
+
+@everywhere
+@pytest.mark.parametrize("shape", NOTHING[1:])
+def test_nothing_is_compiled_exported_and_mapped_over(place: Place, shape: tuple[int, ...]) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return place.call(x, weight, kernel_size=3)
+
+    x, weight = draw(place, *shape), draw(place, 9, shape[1], 3, 3)
+    assert torch.export.export(Layer(), (x, weight)).module()(x, weight).shape == shape
+    assert torch.compile(Layer(), backend="eager", fullgraph=True)(x, weight).shape == shape
+    of_each = torch.func.vmap(torch.func.grad(lambda w, x: Layer()(x[None], w).sum()), (None, 0))
+    assert not of_each(weight, x).any()
 
 
 # As a PyTorch op
