@@ -33,13 +33,17 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
 
     Raises:
         ValueError: not a kind, nor a pair of kinds.
+        TypeError: neither a string nor a sequence.
     """
+    expected = (
+        f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands; "
+        f"got {gradient!r}"
+    )
+    if not isinstance(gradient, Sequence):
+        raise TypeError(expected)
     pair = (gradient, gradient) if isinstance(gradient, str) else tuple(gradient)
     if len(pair) != 2 or any(kind not in KINDS for kind in pair):
-        raise ValueError(
-            f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two "
-            f"operands; got {gradient!r}"
-        )
+        raise ValueError(expected)
     return pair[0], pair[1]
 
 

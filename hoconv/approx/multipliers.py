@@ -38,7 +38,7 @@ class Exact:
         return a * b
 
     def derivative(self, a: Tensor, b: Tensor) -> Tensor:
-        return b + torch.zeros_like(a)
+        return torch.broadcast_tensors(a, b)[1]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def check(name: str) -> None:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.view(torch.int32)
+    return t.resolve_neg().view(torch.int32)
 
 
 def _exponent(bits: Tensor) -> Tensor:

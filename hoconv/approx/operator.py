@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def multiply(
 
     Raises:
         ValueError: an unknown multiplier or kind of gradient; shapes that do not broadcast.
-        TypeError: a dtype other than float32.
+        TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     a, b = _prepared("a", a, "b", b, multiplier)
@@ -79,7 +79,7 @@ def matmul(
 
     Raises:
         ValueError: shapes that do not fit; an unknown multiplier or kind of gradient.
-        TypeError: a dtype other than float32.
+        TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     a, b = _prepared("a", a, "b", b, multiplier)
@@ -130,7 +130,7 @@ def conv2d(
 
     Raises:
         ValueError: a shape or an option that does not fit; an unknown multiplier or gradient.
-        TypeError: a dtype other than float32.
+        TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     x, weight = _prepared("x", x, "weight", weight, multiplier)
@@ -187,9 +187,12 @@ def _prepared(
 
 
 def _pair(name: str, value: Any, least: int) -> Pair:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
-        raise ValueError(f"{name}: expected an int or a pair of them, got {value!r}")
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    expected = f"{name}: expected an int or a pair of them, got {value!r}"
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
+        raise TypeError(expected)
+    if len(pair) != 2:
+        raise ValueError(expected)
     if min(pair) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value!r}")
     return pair

@@ -270,6 +270,39 @@ def test_kinds_of_gradients_of_a_product(place: Place, multiplier: str) -> None:
         assert torch.equal(d_b, kinds[second][1])
 
 
+@everywhere
+@pytest.mark.parametrize("gradient", ["approx", "ste", "analytic"])
+@pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
+def test_negated_views_are_numbers_as_others_are(
+    place: Place, gradient: str, multiplier: str
+) -> None:
+    a, b = (torch.randn(2, 7, device=place.device) for _ in range(2))
+
+    def negated(t: Tensor) -> Tensor:
+        view = torch.complex(torch.zeros_like(t), t).conj().imag
+        assert view.is_neg()
+        return view
+
+    def results(a: Tensor, b: Tensor) -> list[Tensor]:
+        a, b = a.requires_grad_(), b.requires_grad_()
+        out = place.call(a, b, multiplier, gradient=gradient)
+        return [out, *torch.autograd.grad(out, (a, b), negated(torch.ones_like(out)))]
+
+    expected = results(-a, -b)
+    for result, other in zip(results(negated(a), negated(b)), expected, strict=True):
+        assert torch.equal(result.resolve_neg(), other.resolve_neg())
+
+
+@everywhere
+def test_analytic_gradient_of_exact_products_keeps_the_sign_of_zero(place: Place) -> None:
+    a, zero = torch.ones(3, 1, device=place.device), torch.tensor([-0.0, 0.0], device=place.device)
+    leaf = a.requires_grad_()
+    for factor in zero:
+        out = place.call(leaf, factor, "exact", gradient="analytic")
+        (gradient,) = torch.autograd.grad(out.sum(), leaf)
+        assert torch.equal(gradient.signbit(), factor.signbit().expand(3, 1))
+
+
 # What is refused
 
 
@@ -284,6 +317,18 @@ def test_unknown_multiplier_is_refused_with_the_known_ones() -> None:
 def test_unknown_gradient_is_refused_with_the_known_ones(gradient: Any) -> None:
     with pytest.raises(ValueError, match=r"^gradient: expected one of approx, ste, analytic, or"):
         approx.multiply(torch.ones(1), torch.ones(1), "mbm16", gradient=gradient)
+
+
+@pytest.mark.parametrize("gradient", [3, None, 1.5])
+def test_gradient_of_another_type_is_refused_with_the_known_ones(gradient: Any) -> None:
+    one = torch.ones(1, 1, 1, 1)
+    for call in (approx.multiply, approx.matmul, approx.conv2d):
+        with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):
+            call(one, one, "mbm16", gradient=gradient)
+    with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):
+        approx.ApproxConv2d(1, 1, 1, gradient=gradient)
+    with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):
+        approx.ApproxLinear(1, 1, gradient=gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])

@@ -426,6 +426,15 @@ def test_wrong_convolutions_are_refused_by_name(
         approx.conv2d(torch.ones(x), torch.ones(weight), "mbm16", **options)
 
 
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("value", [1.0, None, True, (1, 2.0), (1, None), (True, 1), torch.ones(2)])
+def test_windows_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
+    x, weight = torch.ones(1, 1, 5, 5), torch.ones(1, 1, 2, 2)
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(TypeError, match=f"^{name}: expected an int or a pair of them, got "):
+        approx.conv2d(x, weight, "mbm16", **options)
+
+
 @pytest.mark.parametrize(
     ("a", "b"), [((3,), (3, 4)), ((2, 3), (3,)), ((2, 3), (4, 3)), ((2, 2, 3), (3, 3, 4))]
 )
