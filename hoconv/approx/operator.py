@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hoconv.approx import gradients, multipliers
 from hoconv.approx.gradients import Gradient
+from hoconv.approx.ops import NO_FORWARD_MODE
 from hoconv.approx.reference import Pair, output_size
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
@@ -179,10 +180,7 @@ def _prepared(
     if b.device != a.device:
         raise ValueError(f"{b_name}: expected the device of {a_name}, {a.device}, got {b.device}")
     if not torch.compiler.is_compiling() and (has_tangent(a) or has_tangent(b)):
-        raise NotImplementedError(
-            "an approximate product has no forward-mode derivative; use reverse mode: backward, "
-            "torch.func.vjp or torch.func.jacrev"
-        )
+        raise NotImplementedError(f"an approximate product {NO_FORWARD_MODE}")
     return a, b
 
 

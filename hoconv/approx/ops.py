@@ -1,8 +1,8 @@
 """The approximate products as torch.library ops: schema, fake, FLOPs.
 
 Each op has an overload per implementation. The reference is one too: a loop over k, which a
-compiler would unroll. They have no gradients of their own: what flows back through a product is the
-user's choice, made in gradients.py.
+compiler would unroll. Products of a multiplier have no gradients of their own: what flows back is
+the user's choice, made in gradients.py. That of a product of a table is straight-through.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
 the output, R x S the kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -20,6 +20,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.approx import reference
 from hoconv.registration import define, register_gradient
+
+NO_FORWARD_MODE = (
+    "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
+    "torch.func.jacrev"
+)
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -41,6 +46,11 @@ _SCHEMAS = {
     # Of 8-bit integers a (B, M, K), b (B, K, N), any strides, whose products are a table's,
     # (256, 256) int32; (B, M, N) int32.
     "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
+    # Of float32 numbers on 8-bit grids a (B, M, K), b (B, K, N), each given by its scale and zero
+    # point: the product that the table of their integers makes.
+    "approx_table_product":
+        "(Tensor a, Tensor b, Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, "
+        "Tensor table, bool signed) -> Tensor",
 }  # fmt: skip
 
 
@@ -55,6 +65,7 @@ class Kernels:
     conv2d_backward_input: torch._ops.OpOverload
     conv2d_backward_weight: torch._ops.OpOverload
     table_matmul: torch._ops.OpOverload
+    table_product: torch._ops.OpOverload
 
 
 def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -85,6 +96,10 @@ def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
     return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
+def _fake_table_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
 _FAKES = {
     "approx_multiply": _fake_multiply,
     "approx_matmul": _fake_matmul,
@@ -93,15 +108,22 @@ _FAKES = {
     "approx_conv2d_backward_input": _fake_gradient,
     "approx_conv2d_backward_weight": _fake_gradient,
     "approx_table_matmul": _fake_table_matmul,
+    "approx_table_product": _fake_table_product,
 }
 
 
 def _register(impl: str) -> Kernels:
     """Registers the ops of one implementation; compiled kernels come with their library."""
     ops = [define(_library, name, impl, schema, _FAKES[name]) for name, schema in _SCHEMAS.items()]
+    kernels = Kernels(*ops)
     for op in ops:
-        register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
-    return Kernels(*ops)
+        if op is not kernels.table_product:
+            register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
+    register_gradient(
+        _library, kernels.table_product, _straight_through, _save_operands, _refuse_tangents
+    )
+    _implement_table_product(impl, kernels.table_matmul)
+    return kernels
 
 
 def _refuse(*_: Any) -> Any:
@@ -109,6 +131,41 @@ def _refuse(*_: Any) -> Any:
         "an approximate product alone, as in an exported program, has no gradient; call "
         "hoconv.approx, which asks for its kind"
     )
+
+
+def _refuse_tangents(*_: Any) -> Any:
+    raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}")
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of the exact product."""
+    a, b = ctx.saved_tensors
+    d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
+    d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
+    return d_a, d_b, *(None,) * 6
+
+
+def _implement_table_product(impl: str, table_matmul: torch._ops.OpOverload) -> None:
+    def table_product(
+        a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
+        table: Tensor, signed: bool,
+    ) -> Tensor:  # fmt: skip
+        q_a = (a / scale_a).round().int() + zero_a
+        q_b = (b / scale_b).round().int() + zero_b
+        dtype = torch.int8 if signed else torch.uint8
+        products = table_matmul(q_a.to(dtype), q_b.to(dtype), table)
+        # sum of (qa - za) (qb - zb), the first term of which is the table's
+        rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
+        columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
+        total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
+        return (scale_a.double() * scale_b * total).float()
+
+    for key in ("CPU", "CUDA"):
+        _library.impl(f"approx_table_product.{impl}", table_product, key)
 
 
 def _implement_reference(name: str) -> None:
@@ -121,7 +178,7 @@ def _implement_reference(name: str) -> None:
 
 
 KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
-for _name in _SCHEMAS:
+for _name in _SCHEMAS.keys() - {"approx_table_product"}:
     _implement_reference(_name)
 
 # A multiply and an add for every product.

@@ -11,16 +11,19 @@ kernel; M, N rows and columns of a matrix product, K what it sums over.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.approx.operator import CONV2D, MATMUL
+from hoconv.approx.ops import KERNELS, NO_FORWARD_MODE
 from hoconv.approx.reference import columns, output_size
-from hoconv.approx.tables import LookupTable, table_matmul
-from hoconv.implementations import check_name
-from hoconv.registration import autocasts, without_autocast
+from hoconv.approx.tables import LookupTable
+from hoconv.implementations import check_name, resolve
+from hoconv.registration import autocasts, has_tangent
 
 Observed = Literal["minmax", "moving_average"]
 
@@ -76,31 +79,14 @@ def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return scale, zero_point.int()
 
 
-class _Product(torch.autograd.Function):
+def _product(
+    a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
+    table: LookupTable, impl: str,
+) -> Tensor:  # fmt: skip
     """a (B, M, K) times b (B, K, N), both on their 8-bit grids: forward by the table."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
-        table: LookupTable, impl: str,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(a, b)
-        (scale_a, zero_a), (scale_b, zero_b) = of_a, of_b
-        q_a, q_b = ((t / s).round().int() + z for t, s, z in ((a, *of_a), (b, *of_b)))
-        products = table_matmul(q_a.to(table.dtype), q_b.to(table.dtype), table, impl=impl)
-        # sum of (qa - za) (qb - zb), the first term of which is the table's
-        rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
-        columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
-        total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
-        return (scale_a.double() * scale_b * total).float()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        with without_autocast(grad.device.type):
-            d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
-            d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
-        return d_a, d_b, None, None, None, None
+    table.check_sum("input", a.shape[2])
+    kernels = KERNELS[resolve("approx_matmul", impl, a.device.type)]
+    return kernels.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
 
 
 class _Quantizer(nn.Module):
@@ -118,15 +104,32 @@ class _Quantizer(nn.Module):
             if t.dtype != torch.float32:
                 raise TypeError(f"{name}: expected float32, got {t.dtype}; convert it, or use "
                                 "autocast, which does")  # fmt: skip
+        if not torch.compiler.is_compiling():
+            self._check_transforms(x, weight)
         if self.training:
             self.input(x.detach())
-        if not self.input.least.is_meta and self.input.least.isnan():
-            raise RuntimeError(
-                "input: its range is not known; train, or run some data in training mode, first"
-            )
+        if not self.input.least.is_meta:
+            self._check_range()
         of_x = affine(self.input.least, self.input.most, self.table.signed)
         of_weight = affine(*weight.detach().aminmax(), self.table.signed)
         return self._on_grid(x, *of_x), self._on_grid(weight, *of_weight), of_x, of_weight
+
+    def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
+        if has_tangent(x) or has_tangent(weight):
+            raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}")
+        if self.training and is_functorch_wrapped_tensor(x):
+            raise NotImplementedError(
+                "input: a transform of torch.func cannot change the range that was seen; call "
+                "the layer in evaluation, after layer.eval()"
+            )
+
+    def _check_range(self) -> None:
+        unknown = self.input.least.isnan()
+        message = "input: its range is not known; train, or run some data in training mode, first"
+        if torch.compiler.is_compiling():  # where a program has no branch on a number
+            torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]
+        elif unknown:
+            raise RuntimeError(message)
 
     def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         if x.is_meta:  # of which PyTorch's op has no implementation
@@ -194,9 +197,7 @@ class TableConv2d(nn.Conv2d):
         windows: Any = (self.stride, self.padding, self.dilation)
         unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
         filters = weight.reshape(G, self.out_channels // G, -1).repeat(B, 1, 1)
-        out = _Product.apply(
-            unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
-        )
+        out = _product(unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl)
         size = output_size(x.shape, weight.shape, *windows)
         out = out.mT.reshape(B, self.out_channels, *size)
         return out if self.bias is None else out + self.bias[:, None, None]
@@ -238,9 +239,7 @@ class TableLinear(nn.Linear):
                 f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
             )
         x, weight, of_x, of_weight = self.quantizer(input, self.weight)
-        rows = x.reshape(1, -1, self.in_features) if x.numel() else x.new_empty(1, 0, x.shape[-1])
-        out = _Product.apply(
-            rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
-        )
+        rows = x.reshape(1, math.prod(x.shape[:-1]), self.in_features)
+        out = _product(rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl)
         out = out.reshape(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias

@@ -87,6 +87,16 @@ class LookupTable:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
+    def check_sum(self, name: str, K: int) -> None:
+        """Raises:
+        ValueError: a sum of so many products of an argument could exceed int32.
+        """
+        if K * self.largest >= 2**31:
+            raise ValueError(
+                f"{name}: a sum of {K} products of up to {self.largest} could exceed int32; "
+                f"split it"
+            )
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the operands."""
@@ -130,10 +140,6 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
             raise TypeError(f"{name}: expected {table.dtype} for {kind} table, got {t.dtype}")
     if b.device != a.device:
         raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
-    if a.shape[2] * table.largest >= 2**31:
-        raise ValueError(
-            f"a: a sum of {a.shape[2]} products of up to {table.largest} could exceed int32; "
-            f"split it"
-        )
+    table.check_sum("a", a.shape[2])
     name = resolve("approx_matmul", impl, a.device.type)
     return KERNELS[name].table_matmul(a, b, table.on(a.device))

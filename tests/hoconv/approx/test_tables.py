@@ -320,6 +320,99 @@ def test_evaluation_without_a_known_range_is_refused() -> None:
         layer(torch.zeros(1, 2))
 
 
+def layers(place: Place) -> list[tuple[nn.Module, Tensor]]:
+    """Each layer, in evaluation, and an input of it."""
+    table = random_table(True)
+    made = []
+    for layer, shape in (
+        (TableLinear(5, 4, table=table, impl=place.impl), (3, 5)),
+        (TableConv2d(4, 6, 3, table=table, impl=place.impl, padding=1, groups=2), (2, 4, 5, 6)),
+    ):
+        layer, x = layer.to(place.device), torch.randn(shape, device=place.device)
+        layer(x)
+        made.append((layer.eval(), x))
+    return made
+
+
+def gradients(layer: Any, x: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_(), *layer.parameters()]
+    return list(torch.autograd.grad(layer(leaves[0]).square().sum(), leaves))
+
+
+@everywhere
+def test_programs_of_layers_compute_and_learn_as_the_layers_do(
+    place: Place, tmp_path: Path
+) -> None:
+    for layer, x in layers(place):
+        exported = torch.export.export(layer, (x,))
+        torch.export.save(exported, tmp_path / "layer.pt2")
+        for program in (
+            exported.module(),
+            torch.export.load(tmp_path / "layer.pt2").module(),
+            torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False),
+        ):
+            assert torch.equal(program(x), layer(x))
+            for got, wanted in zip(gradients(program, x), gradients(layer, x), strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+@everywhere
+def test_programs_of_layers_with_no_range_are_refused(place: Place) -> None:
+    if place.device == "cuda":
+        pytest.skip("there a failed assertion ends every later use of the device")
+    layer, x = TableLinear(2, 1, table=exact(True), impl=place.impl).eval(), torch.zeros(3, 2)
+    program = torch.export.export(layer, (x,)).module()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    for call in (program, compiled):
+        with pytest.raises(RuntimeError, match="input: its range is not known; train, or run some"):
+            call(x)
+
+
+@everywhere
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_transforms_of_layers_are_their_gradients(place: Place) -> None:
+    for layer, x in layers(place):
+        expected = gradients(layer, x)
+        parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+        def loss(x: Tensor, parameters: Any, layer: nn.Module = layer) -> Tensor:
+            return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+        got, of_parameters = torch.func.grad(loss, (0, 1))(x, parameters)
+        for one, other in zip((got, *of_parameters.values()), expected, strict=True):
+            torch.testing.assert_close(one, other)
+        got = torch.func.vmap(torch.func.grad(loss), (0, None))(x[:, None], parameters)
+        torch.testing.assert_close(got[:, 0], expected[0])
+        torch.testing.assert_close(torch.func.vmap(layer)(x[:, None])[:, 0], layer(x))
+
+
+@everywhere
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
+def test_transforms_that_layers_do_not_have_are_refused(place: Place) -> None:
+    for layer, x in layers(place):
+        with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
+            torch.func.jvp(layer, (x,), (x,))
+        layer.train()
+        for transform, argument in ((torch.func.vmap, x[None]), (torch.func.grad, x)):
+            with pytest.raises(NotImplementedError, match=r"^input: .* after layer\.eval\(\)$"):
+                transform(lambda x, layer=layer: layer(x).sum())(argument)
+
+
+@everywhere
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5)])
+def test_no_rows_have_a_gradient(place: Place, shape: tuple[int, ...]) -> None:
+    layer, _ = layers(place)[0]
+    x = torch.ones(shape, device=place.device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer.requires_grad_(False)(x).sum(), x)
+    assert gradient.shape == shape
+
+
+def test_a_layer_of_sums_that_could_overflow_is_refused() -> None:
+    layer = TableLinear(3, 1, table=LookupTable(np.full((256, 256), 2**30), signed=True))
+    with pytest.raises(ValueError, match=r"^input: a sum of 3 products of up to 1073741824 could"):
+        layer(torch.ones(1, 3))
+
+
 def test_numbers_outside_the_range_get_no_gradient() -> None:
     layer = TableLinear(1, 1, table=exact(True), observer="minmax")
     layer(torch.tensor([[-1.0], [1.0]]))
