@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.approx.multipliers import MULTIPLIERS
-from hoconv.approx.ops import KERNELS, Kernels
+from hoconv.approx.ops import KERNELS, NO_FORWARD_MODE, Kernels
 from hoconv.approx.reference import Pair, columns
 from hoconv.registration import without_autocast
 
@@ -84,6 +84,16 @@ class _Product(torch.autograd.Function):
     """Of two operands, and options."""
 
     generate_vmap_rule = True
+
+    @classmethod
+    def of(cls, *args: Any) -> Tensor:
+        """Applies it. A `jvp` that refuses would be refused by torch.compile."""
+        try:
+            return cls.apply(*args)
+        except NotImplementedError as error:
+            if "jvp" not in str(error):
+                raise
+            raise NotImplementedError(f"an approximate product {NO_FORWARD_MODE}") from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from hoconv.approx import gradients, multipliers
 from hoconv.approx.gradients import Gradient
-from hoconv.approx.ops import NO_FORWARD_MODE
 from hoconv.approx.reference import Pair, output_size
 from hoconv.implementations import resolve
 from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.registration import autocasts, compiled, has_tangent
+from hoconv.registration import autocasts, compiled
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
@@ -179,8 +178,6 @@ def _prepared(
             )
     if b.device != a.device:
         raise ValueError(f"{b_name}: expected the device of {a_name}, {a.device}, got {b.device}")
-    if not torch.compiler.is_compiling() and (has_tangent(a) or has_tangent(b)):
-        raise NotImplementedError(f"an approximate product {NO_FORWARD_MODE}")
     return a, b
 
 
@@ -214,20 +211,20 @@ def _named_padding(
 
 def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)
-    return gradients.Multiply.apply(a, b, multiplier, gradients.kinds(gradient), impl)
+    return gradients.Multiply.of(a, b, multiplier, gradients.kinds(gradient), impl)
 
 
 def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
     kinds = gradients.kinds(gradient)
     if b.dim() == 2:
         rows = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1])
-        out = gradients.Matmul.apply(rows, b[None], multiplier, kinds, impl)
+        out = gradients.Matmul.of(rows, b[None], multiplier, kinds, impl)
         return out.reshape(*a.shape[:-1], b.shape[1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (
         t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:]) for t in (a, b)
     )
-    out = gradients.Matmul.apply(a, b, multiplier, kinds, impl)
+    out = gradients.Matmul.of(a, b, multiplier, kinds, impl)
     return out.unflatten(0, batch)
 
 
@@ -241,7 +238,7 @@ def _conv2d(
         _pair("dilation", dilation, 1),
     )
     kinds = gradients.kinds(gradient)
-    return gradients.Conv2d.apply(x, weight, *windows, groups, multiplier, kinds, impl)
+    return gradients.Conv2d.of(x, weight, *windows, groups, multiplier, kinds, impl)
 
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:

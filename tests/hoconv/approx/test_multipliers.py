@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hoconv import approx
 from hoconv.approx.multipliers import MULTIPLIERS, Logarithmic
@@ -363,7 +364,14 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
-def test_forward_mode_is_refused_with_what_there_is() -> None:
-    a, b = torch.randn(2, 3)
-    with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
-        torch.func.jvp(lambda a: approx.multiply(a, b, "mbm16"), (a,), (b,))
+@pytest.mark.parametrize("inner", [lambda f: f, torch.func.grad, torch.func.jacrev])
+def test_forward_mode_is_refused_with_what_there_is(inner: Any) -> None:
+    a, b = torch.randn(2, 1, 1, 3, 3)
+    for product in (approx.multiply, approx.matmul, approx.conv2d):
+        loss = inner(lambda a, product=product: product(a, b, "mbm16").sum())
+        with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
+            torch.func.jvp(loss, (a,), (b,))
+        with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
+            torch.func.jacfwd(loss)(a)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="use reverse mode:"):
+            loss(forward_ad.make_dual(a, b))
