@@ -158,6 +158,7 @@ class TableConv2d(nn.Conv2d):
     Raises:
         ValueError: an argument out of its range.
         RuntimeError: in evaluation, where the layer has seen no data in training.
+        NotImplementedError: in forward mode; in training, under a transform of torch.func.
     """
 
     operator = CONV2D
