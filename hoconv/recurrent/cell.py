@@ -5,7 +5,6 @@ B batch, I input size, H hidden size, n features.
 
 from __future__ import annotations
 
-import copy
 import dis
 import importlib
 import inspect
@@ -68,8 +67,6 @@ class Cell:
         Raises:
             TypeError: an option that the cell does not have, or a missing one.
             ValueError: a size that is not a positive whole number.
-
-        The options are copied: what happens to a list afterwards changes no layer.
         """
         known = {"input_size": input_size, HIDDEN: hidden_size}
         if unknown := [name for name in options if name not in self.options]:
@@ -89,7 +86,7 @@ class Cell:
                     f"{size}: the size of the state {state!r} of the cell {self.name}: expected an "
                     f"int of at least 1, got {sizes[state]!r}"
                 )
-        return BoundCell(self, input_size, hidden_size, copy.deepcopy(values), sizes)
+        return BoundCell(self, input_size, hidden_size, values, sizes)
 
 
 def _find(module: str, qualname: str) -> Cell:

@@ -5,6 +5,7 @@ B batch, D directions, I input size, L layers, T time steps, n features of a sta
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ class RNN(nn.Module):
         self._traced: list[_Traced] = []  # likewise
         size = input_size
         for layer in range(num_layers):
-            bound = cell.bind(size, hidden_size, options)
+            # Copied: what happens to an option afterwards, a list, say, changes no layer.
+            bound = copy.deepcopy(cell.bind(size, hidden_size, options))
             traced = _traced(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 self.runs.append((bound, suffix))

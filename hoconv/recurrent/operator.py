@@ -97,14 +97,18 @@ def _bound(cell: str, input_size: int, hidden_size: int) -> BoundCell:
     return made.bind(input_size, hidden_size, options)
 
 
-@functools.cache
 def _traced(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
-    """The names of a ready cell's parameters, and its text."""
+    """The names of a ready cell's parameters, and its text. A constant to torch.compile."""
+    return _traced_once(cell, input_size, hidden_size)
+
+
+@functools.cache
+def _traced_once(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
     traced = trace(_bound(cell, input_size, hidden_size))
     return tuple(d.name for d in traced.declarations), to_text(traced)
 
 
-_traced._dynamo_marked_constant = True  # pyright: ignore[reportAttributeAccessIssue]
+_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _sample(

@@ -24,7 +24,7 @@ from hoconv.recurrent.interpret import interpret
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.packing import packed, unpacked
 from hoconv.recurrent.plans import Prepared, prepared
-from hoconv.registration import gradients, register_gradient
+from hoconv.registration import gradients, register_gradient, without_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -51,14 +51,16 @@ def _run(
     made = prepared(plan)
     program = made.program(which)
     named = _named(made, parameters)
-    results, final = interpret(
-        program,
-        packed(program, named),
-        _by_name(program, sequences),
-        _by_name_of_states(program, states),
-        seed,
-        made.loop(which, impl, sequences[0].device.type),
-    )
+    device_type = sequences[0].device.type
+    with without_autocast(device_type):  # the program says in which dtypes it computes
+        results, final = interpret(
+            program,
+            packed(program, named),
+            _by_name(program, sequences),
+            _by_name_of_states(program, states),
+            seed,
+            made.loop(which, impl, device_type),
+        )
     if which == "backward":
         rows = results.get("d_x")
         x = torch.zeros_like(sequences[0]) if rows is None else rows
@@ -275,9 +277,12 @@ class Call:
     @property
     def program(self) -> str:
         """Which of the plan's programs runs: the one that a gradient can follow, where it may."""
+        if not torch.is_grad_enabled():
+            return "inference"
+        # Under a transform of torch.func a tensor may hide that an outer one differentiates by it.
+        hidden = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
         inputs = (self.x, *self.states, *self.parameters)
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        return "forward" if wanted else "inference"
+        return "forward" if hidden or any(t.requires_grad for t in inputs) else "inference"
 
 
 def run_reference(call: Call) -> list[Tensor]:

@@ -24,6 +24,7 @@ from tests.support import Place, differentiable, places, relative_error
 
 Function = Callable[..., Tensor]
 TOLERANCE = 1e-9
+NOT_ROUNDED = 1e-5  # a float32 result that no bfloat16 has been in
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -159,12 +160,13 @@ def test_autocast_during_the_backward_pass_changes_nothing(place: Place) -> None
         out = function(place.impl, *leaves)
         with torch.autocast(place.device, torch.bfloat16, enabled=autocast):
             grads = torch.autograd.grad(out, leaves, out.detach(), create_graph=True)
-            if place.operator.bitwise:  # and has no second derivative
-                return list(grads)
-            return [*grads, *torch.autograd.grad(grads, leaves, [g.detach() for g in grads])]
+        if place.operator.bitwise:  # and has no second derivative
+            return list(grads)
+        # Of PyTorch's own functions, which cast when they are differentiated under autocast.
+        return [*grads, *torch.autograd.grad(grads, leaves, [g.detach() for g in grads])]
 
     for result, expected in zip(compute(True), compute(False), strict=True):
-        assert torch.equal(result, expected), name
+        assert relative_error(result, expected) <= NOT_ROUNDED, name
 
 
 def forward_mode(f: Any, point: Any, vectors: Any) -> Any:

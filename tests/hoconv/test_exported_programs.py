@@ -18,10 +18,13 @@ from tests.support import Place, places
 
 LOAD = """
 import sys, torch, hoconv
+torch.backends.cudnn.allow_tf32 = False
 for path in sys.argv[1:]:
     program = torch.export.load(path)
     saved = torch.load(path + ".tensors")
-    assert torch.equal(program.module()(*saved["args"]), saved["out"]), path
+    out = program.module()(*saved["args"])
+    error = (out - saved["out"]).norm() / saved["out"].norm().clamp(min=1e-30)
+    assert error <= saved["tolerance"], path
 """
 
 
@@ -53,7 +56,8 @@ def save(place: Place, path: Path) -> Path:
     program = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
     torch.export.save(program, path)
     out = place.call(*sample.args, **sample.kwargs)
-    torch.save({"args": sample.args, "out": out}, f"{path}.tensors")
+    tolerance = place.operator.tolerances[torch.float32]
+    torch.save({"args": sample.args, "out": out, "tolerance": tolerance}, f"{path}.tensors")
     return path
 
 

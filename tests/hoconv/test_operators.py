@@ -260,7 +260,9 @@ def test_exported_equals_eager(place: Place) -> None:
     for sample in a_few_samples(place, torch.float32):
         exported = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
         result = exported.module()(*sample.args)
-        assert torch.equal(result, place.call(*sample.args, **sample.kwargs)), sample.name
+        exact = place.call(*sample.args, **sample.kwargs)
+        tolerance = place.operator.tolerances[torch.float32]  # what is exported may be no library's
+        assert relative_error(result, exact) <= tolerance, sample.name
 
 
 def test_fake_tensors_get_the_real_shape_dtype_and_strides(place: Place) -> None:
