@@ -135,7 +135,12 @@ class _Quantizer(nn.Module):
         if x.is_meta:  # of which PyTorch's op has no implementation
             return x.clone()
         limits = (-128, 127) if self.table.signed else (0, 255)
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+        try:
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+        except NotImplementedError as error:  # forward mode of an outer level, of reverse mode
+            if "forward AD" not in str(error):
+                raise
+            raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
 
 
 class TableConv2d(nn.Conv2d):

@@ -229,9 +229,10 @@ class _OfLibrary(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         states, parameters = tensors[: ctx.n_states], tensors[ctx.n_states :]
         if torch.is_grad_enabled():
-            d_x, d_states, d_parameters = _differentiate_again(
-                ctx.made, [x], states, parameters, None, grads[0], grads[1:]
-            )
+            with without_autocast(x.device.type):
+                d_x, d_states, d_parameters = _differentiate_again(
+                    ctx.made, [x], states, parameters, None, grads[0], grads[1:]
+                )
             return None, None, d_x, *d_states, *d_parameters
         pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
         wanted = [t for t in ctx.inputs if t.requires_grad]
