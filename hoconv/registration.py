@@ -15,7 +15,14 @@ from torch._library.autograd import supports_tensorlist
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    tree_any_only,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from hoconv import build
 from hoconv.operators import Implementation
@@ -63,7 +70,39 @@ def define(
 
     if impl in LIBRARIES:  # of lower precedence than the kernels that it loads
         library.impl(overload, load_and_call, "CompositeExplicitAutograd", with_keyset=True)
+    register_vmap(library, op)
     return op
+
+
+def register_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """Lets torch.func.vmap call an op for every example by itself.
+
+    PyTorch would, too, but for arguments that are lists, and for no examples: their results have
+    the shapes that those of zeros have.
+    """
+
+    def call_one_by_one(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        found = [
+            tree_flatten(op(*_example(args, in_dims, i, info.batch_size)))
+            for i in range(max(info.batch_size, 1))
+        ]
+        each = zip(*(results for results, _ in found), strict=True)
+        stacked = [torch.stack(results)[: info.batch_size] for results in each]
+        outputs = tree_unflatten(stacked, found[0][1])
+        return outputs, tree_map(lambda _: 0, outputs)
+
+    torch.library.register_vmap(op, call_one_by_one, lib=library)
+
+
+def _example(value: Any, dim: Any, i: int, count: int) -> Any:
+    """The i-th of `count` examples that a value holds along a dimension; zeros where none are."""
+    if dim is None:
+        return value
+    if isinstance(value, list | tuple):
+        return [_example(v, d, i, count) for v, d in zip(value, dim, strict=True)]
+    if count == 0:
+        return value.new_zeros(value.shape[:dim] + value.shape[dim + 1 :])
+    return value.select(dim, i)
 
 
 def register_gradient(

@@ -24,7 +24,7 @@ from hoconv.recurrent.interpret import interpret
 from hoconv.recurrent.ir import Program
 from hoconv.recurrent.packing import packed, unpacked
 from hoconv.recurrent.plans import Prepared, prepared
-from hoconv.registration import gradients, register_gradient, without_autocast
+from hoconv.registration import gradients, register_gradient, register_vmap, without_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -182,29 +182,7 @@ def _differentiate_again(
 
 
 register_gradient(_library, op, _differentiate, _save)
-
-
-def _one_by_one(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
-    """What torch.func.vmap calls: the op for every example by itself."""
-    if info.batch_size == 0:
-        raise NotImplementedError(
-            "hoconv::recurrent.compiled: torch.func.vmap over no examples; use impl='reference'"
-        )
-
-    def chosen(value: Any, dim: Any, example: int) -> Any:
-        if isinstance(value, list | tuple):
-            return [chosen(v, d, example) for v, d in zip(value, dim, strict=True)]
-        return value if dim is None else value.select(dim, example)
-
-    found = [
-        op(*(chosen(value, dim, example) for value, dim in zip(args, in_dims, strict=True)))
-        for example in range(info.batch_size)
-    ]
-    outputs = [torch.stack(each) for each in zip(*found, strict=True)]
-    return outputs, [0] * len(outputs)
-
-
-torch.library.register_vmap("hoconv::recurrent.compiled", _one_by_one)
+register_vmap(_library, op)
 
 
 class _OfLibrary(torch.autograd.Function):

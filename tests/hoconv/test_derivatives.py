@@ -302,3 +302,17 @@ def test_over_a_batch_of_calls(place: Place) -> None:
         )
 
     assert not compare(place, name, compute)
+
+
+def test_over_no_calls_at_all(place: Place) -> None:
+    _, function, leaves = small_cases(place)[0]
+    point = [leaf.detach() for leaf in leaves]
+    batches = [t.new_empty(0, *t.shape) for t in point]
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return function(place.impl, *tensors).sin().sum()
+
+    output = torch.vmap(lambda *t: function(place.impl, *t))(*batches)
+    gradients = torch.vmap(torch.func.grad(loss, tuple(range(len(point)))))(*batches)
+    assert output.shape == (0, *function(place.impl, *point).shape)
+    assert [g.shape for g in gradients] == [t.shape for t in batches]
