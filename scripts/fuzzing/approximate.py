@@ -46,6 +46,18 @@ def wild(draw: Draw, *shape: int, kinds: Kinds) -> Tensor:
     return draw.layout(values.to(draw.device, torch.float32))
 
 
+class Last(torch.autograd.Function):
+    """A derivative that has none by what it was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, derivative: Tensor, *sources: Tensor):
+        return derivative.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        raise Undefined("an approximate product has no second derivative")
+
+
 class Defined(torch.autograd.Function):
     """A function of two tensors and its gradients, all of them NumPy's."""
 
@@ -57,14 +69,16 @@ class Defined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):
-        if torch.is_grad_enabled():
-            raise Undefined("an approximate product has no second derivative")
-        a, b = (t.numpy() for t in ctx.saved_tensors)
-        g = grad.resolve_neg().contiguous().numpy()
-        gradients = (
+        saved = ctx.saved_tensors
+        twice = torch.is_grad_enabled()
+        a, b = (t.detach().numpy() for t in saved)
+        g = grad.detach().resolve_neg().contiguous().numpy()
+        gradients = [
             _tensor(d(g, a, b)) if needed else None
             for d, needed in zip(ctx.functions, ctx.needs_input_grad, strict=False)
-        )
+        ]
+        if twice:
+            gradients = [None if d is None else Last.apply(d, grad, *saved) for d in gradients]
         return *gradients, None, None, None
 
 

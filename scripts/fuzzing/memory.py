@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch._dynamo  # where PyTorch needs it first, its memory would be a case's
 
 LARGE = 64 << 20  # bytes; no case has tensors of a hundredth of that
 

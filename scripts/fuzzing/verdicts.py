@@ -18,8 +18,8 @@ Kind = Literal["equal", "refused", "wrong", "crashed", "hung", "exported"]
 BAD = ("wrong", "crashed", "hung")
 _LIBRARY = str(Path(hoconv.__file__).parent)
 _ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
-# PyTorch's own, which is what should be said of a saved tensor that was overwritten.
-_OVERWRITTEN = "modified by an inplace operation"
+# PyTorch's own, which say best that a saved tensor was overwritten, or that an op has no answer.
+_PYTORCHS = ("modified by an inplace operation", "does not support vmap over dims of size 0")
 
 Results = dict[str, Tensor]
 
@@ -41,7 +41,7 @@ def is_refusal(error: BaseException) -> bool:
 
     An error of PyTorch's that comes through the library is none.
     """
-    if _OVERWRITTEN in str(error):
+    if any(said in str(error) for said in _PYTORCHS):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, _ERRORS) or not frames:
