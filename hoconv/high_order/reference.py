@@ -19,18 +19,19 @@ def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """
     taps, _, G, H, W = weight.shape
     k = round(taps**0.5)
-    # From there on all taps but the centre see zeros.
-    down, across = min(dilation, 2 * H), min(dilation, 2 * W)
-    padding = []
-    for total in (across * (k - 1), down * (k - 1)):  # both sides together
-        padding += [total // 2, total - total // 2]
+    before = dilation * (k - 1) // 2
+    after = dilation * (k - 1) - before
+    # No more than the image's size: taps that look beyond see nothing but zeros.
+    above, left = min(before, H), min(before, W)
+    below, right = min(after, H), min(after, W)
     accumulate = torch.promote_types(x.dtype, torch.float32)
 
-    x_padded = F.pad(x.to(accumulate), padding)
+    x_padded = F.pad(x.to(accumulate), (left, right, above, below))
     x_padded = x_padded.unflatten(1, (G, x.shape[1] // G))
     out = torch.zeros((), dtype=accumulate, device=x.device)
     for i in range(taps):
-        top, left = down * (i // k), across * (i % k)
-        window = x_padded[..., top : top + H, left : left + W]  # (B, G, C / G, H, W)
+        top = min(max(dilation * (i // k) - before, -above), below) + above
+        side = min(max(dilation * (i % k) - before, -left), right) + left
+        window = x_padded[..., top : top + H, side : side + W]  # (B, G, C / G, H, W)
         out = out + window * weight[i].to(accumulate).unsqueeze(2)
     return out.flatten(1, 2).to(x.dtype)

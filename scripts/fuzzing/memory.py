@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # where PyTorch needs it first, its memory would be a case's
 
-LARGE = 64 << 20  # bytes; no case has tensors of a hundredth of that
+LARGE = 128 << 20  # bytes; no case has tensors of a hundredth of that
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
