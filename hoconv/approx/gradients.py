@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.approx.multipliers import MULTIPLIERS
 from hoconv.approx.ops import KERNELS, NO_FORWARD_MODE, Kernels
 from hoconv.approx.reference import Pair, columns
 from hoconv.registration import without_autocast
@@ -122,7 +121,7 @@ class Multiply(_Product):
                 return kernels.multiply(grad.contiguous(), other.contiguous(), multiplier)
             if kind == "ste":
                 return grad * other
-            return grad * MULTIPLIERS[multiplier].derivative(operand, other)
+            return grad * kernels.multiply_derivative(operand, other, multiplier)
 
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of(gradient[0], a, b) if need_a else None

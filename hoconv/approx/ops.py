@@ -11,6 +11,7 @@ the output, R x S the kernel; M, N rows and columns of a matrix product, K what 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.approx import reference
-from hoconv.registration import define, register_gradient
+from hoconv.registration import LIBRARIES, define, register_gradient
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
@@ -31,8 +32,9 @@ _ops = torch.ops.hoconv
 
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
 _SCHEMAS = {
-    # Of equal shapes, both contiguous.
+    # Of equal shapes, both contiguous; the derivative is with respect to a.
     "approx_multiply": "(Tensor a, Tensor b, str multiplier) -> Tensor",
+    "approx_multiply_derivative": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     # a (B, M, K), b (B, K, N), any strides.
     "approx_matmul": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     "approx_matmul_derivative": "(Tensor grad, Tensor a, Tensor b, str multiplier) -> Tensor",
@@ -59,6 +61,7 @@ class Kernels:
     """The functions of one implementation; see their definitions in reference.py."""
 
     multiply: torch._ops.OpOverload
+    multiply_derivative: torch._ops.OpOverload
     matmul: torch._ops.OpOverload
     matmul_derivative: torch._ops.OpOverload
     conv2d: torch._ops.OpOverload
@@ -69,7 +72,7 @@ class Kernels:
 
 
 def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    return torch.empty_like(a)
+    return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
 def _fake_matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -102,6 +105,7 @@ def _fake_table_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
 
 _FAKES = {
     "approx_multiply": _fake_multiply,
+    "approx_multiply_derivative": _fake_multiply,
     "approx_matmul": _fake_matmul,
     "approx_matmul_derivative": _fake_matmul_derivative,
     "approx_conv2d": _fake_conv2d,
@@ -123,6 +127,8 @@ def _register(impl: str) -> Kernels:
         _library, kernels.table_product, _straight_through, _save_operands, _refuse_tangents
     )
     _implement_table_product(impl, kernels.table_matmul)
+    # Of no implementation its own: nothing is summed, and PyTorch is fast enough.
+    _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
     return kernels
 
 
@@ -164,22 +170,24 @@ def _implement_table_product(impl: str, table_matmul: torch._ops.OpOverload) -> 
         total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
         return (scale_a.double() * scale_b * total).float()
 
-    for key in ("CPU", "CUDA"):
-        _library.impl(f"approx_table_product.{impl}", table_product, key)
+    _implement("approx_table_product", impl, table_product)
 
 
-def _implement_reference(name: str) -> None:
-    function = getattr(reference, name.removeprefix("approx_"))
+def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
+    """By a function of PyTorch's operations."""
 
     def contiguous(*args: Any) -> Tensor:
         return function(*args).contiguous()
 
-    _library.impl(f"{name}.reference", contiguous, "CompositeExplicitAutograd")
+    # Of an op of a compiled library what loads that has the key for all devices.
+    keys = ("CPU", "CUDA") if impl in LIBRARIES else ("CompositeExplicitAutograd",)
+    for key in keys:
+        _library.impl(f"{name}.{impl}", contiguous, key)
 
 
 KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
-for _name in _SCHEMAS.keys() - {"approx_table_product"}:
-    _implement_reference(_name)
+for _name in _SCHEMAS.keys() - {"approx_table_product", "approx_multiply_derivative"}:
+    _implement(_name, "reference", getattr(reference, _name.removeprefix("approx_")))
 
 # A multiply and an add for every product.
 

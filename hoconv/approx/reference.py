@@ -30,6 +30,11 @@ def multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
     return MULTIPLIERS[multiplier].multiply(a, b)
 
 
+def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """The multiplier's own derivative with respect to a, elementwise, of equal shapes."""
+    return MULTIPLIERS[multiplier].derivative(a, b).clone()  # that of an exact product is b
+
+
 def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
     """a (B, M, K) times b (B, K, N): out[m, n] = sum over k of a[m, k] * b[k, n]."""
     return _sum_of_products(MULTIPLIERS[multiplier].multiply, a, b)
