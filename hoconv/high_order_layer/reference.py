@@ -52,5 +52,5 @@ def generate(
 ) -> Tensor:  # fmt: skip
     """The taps of every pixel and group, (B, K, G, H, W)."""
     generated = F.conv2d(padded, weight, bias, padding=padding)
-    taps = generated.unflatten(1, (kernel_size**2, -1))
+    taps = generated.unflatten(1, (kernel_size**2, weight.shape[0] // kernel_size**2))
     return taps.softmax(dim=1) if normalize else taps
