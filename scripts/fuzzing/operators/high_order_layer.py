@@ -45,10 +45,9 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         k, s, H = max(1, k - 2), max(1, s - 2), max(1, H // 2)
     dtype, dilation = dtype_for(draw, program), dilated(draw)
     # Infinity times the zeros around the image: PyTorch's convolution may leave it out, and knows
-    # no rule for infinities in 16 bits.
-    special = s == 1 and dtype in DTYPES[:2]
-    infinite = special and program.name in ("forward", "backward") and draw.chance(0.25)
-    x = draw.tensor(B, C, H, W, dtype=dtype, special=infinite)
+    # no rule for infinities in 16 bits. Of gradients a compensated sum makes NaN of infinity.
+    special = program.name == "forward" and s == 1 and dtype in DTYPES[:2] and draw.chance(0.5)
+    x = draw.tensor(B, C, H, W, dtype=dtype, special=special)
     scale = (max(C, 1) * s * s) ** -0.5
     weight = draw.tensor(k * k * G, C, s, s, dtype=dtype, scale=scale)
     bias = draw.tensor(k * k * G, dtype=dtype) if draw.chance(0.6) else None
@@ -84,7 +83,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     return Call(
         function, exact, tensors, f"s={s} G={G} {options} {'module' if as_module else ''}", dtype,
         find("high_order_layer").tolerances, invalid=fault, like_input=True,
-        special=special,
+        special=False,
     )  # fmt: skip
 
 

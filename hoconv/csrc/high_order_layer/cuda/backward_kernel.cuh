@@ -29,7 +29,7 @@
 
 namespace hoconv {
 
-// A sum in float32; compensated (Kahan) it is as exact as one term.
+// A sum in float32; compensated (Kahan) it is as exact as one term, and NaN where one is infinite.
 template <bool compensated>
 struct Sum {
   float sum = 0, excess = 0;  // excess: what `sum` has too much
