@@ -24,7 +24,7 @@ lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	find hoconv/csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
+	find csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove .venv and caches; runs and data stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -23,20 +23,20 @@ from pytorch_lightning.strategies import FSDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
+from hoconv.declaration import layers
 from hoconv.implementations import ImplementationError, choose
 from hoconv.lightning import Throughput
-from hoconv.operators import layers
-from models.backbone import WeightsNotFoundError
-from models.build import build
-from models.prediction import predict
-from reporting import console, disk, loggers
-from reporting.results import Results
+from models.networks.backbone import WeightsNotFoundError
+from training import console, disk, loggers
+from training.callbacks.finite import NotFiniteError
 from training.checkpoints import continuation, discard
-from training.finite import NotFiniteError
 from training.folder import as_given, begin, finished
 from training.instantiation import instantiate
 from training.lock import RunningError, held
+from training.model import build
+from training.predict import predict
 from training.resolvers import check, register
+from training.results.record import Results
 from training.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parent

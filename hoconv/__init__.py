@@ -15,7 +15,7 @@ from hoconv.dynamic_conv1d import LightweightConv1d as LightweightConv1d
 from hoconv.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d
 from hoconv.high_order import HighOrderConv2d as HighOrderConv2d
 from hoconv.high_order import high_order_conv2d as high_order_conv2d
-from hoconv.high_order_layer import high_order_layer as high_order_layer
+from hoconv.high_order import high_order_layer as high_order_layer
 from hoconv.implementations import implementations as implementations
 
 __version__ = "0.1.0"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import hoconv
-from hoconv import build
-from hoconv.build import cache
+from hoconv import jit
+from hoconv.declaration import Operator, broken_packages, operators
 from hoconv.implementations import (
     BrokenImplementationError,
     ImplementationError,
@@ -30,7 +30,7 @@ from hoconv.implementations import (
     implementations,
     obstacle,
 )
-from hoconv.operators import Operator, broken_packages, operators
+from hoconv.jit import cache
 
 _BROKEN = "broken: "
 
@@ -97,7 +97,7 @@ def _environment_facts() -> dict[str, str]:
         capability = f"compute capability {gpu.major}.{gpu.minor}"
         facts[f"gpu {index}"] = f"{gpu.name}, {capability}, {gpu.total_memory / 2**30:.0f} GiB"
     if torch.cuda.device_count() == 0:
-        facts["gpu"] = build.no_gpu()
+        facts["gpu"] = jit.no_gpu()
     return facts
 
 
@@ -105,10 +105,10 @@ def _compiler_facts() -> dict[str, str]:
     facts = {}
     for label, library in (("C++", "cpu"), ("CUDA", "cuda")):
         try:
-            path = build.compiler(library)
+            path = jit.compiler(library)
             version = _first_line(path, "--version", containing=".")
             facts[label] = f"{path}: {version or 'does not say its version'}"
-        except build.BuildError as error:
+        except jit.BuildError as error:
             facts[label] = str(error)
     facts["build cache"] = str(cache.folder())
     return facts
@@ -123,14 +123,14 @@ def _implementation_facts(compiling: bool) -> dict[str, str]:
 
 
 def _tried(library: str) -> str:
-    reason = build.load(library)
+    reason = jit.load(library)
     return f"{_BROKEN}{reason}" if reason else "built and loaded"
 
 
 def _looked_for(library: str) -> str:
     try:
-        return "built" if build.find(library) else "can be built"
-    except build.BuildError as error:
+        return "built" if jit.find(library) else "can be built"
+    except jit.BuildError as error:
         return f"{_BROKEN}{error}"
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hoconv import build
-from hoconv.build import BuildError
-from hoconv.operators import Operator, find
+from hoconv import jit
+from hoconv.declaration import Operator, find
+from hoconv.jit import BuildError
 
 # Answers that a process keeps; a program may be anything, and is asked for again after more.
 _KEPT = 1024
@@ -39,8 +39,8 @@ def implementations() -> dict[str, str]:
     """
     return {
         "reference": "available",
-        "cpp": build.obstacle("cpu") or "available",
-        "cuda": build.obstacle("cuda") or "available",
+        "cpp": jit.obstacle("cpu") or "available",
+        "cuda": jit.obstacle("cuda") or "available",
     }
 
 
@@ -65,7 +65,7 @@ def choose(operator: Operator, impl: str, device_type: str, *program: str) -> Ch
         impl: an implementation's name, or ``"auto"``: the fastest that can run.
         device_type: where the tensors are: ``"cpu"``, ``"cuda"``, ...
         program: what is to be run, where the operator generates code for it: the arguments of
-            :attr:`hoconv.operators.Implementation.prepare`. Messages show the first word of each.
+            :attr:`hoconv.declaration.Implementation.prepare`. Messages show the first word of each.
 
     Raises:
         ValueError: the operator has no implementation of that name.
@@ -109,7 +109,7 @@ def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
         wanted = " or ".join(implementation.devices)
         reason = f"it runs on {wanted} tensors and these are on {device_type}"
         if "cuda" in implementation.devices and not torch.cuda.is_available():
-            reason = build.no_gpu()
+            reason = jit.no_gpu()
         return f"{reason}; or use impl=auto ({here} can run on {device_type})"
     try:
         return implementation.obstacle()

@@ -24,8 +24,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from hoconv import build
-from hoconv.operators import Implementation
+from hoconv import jit
+from hoconv.declaration import Implementation
 
 # Implementation -> the compiled library that has its kernels.
 LIBRARIES = {"cpp": "cpu", "cuda": "cuda"}
@@ -39,8 +39,8 @@ def compiled(
     return Implementation(
         function,
         devices,
-        load=functools.partial(build.load, library),
-        obstacle=functools.partial(build.obstacle, library),
+        load=functools.partial(jit.load, library),
+        obstacle=functools.partial(jit.obstacle, library),
     )
 
 
@@ -61,7 +61,7 @@ def define(
     op = getattr(getattr(getattr(torch.ops, library.ns), name), impl)
 
     def load_and_call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if reason := build.load(LIBRARIES[impl]):
+        if reason := jit.load(LIBRARIES[impl]):
             raise RuntimeError(f"{op.name()} cannot run here: {reason}")
         key = keyset.highestPriorityTypeId()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key.name):

@@ -1,1 +1,1 @@
-"""The networks, the LightningModules that train them, one per task, and what these predict."""
+"""Networks, the tasks that train them, metrics."""

@@ -2,7 +2,7 @@
 
 Every sub-command writes JSON, and some a chart beside it. How each measures is said by its
 ``--help`` and, beside the numbers, in the JSON; what the JSON holds, at the top of its file,
-``scripts/benchmark_<command>.py``.
+in ``scripts/benchmarks/``.
 """
 
 from __future__ import annotations
@@ -11,36 +11,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import benchmark_approx
-import benchmark_images
-import benchmark_layer
-import benchmark_loading
-import benchmark_op
-import benchmark_profile
-import benchmark_recurrent
-import benchmark_scaling
-import benchmark_start
-import benchmark_step
-import benchmark_table
-import benchmark_throughput
+from benchmarks.library import approx, layer, op, profile, recurrent, start
+from benchmarks.training import images, loading, scaling, step, table, throughput
 from common import add_device_option, add_out_option, broken_packages_named, record
 
 from datamodules.images import DataNotFoundError
 
 # Name -> module and what its line in the help says.
 COMMANDS = {
-    "op": (benchmark_op, "time and memory of forward and backward of an operator"),
-    "layer": (benchmark_layer, "the whole high-order layer against the best of its peers"),
-    "approx": (benchmark_approx, "approximate products with every multiplier, beside PyTorch's"),
-    "recurrent": (benchmark_recurrent, "recurrent layers against PyTorch's, and their schedules"),
-    "table": (benchmark_table, "training steps of all models, implementations and batches"),
-    "step": (benchmark_step, "training steps, and how much of them is spent in the layer"),
-    "images": (benchmark_images, "1,000 COCO images through the high-order layer"),
-    "loading": (benchmark_loading, "how long training on COCO waits for its data"),
-    "profile": (benchmark_profile, "what the GPU's counters say of the fused layer"),
-    "scaling": (benchmark_scaling, "training on several devices"),
-    "throughput": (benchmark_throughput, "what the callback that measures throughput costs"),
-    "start": (benchmark_start, "time of the first use and of later starts"),
+    "op": (op, "time and memory of forward and backward of an operator"),
+    "layer": (layer, "the whole high-order layer against the best of its peers"),
+    "approx": (approx, "approximate products with every multiplier, beside PyTorch's"),
+    "recurrent": (recurrent, "recurrent layers against PyTorch's, and their schedules"),
+    "table": (table, "training steps of all models, implementations and batches"),
+    "step": (step, "training steps, and how much of them is spent in the layer"),
+    "images": (images, "1,000 COCO images through the high-order layer"),
+    "loading": (loading, "how long training on COCO waits for its data"),
+    "profile": (profile, "what the GPU's counters say of the fused layer"),
+    "scaling": (scaling, "training on several devices"),
+    "throughput": (throughput, "what the callback that measures throughput costs"),
+    "start": (start, "time of the first use and of later starts"),
 }
 
 

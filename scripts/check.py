@@ -42,8 +42,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hoconv.declaration import Operator, Sample, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
-from hoconv.operators import Operator, Sample, operators
 
 SMALL = (torch.float32, torch.bfloat16)
 

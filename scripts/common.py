@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hoconv import build, doctor
-from hoconv.operators import Sample, broken_packages, operators
+from hoconv import doctor, jit
+from hoconv.declaration import Sample, broken_packages, operators
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -47,7 +47,7 @@ def _device(name: str) -> str:
     if name not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {name!r}")
     if name not in doctor.devices():
-        raise argparse.ArgumentTypeError(f"{name}: {build.no_gpu()}")
+        raise argparse.ArgumentTypeError(f"{name}: {jit.no_gpu()}")
     return name
 
 

@@ -37,7 +37,7 @@ from rich.markdown import Markdown
 from scipy.stats import t
 from wandb_report import ReportError, publish, require_online
 
-from reporting.runs import Run, find, varied
+from training.results.runs import Run, find, varied
 
 METHOD = (
     "Mean over seeds, and half of a 95% confidence interval by Student's t; speed-up and "

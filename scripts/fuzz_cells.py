@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import ImplementationError, choose
-from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.testing.cells import CellCase, close, gradients

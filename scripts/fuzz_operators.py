@@ -13,8 +13,8 @@ from fuzzing import cases
 from fuzzing.cases import Key, judge
 from fuzzing.workers import Function
 
+from hoconv.declaration import operators
 from hoconv.implementations import ImplementationError, choose
-from hoconv.operators import operators
 
 METHOD = (
     "Each case is a call with random sizes, layouts, dtypes and options, and one thing done with "

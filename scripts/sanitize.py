@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import ROOT
 
-from hoconv import build
+from hoconv import jit
 
 FOLDER = ROOT / "outputs" / "sanitized"  # the compiler, and what it has compiled
 # After the library's own flags, so that these count: stacks want frames, and -O3 takes too long.
@@ -54,7 +54,7 @@ def _compiler() -> Path:
     """The compiler as a program that adds the flags, and that nothing is preloaded into."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     program = FOLDER / "c++"
-    text = f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.quote(build.compiler("cpu"))} "$@" {_FLAGS}\n'
+    text = f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.quote(jit.compiler("cpu"))} "$@" {_FLAGS}\n'
     if not program.exists() or program.read_text() != text:
         program.write_text(text)
         program.chmod(0o755)
@@ -67,7 +67,7 @@ def _preloaded() -> str:
     names = ("libasan.so", "libstdc++.so.6")
     return ":".join(
         subprocess.run(
-            [build.compiler("cpu"), f"-print-file-name={name}"],
+            [jit.compiler("cpu"), f"-print-file-name={name}"],
             capture_output=True, text=True, check=True,
         ).stdout.strip()
         for name in names

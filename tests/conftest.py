@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from hoconv import build
+from hoconv import jit
 from tests.support import Place
 
 hypothesis.settings.register_profile(
@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("same every time")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason=build.no_gpu())
+        skip = pytest.mark.skip(reason=jit.no_gpu())
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)

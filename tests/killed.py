@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import train
-from models.classifier import Classifier
+from models.tasks.classifier import Classifier
 
 
 def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -> None:

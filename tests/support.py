@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hoconv.declaration import Operator, Sample
 from hoconv.implementations import obstacle
-from hoconv.operators import Operator, Sample
 
 
 @dataclass(frozen=True)

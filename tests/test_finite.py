@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import hoconv
 from hoconv.high_order import layers as high_order
-from models.classifier import Classifier
+from models.tasks.classifier import Classifier
 from tests.test_resume import SHORT, at_step
-from training.finite import FiniteLayers, NotFiniteError
+from training.callbacks.finite import FiniteLayers, NotFiniteError
 
 
 def break_layer(model: Classifier) -> None:

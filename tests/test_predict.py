@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from datamodules.coco.folder import ImageFolder
-from reporting.pictures import colours
+from training.callbacks.pictures import colours
 
 CPU = ("trainer=cpu", "impl=reference")
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_with_published_weights_needs_no_download(
     run, trained, photos, monkeypatch, tmp_path
 ):
     """Only a fit begins with them."""
-    from models.backbone import Backbone
+    from models.networks.backbone import Backbone
 
     def fail(self):
         raise AssertionError("loaded")

@@ -20,8 +20,8 @@ import torch
 from omegaconf import OmegaConf
 
 import tests.killed
-from models.classifier import Classifier
-from reporting import disk
+from models.tasks.classifier import Classifier
+from training import disk
 from training.folder import run_folder
 
 RUN = (

@@ -14,8 +14,8 @@ import torch
 
 import train
 from hoconv.implementations import ImplementationError
-from models.classifier import Classifier
-from reporting import disk
+from models.tasks.classifier import Classifier
+from training import disk
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")

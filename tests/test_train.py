@@ -17,7 +17,7 @@ import train
 from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
-from models.classifier import Classifier
+from models.tasks.classifier import Classifier
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
 CONF = Path(train.__file__).parent / "conf"

@@ -1,1 +1,1 @@
-"""What keeps a run alive: its folder, its checkpoints, and a stop where numbers are no more."""
+"""The code of a run: from its configuration to its results."""

@@ -22,7 +22,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from reporting import console, disk
+from training import console, disk
 
 FOLDER = "resume"  # in that of the run
 # A run that goes on finds the checkpoints that it made.

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
-from reporting import console, disk
+from training import console, disk
 from training.checkpoints import discard, saved
 from training.lock import live
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pytorch_lightning.utilities import rank_zero_only
 
-from reporting import console
+from training import console
 
 NAME = ".lock"
 FLOCK = "hhlli"  # struct flock of Linux: type, whence, start, length, process

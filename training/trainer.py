@@ -12,10 +12,10 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from hoconv.lightning import Throughput
-from reporting import console
-from reporting.losses import LossRecord
+from training import console
+from training.callbacks.finite import FiniteLayers
+from training.callbacks.losses import LossRecord
 from training.checkpoints import StepCheckpoints, epoch_checkpoints, plugins
-from training.finite import FiniteLayers
 
 
 def make_trainer(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hoconv.approx import multipliers
 from hoconv.approx.gradients import Gradient, kinds
 from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul
+from hoconv.declaration import Operator
 from hoconv.implementations import check_name
-from hoconv.operators import Operator
 
 
 class ApproxConv2d(nn.Conv2d):

@@ -18,8 +18,8 @@ from torch import Tensor
 from hoconv.approx import gradients, multipliers
 from hoconv.approx.gradients import Gradient
 from hoconv.approx.reference import Pair, output_size
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.registration import autocasts, compiled
 
 # Every implementation gives the same bits.

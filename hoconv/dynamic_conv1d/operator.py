@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hoconv.declaration import Benchmark, Cost, Operator, Sample, declare
 from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS
 from hoconv.implementations import resolve
-from hoconv.operators import Benchmark, Cost, Operator, Sample, declare
 from hoconv.registration import autocast, check_dtypes
 
 _TOLERANCES = {

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
+from hoconv.declaration import Implementation
 from hoconv.dynamic_conv1d import reference
-from hoconv.operators import Implementation
 from hoconv.registration import LIBRARIES, compiled, define, register_autocast, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from hoconv.high_order_layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
+from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
 from hoconv.implementations import check_name
 
 

@@ -5,8 +5,8 @@ x is the step's input, h the hidden and c the cell state.
 
 from __future__ import annotations
 
-from hoconv.recurrent.cell import cell
-from hoconv.recurrent.language import (
+from hoconv.recurrent.frontend.cell import cell
+from hoconv.recurrent.frontend.language import (
     Row,
     layer_norm,
     linear,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hoconv.recurrent.emit.cuda import emit_cuda
-from hoconv.recurrent.ir import Group, Op, Program, flat
-from hoconv.recurrent.kinds import PRODUCTS, ROWWISE, SUMS
+from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.ir.kinds import PRODUCTS, ROWWISE, SUMS
+from hoconv.recurrent.ir.program import Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
+from hoconv.recurrent.runtime.workspace import CHUNK
 from hoconv.recurrent.schedule import Plan
-from hoconv.recurrent.workspace import CHUNK
 
 _WHY = {
     "naive": "every op by itself, at every step",

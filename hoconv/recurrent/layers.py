@@ -18,15 +18,15 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from hoconv.implementations import check_name, resolve
-from hoconv.recurrent.cell import BoundCell, Cell
-from hoconv.recurrent.evaluate import NAMES
 from hoconv.recurrent.explain import explain
+from hoconv.recurrent.frontend.cell import BoundCell, Cell
+from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.trace import Declaration, trace
+from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import RUNS, Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.recurrent.serialize import to_text
-from hoconv.recurrent.trace import Declaration, trace
 from hoconv.registration import autocasts
 
 State = Tensor | tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class RNN(nn.Module):
     """A recurrent layer of any cell; arguments, shapes and packing are those of nn.LSTM.
 
     Args:
-        cell: made by :func:`hoconv.recurrent.cell`, or a ready one.
+        cell: made by :func:`hoconv.recurrent.frontend.cell`, or a ready one.
         input_size: I.
         hidden_size: what the cell's linear maps and states have where it does not say otherwise.
         num_layers: L; the outputs of one are the inputs of the next.

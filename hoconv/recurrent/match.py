@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent import cells
-from hoconv.recurrent.cell import Cell
-from hoconv.recurrent.evaluate import DTYPES
-from hoconv.recurrent.ir import Operand, Piece, Program, Value, flat
+from hoconv.recurrent.frontend.cell import Cell
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.program import Operand, Piece, Program, Value, flat
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
-from hoconv.recurrent.trace import trace
 
 # Up to this hidden size cuDNN has kernels that keep the weights on the chip, in float32 only.
 SMALL = 192

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.recurrent import cells, cpp, cuda, ops
-from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.recurrent import cells, ops
+from hoconv.recurrent.frontend.cell import BoundCell, Cell
+from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
-from hoconv.recurrent.serialize import to_text
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.runtime import cpp, cuda
 
 _TOLERANCES = {
     torch.float64: 1e-12,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent import reference
-from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.evaluate import DTYPES
-from hoconv.recurrent.interpret import interpret
-from hoconv.recurrent.ir import Program
-from hoconv.recurrent.packing import packed, unpacked
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import Prepared, prepared
+from hoconv.recurrent.runtime.interpret import interpret
+from hoconv.recurrent.runtime.packing import packed, unpacked
 from hoconv.registration import gradients, register_gradient, register_vmap, without_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")

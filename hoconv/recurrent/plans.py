@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from hoconv.recurrent.cpp import CppLoop, compile_loops
-from hoconv.recurrent.cuda import CudaLoop
-from hoconv.recurrent.interpret import Loop
-from hoconv.recurrent.ir import Program
+from hoconv.recurrent.frontend.serialize import from_text
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops
+from hoconv.recurrent.runtime.cuda import CudaLoop
+from hoconv.recurrent.runtime.interpret import Loop
 from hoconv.recurrent.schedule import Plan, plan_trace
-from hoconv.recurrent.serialize import from_text
 
 # Plans that a process keeps; one that is asked for after more than these is made again.
 _KEPT = 256
@@ -33,7 +33,7 @@ def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse:
     """A plan as a text. Constants in, a constant out: torch.compile does not trace it.
 
     Args:
-        cell: what :func:`hoconv.recurrent.serialize.to_text` made of its trace.
+        cell: what :func:`hoconv.recurrent.frontend.serialize.to_text` made of its trace.
         dtype, schedule, masked, reverse: as in :func:`hoconv.recurrent.schedule.plan_trace`.
     """
     name = str(dtype).removeprefix("torch.")
@@ -75,7 +75,7 @@ class Prepared:
         """What runs the steps of one of the programs; None is PyTorch, op by op.
 
         Raises:
-            hoconv.build.BuildError: there is no compiler, or it failed.
+            hoconv.jit.BuildError: there is no compiler, or it failed.
         """
         if impl == "cuda":
             return self._cuda_loop(which)
@@ -103,7 +103,7 @@ def prepare(impl: str, device_type: str, text: str, which: str) -> None:
     """Compiles what runs one of a plan's programs, and with ``forward`` also ``backward``.
 
     Raises:
-        hoconv.build.BuildError: the compiler failed.
+        hoconv.jit.BuildError: the compiler failed.
     """
     made = prepared(text)
     if impl == "cuda" and made.plan.library:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hoconv.recurrent import evaluate, random
-from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.language import Frame, Row
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.frontend.language import Frame, Row
+from hoconv.recurrent.ir import evaluate, random
 
 
 class _Step(Frame):

@@ -18,19 +18,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.ir import Program, flat
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
+from hoconv.recurrent.ir.program import Program, flat
 from hoconv.recurrent.match import Library, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
-from hoconv.recurrent.passes.gradient import differentiate
+from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
-from hoconv.recurrent.trace import Declaration, Trace, trace
 
 SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "auto")
 

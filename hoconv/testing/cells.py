@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent import reference
-from hoconv.recurrent.cell import BoundCell
-from hoconv.recurrent.interpret import Loop, interpret
-from hoconv.recurrent.ir import Program, flat, step_outputs
-from hoconv.recurrent.packing import packed, unpacked
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir.program import Program, flat, step_outputs
+from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
+from hoconv.recurrent.runtime.interpret import Loop, interpret
+from hoconv.recurrent.runtime.packing import packed, unpacked
 from hoconv.recurrent.schedule import Plan
-from hoconv.recurrent.trace import trace
-from hoconv.recurrent.verify import verify
 
 # Of float64, absolute and relative.
 _TOLERANCE = 1e-9

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.recurrent.frontend.cell import BoundCell, Cell
 
 _SIZES = (1, 2, 3, 4, 6)
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)

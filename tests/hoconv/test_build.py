@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoconv import build
-from hoconv.build import cache
+from hoconv import jit
+from hoconv.jit import cache
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100  # seconds until another process or thread is given up
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def _new_process() -> Iterator[None]:
     """What is remembered once a process is forgotten, before the test and after it."""
-    remembered = (build._loaded, build.compiler, build._identity)
+    remembered = (jit._loaded, jit.compiler, jit._identity)
     for function in remembered:
         function.cache_clear()
     yield
@@ -82,7 +82,7 @@ class Toy:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _new_process: None) -> Iterator[Toy]:
     toy = Toy(tmp_path)
-    monkeypatch.setattr(build, "CSRC", toy.csrc)
+    monkeypatch.setattr(jit, "CSRC", toy.csrc)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(toy.cache))
     monkeypatch.setenv("CXX", str(toy.compiler))
     yield toy
@@ -95,7 +95,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _new_process: None) -> 
 @pytest.fixture(scope="module")
 def library() -> Path:
     """The CPU library, in the user's cache."""
-    return build.compile("cpu")
+    return jit.compile("cpu")
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,7 +123,7 @@ def without_compiler(folder: Path, cache: Path) -> Mapping[str, str]:
 def test_library_is_compiled_once_and_this_is_said_once(
     toy: Toy, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = build.compile("cpu"), build.compile("cpu")
+    first, second = jit.compile("cpu"), jit.compile("cpu")
     assert first == second
     assert first.exists()
     assert toy.compilations == 1
@@ -135,7 +135,7 @@ def test_library_is_compiled_once_and_this_is_said_once(
 
 @needs_compiler
 def test_cache_is_where_torch_extensions_dir_says(toy: Toy) -> None:
-    assert build.compile("cpu").parent == toy.cache / "hoconv"
+    assert jit.compile("cpu").parent == toy.cache / "hoconv"
 
 
 @needs_compiler
@@ -144,12 +144,12 @@ def test_cache_is_in_the_home_folder_by_default(
 ) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.compile("cpu").parent == tmp_path / ".cache" / "hoconv"
+    assert jit.compile("cpu").parent == tmp_path / ".cache" / "hoconv"
 
 
 @needs_compiler
 def test_only_the_library_its_digest_and_its_lock_are_left(toy: Toy) -> None:
-    library = build.compile("cpu")
+    library = jit.compile("cpu")
     digest = f"{library.name}.sha256"
     assert toy.cached == [library.with_suffix(".lock").name, library.name, digest]
 
@@ -158,14 +158,14 @@ def test_only_the_library_its_digest_and_its_lock_are_left(toy: Toy) -> None:
 def test_found_library_is_used_where_nothing_can_be_written(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = build.compile("cpu")
+    library = jit.compile("cpu")
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     monkeypatch.setattr(cache, "open", refuse, raising=False)
-    assert build.compile("cpu") == library
+    assert jit.compile("cpu") == library
 
 
 # When another library is made
@@ -173,9 +173,9 @@ def test_found_library_is_used_where_nothing_can_be_written(
 
 @needs_compiler
 def test_changed_source_is_compiled_again(toy: Toy) -> None:
-    first = build.compile("cpu")
+    first = jit.compile("cpu")
     toy.source.write_text('extern "C" int answer() { return 43; }\n')
-    second = build.compile("cpu")
+    second = jit.compile("cpu")
     assert first != second
     assert first.exists()
     assert toy.compilations == 2
@@ -186,17 +186,17 @@ def test_changed_header_is_compiled_again(toy: Toy) -> None:
     header = toy.csrc / "toy" / "answer.h"
     header.write_text("#define ANSWER 42\n")
     toy.source.write_text('#include "toy/answer.h"\nextern "C" int answer() { return ANSWER; }\n')
-    first = build.compile("cpu")
+    first = jit.compile("cpu")
     header.write_text("#define ANSWER 43\n")
-    assert build.compile("cpu") != first
+    assert jit.compile("cpu") != first
 
 
 @needs_compiler
 def test_other_version_of_the_compiler_makes_another_library(toy: Toy) -> None:
-    first = build.compile("cpu")
+    first = jit.compile("cpu")
     toy.compiles_with('[ "$1" = --version ] && echo 99.0 && exit; exec c++ "$@"')
-    build._identity.cache_clear()
-    assert build.compile("cpu") != first
+    jit._identity.cache_clear()
+    assert jit.compile("cpu") != first
 
 
 @needs_compiler
@@ -206,7 +206,7 @@ def test_other_instruction_set_makes_another_library(
     made = set()
     for capability in ("DEFAULT", "AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
-        made.add(build.compile("cpu"))
+        made.add(jit.compile("cpu"))
     assert len(made) == 3
     calls = [line for line in toy.calls.read_text().splitlines() if " -c " in line]
     assert [("-mavx2" in call, "-mavx512f" in call) for call in calls] == [
@@ -218,7 +218,7 @@ def test_other_instruction_set_makes_another_library(
 
 CHECK_ALL_OPERATORS = """
 import torch
-from hoconv.operators import operators
+from hoconv.declaration import operators
 from tests.hoconv.test_operators import test_agrees_with_the_reference as check
 from tests.support import Place
 for operator in operators():
@@ -307,7 +307,7 @@ def test_library_compiled_before_is_loaded_without_a_compiler(
         shutil.copy(file, folder / "hoconv")
     code = """
 import torch, hoconv
-from hoconv.high_order.operator import OPERATOR
+from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.implementations import choose
 x, weight = torch.randn(1, 2, 4, 5), torch.randn(9, 1, 1, 4, 5)
 out = hoconv.high_order_conv2d(x, weight, impl="cpp")
@@ -322,10 +322,10 @@ def test_named_compiler_that_is_missing_is_not_replaced_by_another(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    reason = build.load("cpu")
+    reason = jit.load("cpu")
     assert reason is not None
     assert "CXX=/nowhere/c++ was not found" in reason
-    assert build.obstacle("cpu") == reason
+    assert jit.obstacle("cpu") == reason
 
 
 def test_failing_compiler_is_shown_with_its_first_errors_and_leaves_nothing(
@@ -333,8 +333,8 @@ def test_failing_compiler_is_shown_with_its_first_errors_and_leaves_nothing(
 ) -> None:
     script = 'echo note; for i in 7 8 9 10 11 12 13; do echo "t.cpp:$i: error: no x$i"; done'
     toy.compiles_with(f'case " $* " in *" -c "*) {{ {script}; }} >&2; exit 1 ;; esac')
-    with pytest.raises(build.BuildError) as raised:
-        build.compile("cpu")
+    with pytest.raises(jit.BuildError) as raised:
+        jit.compile("cpu")
     first, *more, last, command = str(raised.value).splitlines()
     assert first == "the compiler failed: t.cpp:7: error: no x7"
     assert more == [f"  t.cpp:{i}: error: no x{i}" for i in (8, 9, 10, 11)]
@@ -346,7 +346,7 @@ def test_failing_compiler_is_shown_with_its_first_errors_and_leaves_nothing(
 
 def test_compiler_that_fails_silently_is_reported(toy: Toy) -> None:
     toy.compiles_with("exit 1")
-    reason = build.load("cpu")
+    reason = jit.load("cpu")
     assert reason is not None
     assert "the compiler failed: no output, exit status 1" in reason
     assert str(toy.compiler) in reason
@@ -358,7 +358,7 @@ def test_cache_that_cannot_be_written_is_named_with_the_fix(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(file))
-    reason = build.load("cpu")
+    reason = jit.load("cpu")
     assert reason is not None
     assert f"cannot write the build cache {file}/hoconv" in reason
     assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in reason
@@ -366,12 +366,12 @@ def test_cache_that_cannot_be_written_is_named_with_the_fix(
 
 def test_compiler_that_cannot_be_run_is_named(toy: Toy) -> None:
     toy.compiler.write_bytes(b"\0 no program")
-    assert build.load("cpu") == f"the compiler {toy.compiler} cannot be run (Exec format error)"
+    assert jit.load("cpu") == f"the compiler {toy.compiler} cannot be run (Exec format error)"
 
 
 def test_library_that_cannot_be_loaded_is_named(toy: Toy) -> None:
     toy.compiles_with('for last; do :; done; [ $# = 1 ] || echo "not a library" > "$last"')
-    assert str(build.compile("cpu")) in (build.load("cpu") or "")
+    assert str(jit.compile("cpu")) in (jit.load("cpu") or "")
 
 
 @needs_compiler
@@ -379,7 +379,7 @@ def test_threads_that_load_at_once_compile_once(toy: Toy, monkeypatch: pytest.Mo
     loaded = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(build.load, ["cpu"] * 8)) == {None}
+        assert set(pool.map(jit.load, ["cpu"] * 8)) == {None}
     assert len(loaded) == toy.compilations == 1
 
 
@@ -393,8 +393,8 @@ def test_missing_cuda_compiler_is_said_with_the_fix(
         return None if name == "nvcc" else which(name, path=path)
 
     monkeypatch.setattr(shutil, "which", without_nvcc)
-    with pytest.raises(build.BuildError, match=r"no CUDA compiler was found; .* CUDA_HOME"):
-        build.compile("cuda", ("9.0",))
+    with pytest.raises(jit.BuildError, match=r"no CUDA compiler was found; .* CUDA_HOME"):
+        jit.compile("cuda", ("9.0",))
 
 
 # Several processes
@@ -404,9 +404,9 @@ def compile_in_another_process(toy: Toy) -> subprocess.Popen[str]:
     """Returns once its compiler is half-way."""
     code = f"""
 from pathlib import Path
-from hoconv import build
-build.CSRC = Path({str(toy.csrc)!r})
-print(build.compile("cpu"))
+from hoconv import jit
+jit.CSRC = Path({str(toy.csrc)!r})
+print(jit.compile("cpu"))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -438,7 +438,7 @@ def test_second_process_waits_for_the_first_rather_than_compile_twice(
         flock(*arguments)
 
     monkeypatch.setattr(cache.fcntl, "flock", noted)
-    second = threading.Thread(target=lambda: made.append(build.compile("cpu")), daemon=True)
+    second = threading.Thread(target=lambda: made.append(jit.compile("cpu")), daemon=True)
     second.start()
     assert locks.wait(PATIENCE)
     toy.gate.write_text("go on\n")
@@ -454,17 +454,17 @@ def test_killed_build_is_no_obstacle_to_the_next(toy: Toy) -> None:
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     assert len(toy.cached) == 2  # its lock file and its half-made library
-    assert build.compile("cpu").exists()
-    assert build.load("cpu") is None
+    assert jit.compile("cpu").exists()
+    assert jit.load("cpu") is None
 
 
-# python -m hoconv.build
+# python -m hoconv.jit
 
 
 def run_module(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["hoconv.build", *arguments])
-    monkeypatch.delitem(sys.modules, "hoconv.build.__main__", raising=False)
-    runpy.run_module("hoconv.build", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["hoconv.jit", *arguments])
+    monkeypatch.delitem(sys.modules, "hoconv.jit.__main__", raising=False)
+    runpy.run_module("hoconv.jit", run_name="__main__")
 
 
 @needs_compiler
@@ -473,7 +473,7 @@ def test_command_prints_the_path_of_the_library(
 ) -> None:
     run_module(monkeypatch, "cpu")
     (printed,) = capsys.readouterr().out.splitlines()
-    assert printed == str(build.compile("cpu"))
+    assert printed == str(jit.compile("cpu"))
     assert toy.compilations == 1
 
 
@@ -484,8 +484,8 @@ def test_command_compiles_by_default_what_it_can_and_says_why_not_the_rest(
 ) -> None:
     run_module(monkeypatch)
     said = capsys.readouterr()
-    assert said.out == f"{build.compile('cpu')}\n"
-    assert f"cuda: not compiled: {build.no_gpu()}" in said.err
+    assert said.out == f"{jit.compile('cpu')}\n"
+    assert f"cuda: not compiled: {jit.no_gpu()}" in said.err
 
 
 @pytest.mark.parametrize("named", [["cpu"], []])

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from hoconv import build
-from hoconv.build import cache, nvrtc
-from hoconv.build.generated import compile_cpp, compile_cuda
+from hoconv import jit
+from hoconv.jit import cache, nvrtc
+from hoconv.jit.generated import compile_cpp, compile_cuda
 
 ROOT = Path(__file__).parents[2]
 CPP = 'extern "C" int answer() { return 42; }\n'
@@ -27,8 +27,8 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 Maker = Callable[[], Path]
 MAKERS: dict[str, tuple[Maker, str | None]] = {
-    "library": (functools.partial(build.compile, "cpu"), build.obstacle("cpu")),
-    "C++": (functools.partial(compile_cpp, "toy", CPP), build.obstacle("cpu")),
+    "library": (functools.partial(jit.compile, "cpu"), jit.obstacle("cpu")),
+    "C++": (functools.partial(compile_cpp, "toy", CPP), jit.obstacle("cpu")),
     "CUDA": (functools.partial(compile_cuda, "toy", CUDA, "sm_90"), nvrtc.obstacle()),
 }
 
@@ -42,7 +42,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     source = tmp_path / "csrc" / "toy" / "cpu" / "toy.cpp"
     source.parent.mkdir(parents=True)
     source.write_text(CPP)
-    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    monkeypatch.setattr(jit, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     return maker
 
@@ -115,7 +115,7 @@ def test_a_folder_that_others_can_write_to_is_refused(make: Maker, mode: int) ->
     if mode == 0o775 and cache._private(folder.stat().st_gid):
         pytest.skip("its group has no other member")
     folder.chmod(mode)
-    with pytest.raises(build.BuildError) as refused:
+    with pytest.raises(jit.BuildError) as refused:
         make()
     reason = str(refused.value)
     assert f"{folder} is not safe to run code from: {folder} can be written by" in reason
@@ -126,7 +126,7 @@ def test_a_folder_that_others_can_write_to_is_refused(make: Maker, mode: int) ->
 def test_a_folder_in_one_whose_contents_others_can_move_is_refused(make: Maker) -> None:
     folder = plant(make).parent
     folder.parent.chmod(0o777)
-    with pytest.raises(build.BuildError, match=f": {folder.parent} can be written by everyone"):
+    with pytest.raises(jit.BuildError, match=f": {folder.parent} can be written by everyone"):
         make()
 
 
@@ -143,7 +143,7 @@ def test_a_folder_of_another_user_is_refused(make: Maker, level: int) -> None:
     folder = plant(make).parents[level]
     os.chown(folder, ANOTHER, -1)
     folder.chmod(0o1755)
-    with pytest.raises(build.BuildError, match=f": {folder} belongs to user {ANOTHER}"):
+    with pytest.raises(jit.BuildError, match=f": {folder} belongs to user {ANOTHER}"):
         make()
 
 
@@ -156,21 +156,21 @@ def test_a_planted_library_is_neither_loaded_nor_said_to_be_there(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder = tmp_path / "hoconv"
     folder.mkdir()
-    library = folder / build._name("cpu", (), build._identity(build.compiler("cpu")))
+    library = folder / jit._name("cpu", (), jit._identity(jit.compiler("cpu")))
     source = f'__attribute__((constructor)) void run() {{ fclose(fopen("{ran}", "w")); }}'
     subprocess.run(
-        [build.compiler("cpu"), "-shared", "-fPIC", "-xc++", "-", "-o", library],
+        [jit.compiler("cpu"), "-shared", "-fPIC", "-xc++", "-", "-o", library],
         input=f"#include <cstdio>\n{source}", text=True, check=True,
     )  # fmt: skip
     digest_of(library).write_text(cache._digest(library))
     for each in (library, digest_of(library), folder):
         os.chown(each, ANOTHER, ANOTHER)
     tmp_path.chmod(0o1777)
-    build._loaded.cache_clear()
+    jit._loaded.cache_clear()
     try:
-        reason = build.load("cpu")
+        reason = jit.load("cpu")
     finally:
-        build._loaded.cache_clear()
+        jit._loaded.cache_clear()
     assert f"{folder} belongs to user {ANOTHER}" in (reason or "")
     assert not ran.exists()
 
@@ -209,7 +209,7 @@ def test_a_read_only_cache_serves_what_it_has(make: Maker, monkeypatch: pytest.M
     monkeypatch.setattr(cache, "open", refuse, raising=False)
     assert make() == path
     flip_a_bit(path)
-    with pytest.raises(build.BuildError) as refused:
+    with pytest.raises(jit.BuildError) as refused:
         make()
     assert str(refused.value) == (
         f"cannot write the build cache {path.parent} (Read-only file system); "
@@ -220,8 +220,8 @@ def test_a_read_only_cache_serves_what_it_has(make: Maker, monkeypatch: pytest.M
 UNTIL_IT_FITS = """
 import resource, signal, sys
 from pathlib import Path
-from hoconv import build
-from hoconv.build.generated import compile_cpp, compile_cuda
+from hoconv import jit
+from hoconv.jit.generated import compile_cpp, compile_cuda
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 kind, text, largest = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -230,7 +230,7 @@ for size in (0, 30, largest // 2, largest - 1, 10**9):
     try:
         path = compile_cpp("toy", text) if kind == "C++" else compile_cuda("toy", text, "sm_90")
         print(size, "made", path)
-    except build.BuildError as error:
+    except jit.BuildError as error:
         print(size, "refused", str(error).splitlines()[0])
 """
 
@@ -267,7 +267,7 @@ def unknown(user):
     raise KeyError("getpwuid(): uid not found")
 pwd.getpwuid = unknown
 import hoconv
-from hoconv.build import cache
+from hoconv.jit import cache
 print(cache.folder())
 print(*hoconv.implementations())
 def make(folder):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from hoconv.operators import operators
+from hoconv.declaration import operators
 from tests.support import Place, differentiable, places, relative_error
 
 Function = Callable[..., Tensor]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv import build, doctor, operators
-from hoconv.build import nvrtc
+from hoconv import declaration as operators
+from hoconv import doctor, jit
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import obstacle
-from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.jit import nvrtc
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def report(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> 
 def test_report_names_versions_compilers_and_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "compiler", {"cpu": "/bin/echo", "cuda": "/bin/echo"}.__getitem__)
+    monkeypatch.setattr(jit, "compiler", {"cpu": "/bin/echo", "cuda": "/bin/echo"}.__getitem__)
 
     facts = report(capsys)
 
@@ -80,9 +81,9 @@ def test_missing_compiler_is_reported_with_the_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(library: str) -> str:
-        raise build.BuildError(f"no {library} compiler was found; install one")
+        raise jit.BuildError(f"no {library} compiler was found; install one")
 
-    monkeypatch.setattr(build, "compiler", none)
+    monkeypatch.setattr(jit, "compiler", none)
 
     facts = report(capsys)
 
@@ -106,15 +107,15 @@ def test_a_library_is_only_said_to_be_built_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    if reason := build.obstacle("cpu"):
+    if reason := jit.obstacle("cpu"):
         pytest.skip(reason)
     source = tmp_path / "csrc" / "toy" / "cpu" / "toy.cpp"
     source.parent.mkdir(parents=True)
     source.touch()
-    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    monkeypatch.setattr(jit, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert report(capsys)["cpp"] == "can be built"
-    library = build.compile("cpu")
+    library = jit.compile("cpu")
     capsys.readouterr()
     assert report(capsys)["cpp"] == "built"
     library.write_bytes(b"")
@@ -127,7 +128,7 @@ def test_build_tells_what_is_really_chosen_and_what_is_broken(
     loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
-    monkeypatch.setattr(build, "load", {"cpu": None}.__getitem__)
+    monkeypatch.setattr(jit, "load", {"cpu": None}.__getitem__)
 
     facts = report(capsys, "--build", code=1)
 
@@ -145,7 +146,7 @@ def test_build_tells_that_a_library_is_broken(
     loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
-    monkeypatch.setattr(build, "load", {"cpu": "no such name"}.__getitem__)
+    monkeypatch.setattr(jit, "load", {"cpu": "no such name"}.__getitem__)
     assert report(capsys, "--build", code=1)["cpp"] == "broken: no such name"
 
 
@@ -165,11 +166,11 @@ def test_each_operator_is_judged_by_what_it_needs(
 
     def compiler(library: str) -> str:
         if library == "cuda":
-            raise build.BuildError("no CUDA compiler was found; install one")
+            raise jit.BuildError("no CUDA compiler was found; install one")
         return "/bin/echo"
 
-    monkeypatch.setattr(build, "compiler", compiler)
-    monkeypatch.setattr(build, "find", lambda library: None)
+    monkeypatch.setattr(jit, "compiler", compiler)
+    monkeypatch.setattr(jit, "find", lambda library: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "devices", lambda: ("cpu", "cuda"))
     monkeypatch.setattr(nvrtc, "_library", lambda: None)

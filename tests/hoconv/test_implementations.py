@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 import hoconv
-from hoconv import build
-from hoconv.high_order.operator import OPERATOR
-from hoconv.implementations import (
-    BrokenImplementationError,
-    ImplementationError,
-    choose,
-    resolve,
-)
-from hoconv.operators import (
+from hoconv import jit
+from hoconv.declaration import (
     Implementation,
     Operator,
     broken_packages,
@@ -27,6 +20,13 @@ from hoconv.operators import (
     find,
     layers,
     operators,
+)
+from hoconv.high_order.conv2d.operator import OPERATOR
+from hoconv.implementations import (
+    BrokenImplementationError,
+    ImplementationError,
+    choose,
+    resolve,
 )
 
 
@@ -62,7 +62,7 @@ def test_listing_compiles_nothing(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_cuda_is_listed_with_the_reason() -> None:
-    assert hoconv.implementations()["cuda"] == build.no_gpu()
+    assert hoconv.implementations()["cuda"] == jit.no_gpu()
 
 
 def test_auto_takes_the_fastest() -> None:
@@ -107,7 +107,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 BROKEN = {
     "load says what failed": (Implementation(identity, load=cannot("nothing")), "nothing"),
     "load raises": (
-        Implementation(identity, load=raising(build.BuildError("no such name\ncommand"))),
+        Implementation(identity, load=raising(jit.BuildError("no such name\ncommand"))),
         "no such name",
     ),
     "load raises anything": (
@@ -156,7 +156,7 @@ def test_what_one_program_breaks_still_runs_the_others(capfd: pytest.CaptureFixt
     def prepare(device_type: str, name: str) -> None:
         prepared.append((device_type, name))
         if name == "hard":
-            raise build.BuildError("too hard\nwhat was called")
+            raise jit.BuildError("too hard\nwhat was called")
 
     toy = operator(fast=Implementation(identity), faster=Implementation(identity, prepare=prepare))
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_cuda_without_a_gpu_says_so_rather_than_to_move_the_tensors() -> None:
     x, weight = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2, 2)
     with pytest.raises(ImplementationError) as raised:
         hoconv.high_order_conv2d(x, weight, impl="cuda")
-    assert build.no_gpu() in str(raised.value)
+    assert jit.no_gpu() in str(raised.value)
     assert "impl=auto" in str(raised.value)
 
 
@@ -256,7 +256,7 @@ def test_a_package_that_cannot_be_imported_is_named_and_takes_no_other_down(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [EntryPoint("bad", value, "hoconv.operators")]
-    monkeypatch.setattr("hoconv.operators.entry_points", lambda group: entries)
+    monkeypatch.setattr("hoconv.declaration.entry_points", lambda group: entries)
     broken_packages.cache_clear()
     try:
         assert OPERATOR in operators()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hoconv.declaration import Operator, Sample, broken_packages, operators
 from hoconv.implementations import choose, implementations
-from hoconv.operators import Operator, Sample, broken_packages, operators
 from tests.support import (
     Place,
     differentiable,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

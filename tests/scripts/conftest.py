@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv import operators
+from hoconv import declaration as operators
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.operators import Benchmark, Cost, Implementation, Operator, Sample, declare
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv import build
-from hoconv.operators import Implementation, Operator
+from hoconv import jit
+from hoconv.declaration import Implementation, Operator
 
 Script = Callable[[str], ModuleType]
 CONTENDERS = ["reference", "twice", "torch.compile", "swapped"]
@@ -29,7 +29,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def small_buffers(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurement = script("measurement")
+    measurement = script("benchmarks.measurement")
     monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
     monkeypatch.setattr(measurement, "COPY_BYTES", {"cpu": 2**22})
 
@@ -84,7 +84,7 @@ def test_floor_is_the_declared_bytes_over_the_copy_bandwidth(
 
 
 def test_copy_reads_and_writes(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurement = script("measurement")
+    measurement = script("benchmarks.measurement")
     monkeypatch.setattr(measurement, "_timed", lambda call, device: (call(), 4.0))
 
     assert measurement.copy_bandwidth(torch.device("cpu"), 3) == pytest.approx(2 * 2**22 / 4e-3)
@@ -183,7 +183,9 @@ def test_start_is_the_first_and_the_median_of_the_later_ones(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([9.0, 0.1, 0.5, 0.2, 0.4, 0.3])
-    monkeypatch.setattr(script("benchmark_start"), "_start", lambda library, cache: next(seconds))
+    monkeypatch.setattr(
+        script("benchmarks.library.start"), "_start", lambda library, cache: next(seconds)
+    )
 
     assert script("benchmark").main(["start", "--device", "cpu", "--out", str(tmp_path)]) == 0
 
@@ -193,11 +195,11 @@ def test_start_is_the_first_and_the_median_of_the_later_ones(
 
 
 def test_start_is_timed_in_a_new_process(script: Script) -> None:
-    if reason := build.obstacle("cpu"):
+    if reason := jit.obstacle("cpu"):
         pytest.skip(reason)
     usual_cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"
 
-    assert script("benchmark_start")._start("cpu", str(usual_cache)) > 0
+    assert script("benchmarks.library.start")._start("cpu", str(usual_cache)) > 0
 
 
 def test_start_that_fails_says_why(
@@ -205,8 +207,8 @@ def test_start_that_fails_says_why(
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    with pytest.raises(build.BuildError, match=r"cpu: a C\+\+ compiler was not found"):
-        script("benchmark_start")._start("cpu", str(tmp_path))
+    with pytest.raises(jit.BuildError, match=r"cpu: a C\+\+ compiler was not found"):
+        script("benchmarks.library.start")._start("cpu", str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many"])

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from hoconv import build
+from hoconv import jit
 from hoconv.implementations import ImplementationError
 
 Script = Callable[[str], ModuleType]
@@ -18,11 +18,11 @@ SMALL = ("--size", "24", "--images", "1", "--channels", "4", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def small_buffers(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script("measurement"), "FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(script("benchmarks.measurement"), "FLUSH_BYTES", 2**20)
 
 
 def test_rates_are_multiply_accumulates_over_the_median(script: Script, tmp_path: Path) -> None:
-    if reason := build.obstacle("cpu"):
+    if reason := jit.obstacle("cpu"):
         pytest.skip(reason)
     options = ["--device", "cpu", "--out", str(tmp_path), "--multiplier", "mbm16", "exact", *SMALL]
     assert script("benchmark").main(["approx", *options]) == 0
@@ -53,7 +53,7 @@ def test_without_a_compiler_pytorch_is_timed_and_it_is_said_why(
     def unavailable(*args: object) -> None:
         raise ImplementationError("no compiler here")
 
-    monkeypatch.setattr(script("benchmark_approx"), "choose", unavailable)
+    monkeypatch.setattr(script("benchmarks.library.approx"), "choose", unavailable)
     options = ["--device", "cpu", "--out", str(tmp_path), *SMALL]
     assert script("benchmark").main(["approx", *options]) == 0
     record = json.loads((tmp_path / "approx_cpu.json").read_text())

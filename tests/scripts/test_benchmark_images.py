@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def images(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with a model of small images."""
-    module = script("benchmark_images")
+    module = script("benchmarks.training.images")
     monkeypatch.setattr(module, "BATCH", 2)
     small = dataclasses.replace(module.NETWORK, image_shape=(3, 8, 8))
     monkeypatch.setattr(module, "NETWORK", small)

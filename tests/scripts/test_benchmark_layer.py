@@ -21,7 +21,7 @@ SIZE, LARGE = 2, 3
 @pytest.fixture
 def layer(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with a problem and buffers that are small."""
-    measurement, module = script("measurement"), script("benchmark_layer")
+    measurement, module = script("benchmarks.measurement"), script("benchmarks.library.layer")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
     for device in ("cpu", "cuda"):
@@ -117,7 +117,7 @@ def test_floors_are_the_least_bytes_and_operations_over_what_was_measured(
 def test_matrix_product_counts_multiplications_and_additions(
     script: Script, layer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurement = script("measurement")
+    measurement = script("benchmarks.measurement")
     monkeypatch.setattr(measurement, "_timed", lambda call, device: (call(), 4.0))
 
     peak = measurement.matmul_peak(torch.device("cpu"), torch.float32, False, 3)

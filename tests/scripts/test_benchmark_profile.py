@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture
 def profile(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("benchmark_profile")
+    return script("benchmarks.library.profile")
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from hoconv import build
+from hoconv import jit
 from hoconv import recurrent as rnn
 
 Script = Callable[[str], ModuleType]
 DEVICES = [
     pytest.param(
-        "cpu", marks=pytest.mark.skipif(build.obstacle("cpu") is not None, reason="no compiler")
+        "cpu", marks=pytest.mark.skipif(jit.obstacle("cpu") is not None, reason="no compiler")
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -27,7 +27,7 @@ DEVICES = [
 @pytest.fixture
 def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with small sizes."""
-    measurement, module = script("measurement"), script("benchmark_recurrent")
+    measurement, module = script("benchmarks.measurement"), script("benchmarks.library.recurrent")
     monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(module.REPEATS, device, 3)

@@ -22,7 +22,7 @@ Script = Callable[[str], ModuleType]
 @pytest.fixture
 def step(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with networks on small images."""
-    module = script("benchmark_step")
+    module = script("benchmarks.training.step")
     for name, network in module.NETWORKS.items():
         shape = (network.image_shape[0], 32, 32)
         labels = shape[1:] if len(network.label_shape) == 2 else network.label_shape

@@ -25,7 +25,7 @@ def run(script: Script, out: Path, *arguments: str) -> dict[str, Any]:
 @pytest.fixture
 def table(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with a small simple model and columns that need no compiler."""
-    module = script("benchmark_table")
+    module = script("benchmarks.training.table")
     name = "one layer at 224 x 224"
     small = dataclasses.replace(module.NETWORKS[name], image_shape=(3, 8, 8))
     monkeypatch.setitem(module.NETWORKS, name, small)
@@ -106,7 +106,9 @@ def test_what_another_command_has_begun_is_not_gone_on_with(
 
 
 def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
-    found = script("training_run").measure_training(DIGITS, 10**6, 10**6, 0.1, threads=1)
+    found = script("benchmarks.training.training_run").measure_training(
+        DIGITS, 10**6, 10**6, 0.1, threads=1
+    )
     assert found["error"] == "3 intervals of 1000000 steps take more than 0.1 s"
 
 
@@ -117,7 +119,7 @@ def test_an_experiment_that_takes_too_long_is_over_with_all_its_processes(
     program.write_text(f"#!/bin/sh\ntrap '' TERM\n(sleep 3; touch {tmp_path}/survived) & wait\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    found = script("training_run").measure_training((), 1, 1, 1.0, threads=1)
+    found = script("benchmarks.training.training_run").measure_training((), 1, 1, 1.0, threads=1)
     assert found["error"] == "3 intervals of 1 steps take more than 1 s"
     # Whoever survived would have held the other end of a pipe that is closed by now.
     assert not (tmp_path / "survived").exists()
@@ -177,7 +179,7 @@ def test_the_cost_of_the_throughput_callback(script: Script, tmp_path: Path) -> 
 def test_the_cost_is_found_between_neighbours(
     script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = script("benchmark_throughput")
+    module = script("benchmarks.training.throughput")
     blocks = []
     for i in range(100):  # the machine slows down all the time; the callback costs 5 %
         block = (False, 10.0 + i), (True, 1.05 * (10.0 + i))

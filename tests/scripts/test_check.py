@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv.operators import Implementation, Operator, declare
+from hoconv.declaration import Implementation, Operator, declare
 from tests.scripts.conftest import SCRIPTS
 
 Script = Callable[[str], ModuleType]

@@ -52,14 +52,14 @@ def test_it_finds_what_a_library_does_wrong(
 ) -> None:
     monkeypatch.setattr(script("sanitize"), "FOLDER", tmp_path)
     monkeypatch.setenv("CXX", "g++")
-    script("hoconv.build").compiler.cache_clear()
+    script("hoconv.jit").compiler.cache_clear()
     (tmp_path / "library.cpp").write_text(LIBRARY)
     (tmp_path / "script.py").write_text(SCRIPT)
     given = [str(tmp_path / "script.py"), str(tmp_path), *arguments]
     try:
         assert script("sanitize").main(given) == code
     finally:
-        script("hoconv.build").compiler.cache_clear()
+        script("hoconv.jit").compiler.cache_clear()
     out = capfd.readouterr().out
     assert said in out
     assert code == 0 or "library.cpp:" in out

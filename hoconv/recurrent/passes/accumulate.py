@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Program, State, Value, Yield, flat
+from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
 from hoconv.recurrent.passes.rewrite import substituted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Param, Program, Type, Value, flat
+from hoconv.recurrent.ir.program import Op, Param, Program, Type, Value, flat
 
 
 def combine(program: Program) -> Program:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from hoconv.recurrent.evaluate import NAMES, accumulate_dtype
-from hoconv.recurrent.ir import Op, Operand, Param, Program, State, Value, Yield, flat
-from hoconv.recurrent.kinds import PRODUCTS
+from hoconv.recurrent.ir.evaluate import NAMES, accumulate_dtype
+from hoconv.recurrent.ir.kinds import PRODUCTS
+from hoconv.recurrent.ir.program import Op, Operand, Param, Program, State, Value, Yield, flat
 
 
 def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Group, Op, Program, Value, flat
-from hoconv.recurrent.kinds import ROWWISE
+from hoconv.recurrent.ir.kinds import ROWWISE
+from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 
 
 def fuse(program: Program) -> Program:

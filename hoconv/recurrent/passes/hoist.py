@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Program, Type, Value, flat
-from hoconv.recurrent.kinds import SOURCES
+from hoconv.recurrent.ir.kinds import SOURCES
+from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
 from hoconv.recurrent.passes.rewrite import substituted, with_outputs
 
 

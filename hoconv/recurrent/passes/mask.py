@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Program, State, Type, Value, Yield
-from hoconv.recurrent.language import where
-from hoconv.recurrent.symbol import Builder, Symbol
+from hoconv.recurrent.frontend.language import where
+from hoconv.recurrent.frontend.symbol import Builder, Symbol
+from hoconv.recurrent.ir.program import Program, State, Type, Value, Yield
 
 
 def mask(program: Program) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Operand, Program, Value, Yield
+from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield
 
 
 def mapped(operand: Operand, values: Mapping[Value, Value]) -> Operand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Op, Operand, Program, Value, Yield, flat, step_outputs
+from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield, flat, step_outputs
 from hoconv.recurrent.passes.rewrite import substituted, with_outputs
 
 

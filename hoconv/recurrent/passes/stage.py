@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir import Group, Op, Program, Value
-from hoconv.recurrent.kinds import PRODUCTS
+from hoconv.recurrent.ir.kinds import PRODUCTS
+from hoconv.recurrent.ir.program import Group, Op, Program, Value
 from hoconv.recurrent.passes.rewrite import substituted
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hoconv
-from hoconv.operators import find
+from hoconv.declaration import find
 
 from ..cases import Call
 from ..draw import Draw

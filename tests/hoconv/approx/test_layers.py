@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear, approx
 from hoconv.approx.operator import CONV2D, MATMUL
+from hoconv.declaration import layers
 from hoconv.implementations import choose
-from hoconv.operators import layers
 from tests.hoconv.approx.test_multipliers import bits
 from tests.support import Place, places
 

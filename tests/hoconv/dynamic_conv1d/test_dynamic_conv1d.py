@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hoconv
+from hoconv.declaration import Sample
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import choose
-from hoconv.operators import Sample
 from tests.support import (
     Place,
     differentiable,

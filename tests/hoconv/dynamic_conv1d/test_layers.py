@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hoconv import DynamicConv1d, LightweightConv1d
+from hoconv.declaration import layers
 from hoconv.dynamic_conv1d.operator import OPERATOR
-from hoconv.operators import layers
 from tests.support import Place, places
 
 Layer = LightweightConv1d | DynamicConv1d

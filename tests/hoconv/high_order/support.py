@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.high_order.operator import OPERATOR
+from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.implementations import choose
 from tests.support import Place, places
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv.high_order.operator import OPERATOR
+from hoconv.high_order.conv2d.operator import OPERATOR
 from tests.hoconv.high_order.support import (
     HALVES,
     draw,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hoconv.high_order.operator import OPERATOR
+from hoconv.high_order.conv2d.operator import OPERATOR
 from tests.hoconv.high_order.support import image_and_weight, on_cuda, only_cuda
 from tests.support import Place, differentiable, output_and_gradients
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d, high_order_conv2d
-from hoconv.high_order_layer.operator import OPERATOR
-from hoconv.operators import layers
+from hoconv.declaration import layers
+from hoconv.high_order.layer.operator import OPERATOR
 from tests.support import Place, places
 
 everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)

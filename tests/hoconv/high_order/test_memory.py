@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hoconv.high_order import operator as of_weights
-from hoconv.high_order_layer import operator as of_parameters
+from hoconv.high_order.conv2d import operator as of_weights
+from hoconv.high_order.layer import operator as of_parameters
 from tests.support import Place, places
 
 on_cpus = [

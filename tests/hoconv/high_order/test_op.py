@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from hoconv.high_order.operator import OPERATOR
-from hoconv.operators import Sample
+from hoconv.declaration import Sample
+from hoconv.high_order.conv2d.operator import OPERATOR
 from tests.hoconv.high_order.support import draw, everywhere, image_and_weight, ops, with_ops
 from tests.support import Place, differentiable, output_and_gradients
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hoconv.build.generated import compile_cpp
-from hoconv.recurrent.buffers import bind, results
-from hoconv.recurrent.driver import Kernels
-from hoconv.recurrent.emit.cuda import CudaSource, Launch, emit_cuda
-from hoconv.recurrent.interpret import Tensors, steps
-from hoconv.recurrent.ir import Program
-from hoconv.recurrent.workspace import Workspace
+from hoconv.jit.generated import compile_cpp
+from hoconv.recurrent.codegen.cuda import CudaSource, Launch, emit_cuda
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime.buffers import bind, results
+from hoconv.recurrent.runtime.driver import Kernels
+from hoconv.recurrent.runtime.interpret import Tensors, steps
+from hoconv.recurrent.runtime.workspace import Workspace
 
 _HEADER = """
 #include <cstring>
@@ -82,7 +82,7 @@ extern "C" int cuGetErrorName(int status, const char** name) {{
 
 
 def shim_loops(programs: Mapping[str, Program]) -> dict[str, ShimLoop]:
-    """As :func:`hoconv.recurrent.cpp.compile_loops`, of generated CUDA."""
+    """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of generated CUDA."""
     sources = {name: emit_cuda(program) for name, program in programs.items()}
     libraries = ", ".join(f'{{"{name}", {name}::kernels}}' for name in sources)
     parts = (_namespace(name, source) for name, source in sources.items())
@@ -122,7 +122,7 @@ def _waits(name: str, body: str) -> bool:
 
 
 class ShimLoop:
-    """As :class:`hoconv.recurrent.cuda.CudaLoop`, on a CPU; `recorded` counts what was recorded."""
+    """As ``hoconv.recurrent.runtime.cuda.CudaLoop``, on a CPU; `recorded` counts what was."""
 
     def __init__(self, source: CudaSource, kernels: Kernels) -> None:
         self.source = source

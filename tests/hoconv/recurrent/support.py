@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent.cell import BoundCell, Cell
+from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.testing.cells import CellCase
 from hoconv.testing.random_cells import random_cell
 

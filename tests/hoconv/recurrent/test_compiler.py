@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent import evaluate, kinds, reference
-from hoconv.recurrent.interpret import Loop, interpret
-from hoconv.recurrent.ir import Group, Program
-from hoconv.recurrent.packing import packed
+from hoconv.recurrent import reference
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir import evaluate, kinds
+from hoconv.recurrent.ir.program import Group, Program
+from hoconv.recurrent.ir.verify import VerificationError, verify
 from hoconv.recurrent.passes.combine import combine
-from hoconv.recurrent.passes.derivatives import RULES
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
+from hoconv.recurrent.passes.gradient.derivatives import RULES
 from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
+from hoconv.recurrent.runtime.interpret import Loop, interpret
+from hoconv.recurrent.runtime.packing import packed
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.recurrent.trace import trace
-from hoconv.recurrent.verify import VerificationError, verify
 from hoconv.testing.cells import CellCase
 from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, cell_case

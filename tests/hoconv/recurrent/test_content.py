@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent.ir import flat
-from hoconv.recurrent.serialize import from_text, to_text
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.frontend.serialize import from_text, to_text
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir.program import flat
 from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, layer, sequence
 

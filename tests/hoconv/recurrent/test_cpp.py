@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from hoconv import build
+from hoconv import jit
 from hoconv import recurrent as rnn
-from hoconv.recurrent.cpp import compile_loops, obstacle
+from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import op
 from hoconv.recurrent.plans import request
-from hoconv.recurrent.serialize import to_text
-from hoconv.recurrent.trace import trace
+from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
@@ -245,7 +245,7 @@ def test_states_can_be_each_other_and_the_input() -> None:
 
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)  # has found none yet
+    monkeypatch.setattr(jit, "compiler", jit.compiler.__wrapped__)  # has found none yet
     monkeypatch.setenv("CXX", "/nowhere/c++")
     reason = OPERATOR.implementations["cpp"].obstacle()
     assert reason is not None

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hoconv import recurrent as rnn
-from hoconv.build import nvrtc, obstacle
-from hoconv.build.generated import compile_cuda
-from hoconv.recurrent.emit.cuda import Launch, emit_cuda
-from hoconv.recurrent.interpret import interpret
-from hoconv.recurrent.ir import Op, Program
-from hoconv.recurrent.packing import packed
+from hoconv.jit import nvrtc, obstacle
+from hoconv.jit.generated import compile_cuda
+from hoconv.recurrent.codegen.cuda import Launch, emit_cuda
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir.program import Op, Program
+from hoconv.recurrent.runtime.interpret import interpret
+from hoconv.recurrent.runtime.packing import packed
 from hoconv.recurrent.schedule import plan
-from hoconv.recurrent.trace import trace
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import READY, bound, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops

@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv import build
+from hoconv import jit
 from hoconv import recurrent as rnn
-from hoconv.build import nvrtc
 from hoconv.implementations import BrokenImplementationError
-from hoconv.recurrent import cuda, plans
-from hoconv.recurrent.serialize import to_text
-from hoconv.recurrent.trace import trace
+from hoconv.jit import nvrtc
+from hoconv.recurrent import plans
+from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.runtime import cuda
 from tests.hoconv.recurrent.support import bound, gradients, sequence
 
 ROOT = Path(__file__).parents[3]
 needs_compiler = pytest.mark.skipif(
-    build.obstacle("cpu") is not None, reason=str(build.obstacle("cpu"))
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
 )
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 
@@ -96,7 +97,7 @@ def compiles_badly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def fail(programs: Any) -> Any:
         if any(program.name.startswith("hard ") for program in programs.values()):
-            raise build.BuildError("the compiler failed: hard to compile")
+            raise jit.BuildError("the compiler failed: hard to compile")
         return compile_loops(programs)
 
     monkeypatch.setattr(plans, "compile_loops", fail)
@@ -152,7 +153,7 @@ def test_kernels_are_compiled_before_a_call_with_those_of_the_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled = []
-    monkeypatch.setattr(build, "visible_gpus", lambda: ("8.0", "9.0"))
+    monkeypatch.setattr(jit, "visible_gpus", lambda: ("8.0", "9.0"))
     monkeypatch.setattr(cuda, "compile_cuda", lambda *source: compiled.append(source))
     cuda.load()
     assert [architecture for *_, architecture in compiled] == ["sm_80", "sm_90"]

@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
-from hoconv.recurrent.cuda import CudaLoop, obstacle
 from hoconv.recurrent.plans import prepared
+from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
+from hoconv.recurrent.runtime.workspace import Workspace
 from hoconv.recurrent.schedule import plan
-from hoconv.recurrent.workspace import Workspace
 from tests.hoconv.recurrent.support import READY, cell_case, gradients, layer, sequence
 
 pytestmark = [
@@ -169,7 +169,7 @@ def test_dtypes_are_near_the_definition_in_float64(
 def test_graphs_serve_every_length_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, reference = pair("gru", bidirectional=True)
     same(ours, sequence(5, 2, 3).cuda(), reference)
-    monkeypatch.setattr("hoconv.recurrent.cuda.compile_cuda", None)
+    monkeypatch.setattr("hoconv.recurrent.runtime.cuda.compile_cuda", None)
     for B in (2, 70):
         for T in (1, 2, 3, 31, 33, 70, 5):
             same(ours, sequence(T, B, 3).cuda(), reference)

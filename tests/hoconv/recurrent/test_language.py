@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent.random import keep, philox
+from hoconv.recurrent.ir.random import keep, philox
 from tests.hoconv.recurrent.support import READY
 
 x = torch.linspace(-3, 3, 12, dtype=torch.float64).view(2, 6)

@@ -300,10 +300,10 @@ def test_parameters_that_do_not_fit_are_refused(impl: str) -> None:
 
 def test_the_op_reads_no_memory_that_is_not_there() -> None:
     """Whatever called it: an exported program, or another's code."""
+    from hoconv.recurrent.frontend.serialize import to_text
+    from hoconv.recurrent.frontend.trace import trace
     from hoconv.recurrent.ops import op
     from hoconv.recurrent.plans import request
-    from hoconv.recurrent.serialize import to_text
-    from hoconv.recurrent.trace import trace
 
     cell = rnn.elman.bind(3, 4, {})
     plan = request(to_text(trace(cell)), torch.float32, "auto", False, False)

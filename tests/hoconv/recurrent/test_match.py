@@ -9,10 +9,10 @@ import torch
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent import reference
-from hoconv.recurrent.cell import BoundCell
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.match import Library, match
 from hoconv.recurrent.schedule import plan
-from hoconv.recurrent.trace import trace
 from tests.hoconv.recurrent.support import READY, bound
 
 

@@ -1,0 +1,175 @@
+// The matrix product of 8-bit integers whose products come from a table of all of them.
+//
+// A block copies the table into shared memory once, as 16-bit numbers, which products of 8-bit
+// integers are, and then computes tiles of the result, one after another. The lanes of a warp look
+// up one row of the table at a time: their banks differ by the right operand only, and lanes whose
+// operands are equal share a read. Tables of larger numbers, and those on a GPU whose shared memory
+// they do not fit, are read through the L1 cache.
+//
+// M, N rows and columns of the product, K what it sums over.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "approx/problem.h"
+#include "common/cuda_launch.cuh"
+
+namespace hoconv::approx {
+namespace {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kRows = 8;    // of a thread; a tile has kWarps times as many
+constexpr int kDepth = 32;  // k that are in shared memory at a time
+constexpr int kTable = 256 * 256;
+
+// Element (i, k) of matrix n.
+struct Bytes {
+  const uint8_t* data;
+  int64_t batch, row, depth;  // strides
+
+  __device__ uint8_t operator()(int64_t n, int64_t i, int64_t k) const {
+    return data[n * batch + i * row + k * depth];
+  }
+};
+
+// kDepth k of `rows` rows, from the first ones on; zeros where there are none.
+template <int rows>
+__device__ void load(uint8_t (&target)[kDepth][rows], const Bytes& source, int64_t n,
+                     int64_t first_row, int64_t row_count, int64_t first_k, int64_t K) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kDepth * rows; i += kThreads) {
+    // Neighbouring threads read what is next to each other in memory.
+    const int row = source.depth == 1 ? i / kDepth : i % rows;
+    const int d = source.depth == 1 ? i % kDepth : i / rows;
+    const bool exists = first_row + row < row_count && first_k + d < K;
+    target[d][row] = exists ? source(n, first_row + row, first_k + d) : 0;
+  }
+}
+
+// `columns`: of a thread, next to each other. A tile has 32 times as many.
+template <int columns>
+struct Tiles {
+  static constexpr int kHeight = kWarps * kRows, kWidth = 32 * columns;
+  // In shared memory.
+  struct Slab {
+    alignas(16) uint8_t left[kDepth][kHeight], right[kDepth][kWidth];
+  };
+  Bytes left, right;
+  int32_t* out;
+  TableMatmul p;
+  int64_t down, across;  // tiles of a matrix
+
+  Tiles(const Bytes& left, const Bytes& right, int32_t* out, const TableMatmul& p)
+      : left(left),
+        right(right),
+        out(out),
+        p(p),
+        down((p.M + kHeight - 1) / kHeight),
+        across((p.N + kWidth - 1) / kWidth) {}
+
+  __host__ __device__ int64_t count() const { return p.batch * down * across; }
+
+  // Those of this block; table[256 * a + b] is the product of a and b.
+  template <typename T>
+  __device__ void compute(const T* table, Slab& slab) const {
+    for (int64_t tile = blockIdx.x; tile < count(); tile += gridDim.x)
+      compute(table, slab, tile / across / down, tile / across % down * kHeight,
+              tile % across * kWidth);
+  }
+
+ private:
+  template <typename T>
+  __device__ void compute(const T* table, Slab& slab, int64_t n, int64_t first_row,
+                          int64_t first_column) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int32_t sum[kRows][columns] = {};
+    for (int64_t k = 0; k < p.K; k += kDepth) {
+      __syncthreads();
+      load(slab.left, left, n, first_row, p.M, k, p.K);
+      load(slab.right, right, n, first_column, p.N, k, p.K);
+      __syncthreads();
+      const int depth = min(int64_t{kDepth}, p.K - k);
+#pragma unroll 1
+      for (int d = 0; d < depth; ++d) {
+        const auto x = reinterpret_cast<const Pack<uint8_t, kRows>*>(slab.left[d])[warp];
+        const auto y = reinterpret_cast<const Pack<uint8_t, columns>*>(slab.right[d])[lane];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int c = 0; c < columns; ++c) sum[r][c] += table[256 * x.e[r] + y.e[c]];
+      }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int c = 0; c < columns; ++c) {
+        const int64_t row = first_row + warp * kRows + r;
+        const int64_t column = first_column + lane * columns + c;
+        if (row < p.M && column < p.N) out[(n * p.M + row) * p.N + column] = sum[r][c];
+      }
+  }
+};
+
+// `shared`: whether a block has memory for the table.
+template <int columns, bool shared>
+__global__ void __launch_bounds__(kThreads, 1)
+    multiply(Tiles<columns> tiles, const int32_t* __restrict__ table) {
+  __shared__ typename Tiles<columns>::Slab slab;
+  if constexpr (shared) {
+    extern __shared__ uint16_t products[];
+    bool is_signed = true, is_unsigned = true;
+    for (int i = threadIdx.x; i < kTable; i += kThreads) {
+      const int32_t product = table[i];
+      is_signed &= product == static_cast<int16_t>(product);
+      is_unsigned &= product == static_cast<uint16_t>(product);
+      products[i] = static_cast<uint16_t>(product);
+    }
+    if (__syncthreads_and(is_signed))
+      return tiles.compute(reinterpret_cast<const int16_t*>(products), slab);
+    if (__syncthreads_and(is_unsigned)) return tiles.compute(products, slab);
+  }
+  tiles.compute(table, slab);
+}
+
+template <int columns, bool shared>
+void launch(const Tiles<columns>& tiles, const int32_t* table, cudaStream_t stream) {
+  constexpr int bytes = shared ? kTable * sizeof(uint16_t) : 0;
+  const auto kernel = multiply<columns, shared>;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const int64_t blocks =
+      std::min<int64_t>(tiles.count(), device_attribute(cudaDevAttrMultiProcessorCount));
+  kernel<<<blocks, kThreads, bytes, stream>>>(tiles, table);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+  const TableMatmul p(a, b, table);
+  Tensor out = torch::stable::new_empty(table, {p.batch, p.M, p.N});
+  if (out.numel() == 0) return out;
+  const Launch current(a);
+  const Bytes left{static_cast<const uint8_t*>(a.const_data_ptr()), a.stride(0), a.stride(1),
+                   a.stride(2)};
+  const Bytes right{static_cast<const uint8_t*>(b.const_data_ptr()), b.stride(0), b.stride(2),
+                    b.stride(1)};
+  const auto multiply_by = [&](auto columns) {
+    const Tiles<columns> tiles(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
+    const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
+    constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Slab);
+    if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed)
+      launch<columns, true>(tiles, products, current.stream);
+    else
+      launch<columns, false>(tiles, products, current.stream);
+  };
+  if (p.N > 64)
+    multiply_by(std::integral_constant<int, 4>{});
+  else
+    multiply_by(std::integral_constant<int, 2>{});
+  return out;
+}
+
+}  // namespace
+}  // namespace hoconv::approx
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("approx_table_matmul.cuda", TORCH_BOX(&hoconv::approx::table_matmul));
+}

@@ -1,0 +1,115 @@
+// The sizes of the approximate products, read off their tensors and checked, and the order in which
+// products are added.
+//
+// B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW
+// of the output, R x S the kernel.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/tensor.h"
+
+namespace hoconv::approx {
+
+// A sum over k is cut into chunks of so many consecutive k. A chunk is added from +0 in ascending
+// order, then the chunks are, in ascending order. Terms that are left out count as k too.
+constexpr int64_t kChunk = 1024;
+
+using Ints = std::vector<int64_t>;
+
+inline void check_float(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, ": expected float32");
+}
+
+struct Matmul {
+  int64_t batch, M, K, N;
+
+  // a (batch, M, K), b (batch, K, N), any strides.
+  Matmul(const Tensor& a, const Tensor& b) {
+    STD_TORCH_CHECK(a.dim() == 3, "a: expected 3 dimensions (B, M, K), got ", a.dim());
+    STD_TORCH_CHECK(b.dim() == 3, "b: expected 3 dimensions (B, K, N), got ", b.dim());
+    check_float(a, "a");
+    check_float(b, "b");
+    STD_TORCH_CHECK(a.device() == b.device(), "b: expected the device of a");
+    batch = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+    STD_TORCH_CHECK(b.size(0) == batch && b.size(1) == K, "b: expected (", batch, ", ", K,
+                    ", N) as a is, got (", b.size(0), ", ", b.size(1), ", N)");
+  }
+
+  void check_grad(const Tensor& grad) const {
+    check_float(grad, "grad");
+    STD_TORCH_CHECK(
+        grad.dim() == 3 && grad.size(0) == batch && grad.size(1) == M && grad.size(2) == N,
+        "grad: expected the shape of the product, (", batch, ", ", M, ", ", N, ")");
+  }
+};
+
+// Of 8-bit integers, whose products are a table's.
+struct TableMatmul {
+  int64_t batch, M, K, N;
+
+  // a (batch, M, K), b (batch, K, N), any strides; table (256, 256).
+  TableMatmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+    for (const Tensor* t : {&a, &b})
+      STD_TORCH_CHECK(t->scalar_type() == ScalarType::Char || t->scalar_type() == ScalarType::Byte,
+                      "a, b: expected int8 or uint8");
+    STD_TORCH_CHECK(
+        a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1),
+        "b: expected (B, K, N) for a of shape (B, M, K)");
+    STD_TORCH_CHECK(
+        table.scalar_type() == ScalarType::Int && table.numel() == 65536 && table.is_contiguous(),
+        "table: expected 65,536 contiguous int32");
+    STD_TORCH_CHECK(a.device() == b.device() && a.device() == table.device(),
+                    "b, table: expected the device of a");
+    batch = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+  }
+};
+
+struct Conv2d {
+  int64_t B, C, H, W, O, R, S, G, OH, OW;
+  int64_t stride[2], padding[2], dilation[2];
+
+  int64_t in_channels() const { return C / G; }  // of a group
+  int64_t out_channels() const { return O / G; }
+
+  // `input` is the sizes of x (B, C, H, W), `kernel` of the weight (O, C / G, R, S).
+  Conv2d(const Ints& input, const Ints& kernel, const Ints& stride_, const Ints& padding_,
+         const Ints& dilation_, int64_t groups)
+      : G(groups) {
+    STD_TORCH_CHECK(input.size() == 4, "x: expected (B, C, H, W), got ", input.size(),
+                    " dimensions");
+    STD_TORCH_CHECK(kernel.size() == 4, "weight: expected (O, C / G, R, S), got ", kernel.size(),
+                    " dimensions");
+    STD_TORCH_CHECK(stride_.size() == 2 && padding_.size() == 2 && dilation_.size() == 2,
+                    "stride, padding, dilation: expected 2 numbers each");
+    for (int i = 0; i < 2; ++i) {
+      stride[i] = stride_[i], padding[i] = padding_[i], dilation[i] = dilation_[i];
+      STD_TORCH_CHECK(stride[i] >= 1, "stride: expected at least 1, got ", stride[i]);
+      STD_TORCH_CHECK(padding[i] >= 0, "padding: expected at least 0, got ", padding[i]);
+      STD_TORCH_CHECK(dilation[i] >= 1, "dilation: expected at least 1, got ", dilation[i]);
+    }
+    B = input[0], C = input[1], H = input[2], W = input[3];
+    O = kernel[0], R = kernel[2], S = kernel[3];
+    STD_TORCH_CHECK(G >= 1 && O % G == 0 && C == G * kernel[1], "groups: expected a divisor of ", O,
+                    " output channels, with ", kernel[1], " input channels each for the ", C,
+                    " of x; got ", G);
+    STD_TORCH_CHECK(R >= 1 && S >= 1, "weight: expected a kernel of at least 1 x 1");
+    OH = (H + 2 * padding[0] - dilation[0] * (R - 1) - 1) / stride[0] + 1;
+    OW = (W + 2 * padding[1] - dilation[1] * (S - 1) - 1) / stride[1] + 1;
+    STD_TORCH_CHECK(
+        H + 2 * padding[0] > dilation[0] * (R - 1) && W + 2 * padding[1] > dilation[1] * (S - 1),
+        "weight: its dilated kernel is larger than the padded x");
+  }
+
+  void check_grad(const Tensor& grad) const {
+    STD_TORCH_CHECK(grad.dim() == 4 && grad.size(0) == B && grad.size(1) == O &&
+                        grad.size(2) == OH && grad.size(3) == OW,
+                    "grad: expected the shape of the output, (", B, ", ", O, ", ", OH, ", ", OW,
+                    ")");
+  }
+};
+
+inline Ints sizes(const Tensor& t) { return Ints(t.sizes().begin(), t.sizes().end()); }
+
+}  // namespace hoconv::approx

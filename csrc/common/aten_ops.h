@@ -1,0 +1,28 @@
+// ATen operations that the stable headers do not wrap.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+
+#include "common/tensor.h"
+
+namespace hoconv {
+
+inline Tensor multiply(const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
+  STD_TORCH_CHECK(
+      torch_call_dispatcher("aten::mul", "Tensor", stack.data(), TORCH_ABI_VERSION) == 0,
+      "aten::mul failed");
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+
+// Half precision is accumulated in float.
+inline Tensor widen(const Tensor& t) {
+  const bool half = t.element_size() < 4;
+  return half ? torch::stable::to(t, ScalarType::Float) : t;
+}
+
+}  // namespace hoconv

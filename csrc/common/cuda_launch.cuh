@@ -1,0 +1,121 @@
+// What a launch needs, and vectors of elements as one register-sized access.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/tensor.h"
+
+namespace hoconv {
+
+// The device and stream of a tensor, current while this lives.
+class Launch {
+ public:
+  explicit Launch(const torch::stable::Tensor& t) : guard_(t.get_device_index()) {
+    void* stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) == 0,
+                    "no current CUDA stream");
+    this->stream = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream;
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+// Of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// Calls f with the CUDA type of the elements.
+template <typename F>
+void dispatch_cuda(const Tensor& t, F&& f) {
+  dispatch_floating(t, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, torch::headeronly::Half>)
+      f(__half{});
+    else if constexpr (std::is_same_v<T, torch::headeronly::BFloat16>)
+      f(__nv_bfloat16{});
+    else
+      f(zero);
+  });
+}
+
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename A, typename T>
+__device__ __forceinline__ A widen(T value) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __half2float(value);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __bfloat162float(value);
+  else
+    return value;
+}
+
+template <typename T, typename A>
+__device__ __forceinline__ T narrow(A value) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(value);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(value);
+  else
+    return value;
+}
+
+// V elements, loaded and stored at once; their address is a multiple of their size.
+template <typename T, int V>
+struct alignas(sizeof(T) * V) Pack {
+  T e[V];
+};
+
+template <int Bytes>
+using bits_t = std::conditional_t<
+    Bytes == 16, uint4,
+    std::conditional_t<Bytes == 8, uint2,
+                       std::conditional_t<Bytes == 4, unsigned, unsigned short>>>;
+
+template <int V, typename T>
+__device__ __forceinline__ Pack<T, V> load(const T* p) {
+  Pack<T, V> pack;
+  using Bits = bits_t<sizeof(pack)>;
+  *reinterpret_cast<Bits*>(&pack) = __ldg(reinterpret_cast<const Bits*>(p));
+  return pack;
+}
+
+// Of what is read or written once: it does not displace what is read again from the caches.
+template <int V, typename T>
+__device__ __forceinline__ Pack<T, V> load_once(const T* p) {
+  Pack<T, V> pack;
+  using Bits = bits_t<sizeof(pack)>;
+  *reinterpret_cast<Bits*>(&pack) = __ldcs(reinterpret_cast<const Bits*>(p));
+  return pack;
+}
+template <typename T, int V>
+__device__ __forceinline__ void store_once(T* p, const Pack<T, V>& pack) {
+  using Bits = bits_t<sizeof(pack)>;
+  __stcs(reinterpret_cast<Bits*>(p), *reinterpret_cast<const Bits*>(&pack));
+}
+
+// Sums in the type computed in, rounded to T.
+template <int V, typename T, typename A>
+__device__ __forceinline__ void store_sum(T* p, const A (&sum)[V]) {
+  Pack<T, V> pack;
+#pragma unroll
+  for (int v = 0; v < V; ++v) pack.e[v] = narrow<T>(sum[v]);
+  store_once(p, pack);
+}
+
+}  // namespace hoconv

@@ -1,0 +1,25 @@
+// Both gradients.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "high_order/conv2d/cuda/kernels.cuh"
+
+namespace hoconv {
+namespace {
+
+std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                    int64_t dilation) {
+  check_backward(grad, x, weight);
+  return {cuda_grad_input(grad, weight, dilation),
+          cuda_grad_weight(torch::stable::empty_like(weight), grad, x, dilation)};
+}
+
+}  // namespace
+}  // namespace hoconv
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("high_order_conv2d_backward.cuda", TORCH_BOX(&hoconv::backward));
+}

@@ -1,0 +1,95 @@
+// out[b, c, h, w] = sum over taps of weight[tap, b, g, h, w] * x[b, c, h + dy, w + dx]
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "high_order/conv2d/cuda/kernels.cuh"
+
+namespace hoconv {
+namespace {
+
+template <typename T>
+__global__ void naive(Image<const T> x, Kernels<const T> weight, Image<T> out, Problem p) {
+  using A = acc_t<T>;
+  const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
+    const int64_t w = n % p.W, h = n / p.W % p.H, c = n / (p.W * p.H) % p.C;
+    const int64_t b = n / (p.W * p.H * p.C), g = c / (p.C / p.G);
+    A sum = 0;
+    for (int64_t i = 0; i < p.k; ++i) {
+      for (int64_t j = 0; j < p.k; ++j) {
+        const int64_t y = h + i * p.down.dilation - p.down.before;
+        const int64_t z = w + j * p.across.dilation - p.across.before;
+        const bool inside = y >= 0 && y < p.H && z >= 0 && z < p.W;
+        const A pixel = inside ? widen<A>(*x.at(b, c, y, z)) : A(0);
+        sum += widen<A>(*weight.at(i * p.k + j, b, g, h, w)) * pixel;
+      }
+    }
+    *out.at(b, c, h, w) = narrow<T>(sum);
+  }
+}
+
+template <typename T, int K, int V, int N>
+__global__ void __launch_bounds__(kThreads, 5)
+    tuned(Image<const T> x, Kernels<const T> weight, Image<T> out, Tiles t) {
+  using A = acc_t<T>;
+  constexpr int before = (K - 1) / 2;
+  const Place<V> at(t);
+  if (!at.exists) return;
+  const int first = blockIdx.y * t.channels;
+  const int last = min(first + t.channels, t.group_channels);
+  for (int c = first; c < last; c += N) {
+    const int64_t channel = int64_t{at.g} * t.group_channels + c;
+    const T* kernel = weight.at(0, at.b, at.g, at.h, at.w);
+    A sum[N][V] = {};
+#pragma unroll 1  // unrolled, it needs so many registers that it is slower
+    for (int i = 0; i < K; ++i) {
+      Pack<T, V> taps[K];
+#pragma unroll
+      for (int j = 0; j < K; ++j, kernel += weight.s.tap) taps[j] = load_once<V>(kernel);
+      const int y = at.h + i - before;
+      const T* row = x.at(at.b, channel, y, at.w);
+#pragma unroll
+      for (int m = 0; m < N; ++m, row += x.s.c) {
+        A window[V + K - 1];
+        load_window<K, V>(row, y >= 0 && y < t.H, at.w, t.W, window);
+#pragma unroll
+        for (int j = 0; j < K; ++j)
+#pragma unroll
+          for (int v = 0; v < V; ++v) sum[m][v] += widen<A>(taps[j].e[v]) * window[v + j];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < N; ++m) store_sum<V>(out.at(at.b, channel + m, at.h, at.w), sum[m]);
+  }
+}
+
+}  // namespace
+
+Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
+  const Problem p(x, weight.sizes(), dilation);
+  check_alike(weight, x, "weight");
+  Tensor out = torch::stable::empty_like(x);
+  if (out.numel() == 0) return out;
+  const Launch launch(x);
+  dispatch_cuda(x, [&](auto zero) {
+    using T = decltype(zero);
+    const bool done = dispatch_tuned<T>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+      Tiles tiles;
+      const dim3 grid = grid_for<Place<V>>(p, V, N, tiles);
+      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), kernels<T>(weight),
+                                                              mutable_image<T>(out), tiles);
+    });
+    if (!done)
+      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
+          image<T>(x), kernels<T>(weight), mutable_image<T>(out), p);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+}  // namespace hoconv
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("high_order_conv2d.cuda", TORCH_BOX(&hoconv::cuda_forward));
+}

@@ -1,0 +1,121 @@
+// grad_x[b, c, h, w] = sum over taps of weight[tap, b, g, h - dy, w - dx] * grad[b, c, h - dy, w -
+// dx]
+//
+// A gather: nothing is added to memory. Weights shifted by dx cannot be read 16 bytes at a time, so
+// the tuned kernel reads them where they are aligned: a thread multiplies its own V source columns
+// and sums what falls on them and on the K - 1 columns around them in registers; what falls on a
+// neighbour's columns is handed over by warp shuffles.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "high_order/conv2d/cuda/kernels.cuh"
+
+namespace hoconv {
+namespace {
+
+template <typename T>
+__global__ void naive(Image<const T> grad, Kernels<const T> weight, Image<T> out, Problem p) {
+  using A = acc_t<T>;
+  const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
+    const int64_t w = n % p.W, h = n / p.W % p.H, c = n / (p.W * p.H) % p.C;
+    const int64_t b = n / (p.W * p.H * p.C), g = c / (p.C / p.G);
+    A sum = 0;
+    for (int64_t i = 0; i < p.k; ++i) {
+      for (int64_t j = 0; j < p.k; ++j) {
+        const int64_t y = h - i * p.down.dilation + p.down.before;
+        const int64_t z = w - j * p.across.dilation + p.across.before;
+        if (y >= 0 && y < p.H && z >= 0 && z < p.W)
+          sum += widen<A>(*weight.at(i * p.k + j, b, g, y, z)) * widen<A>(*grad.at(b, c, y, z));
+      }
+    }
+    *out.at(b, c, h, w) = narrow<T>(sum);
+  }
+}
+
+constexpr __host__ __device__ int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
+}
+
+// The reach of a kernel, in threads.
+template <int K, int V>
+constexpr int kHalo = ((K - 1) / 2 + V - 1) / V;
+
+template <typename T, int K, int V, int N>
+__global__ void __launch_bounds__(kThreads, 4)
+    tuned(Image<const T> grad, Kernels<const T> weight, Image<T> out, Tiles t) {
+  using A = acc_t<T>;
+  constexpr int before = (K - 1) / 2;
+  const Place<V, kHalo<K, V>> at(t);
+  const int first = blockIdx.y * t.channels;
+  const int last = min(first + t.channels, t.group_channels);
+  for (int c = first; c < last; c += N) {
+    const int64_t channel = int64_t{at.g} * t.group_channels + c;
+    A window[N][V + K - 1] = {};  // sums for columns w - before ... w + V - 1 + after
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      const int y = at.h - i + before;
+      if (!at.exists || y < 0 || y >= t.H) continue;
+      Pack<T, V> taps[K];
+      const T* kernel = weight.at(i * K, at.b, at.g, y, at.w);
+#pragma unroll
+      for (int j = 0; j < K; ++j, kernel += weight.s.tap) taps[j] = load_once<V>(kernel);
+      const T* row = grad.at(at.b, channel, y, at.w);
+#pragma unroll
+      for (int m = 0; m < N; ++m) {
+        const auto gradient = load<V>(row + m * grad.s.c);
+#pragma unroll
+        for (int j = 0; j < K; ++j)
+#pragma unroll
+          for (int v = 0; v < V; ++v)
+            window[m][v + j] += widen<A>(taps[j].e[v]) * widen<A>(gradient.e[v]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < N; ++m) {
+      A sum[V];
+#pragma unroll
+      for (int v = 0; v < V; ++v) sum[v] = window[m][before + v];
+#pragma unroll
+      for (int a = 0; a < V + K - 1; ++a) {
+        const int threads = floor_div(a - before, V);  // how far to the right the owner is
+        if (threads == 0) continue;
+        const A received = __shfl_sync(0xffffffff, window[m][a], (at.lane - threads) & 31);
+        const bool same_row = at.column - threads >= 0 && at.column - threads < t.columns;
+        sum[a - before - threads * V] += same_row ? received : A(0);
+      }
+      if (at.keeps) store_sum<V>(out.at(at.b, channel + m, at.h, at.w), sum);
+    }
+  }
+}
+
+}  // namespace
+
+Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
+  const Problem p(grad, weight.sizes(), dilation);
+  check_alike(weight, grad, "weight");
+  Tensor out = torch::stable::empty_like(grad);
+  if (out.numel() == 0) return out;
+  const Launch launch(grad);
+  dispatch_cuda(grad, [&](auto zero) {
+    using T = decltype(zero);
+    const bool done = dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
+      Tiles tiles;
+      const dim3 grid = grid_for<Place<V, kHalo<K, V>>>(p, V, N, tiles);
+      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), kernels<T>(weight),
+                                                              mutable_image<T>(out), tiles);
+    });
+    if (!done)
+      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
+          image<T>(grad), kernels<T>(weight), mutable_image<T>(out), p);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+}  // namespace hoconv
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("high_order_conv2d_grad_input.cuda", TORCH_BOX(&hoconv::cuda_grad_input));
+}

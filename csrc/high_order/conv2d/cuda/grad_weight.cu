@@ -1,0 +1,103 @@
+// grad_weight[tap, b, g, h, w] = sum over c of grad[b, c, h, w] * x[b, c, h + dy, w + dx]
+//
+// The tuned kernel sums one row of taps at a time in registers and writes it out.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "high_order/conv2d/cuda/kernels.cuh"
+
+namespace hoconv {
+namespace {
+
+template <typename T>
+__global__ void naive(Image<const T> grad, Image<const T> x, Kernels<T> out, Problem p) {
+  using A = acc_t<T>;
+  const int64_t n_channels = p.C / p.G;
+  const int64_t total = p.k * p.k * p.B * p.G * p.H * p.W;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
+    const int64_t w = n % p.W, h = n / p.W % p.H, g = n / (p.W * p.H) % p.G;
+    const int64_t b = n / (p.W * p.H * p.G) % p.B, tap = n / (p.W * p.H * p.G * p.B);
+    const int64_t y = h + tap / p.k * p.down.dilation - p.down.before;
+    const int64_t z = w + tap % p.k * p.across.dilation - p.across.before;
+    const bool inside = y >= 0 && y < p.H && z >= 0 && z < p.W;
+    A sum = 0;
+    for (int64_t c = g * n_channels; c < (g + 1) * n_channels; ++c) {
+      const A pixel = inside ? widen<A>(*x.at(b, c, y, z)) : A(0);
+      sum += widen<A>(*grad.at(b, c, h, w)) * pixel;
+    }
+    *out.at(tap, b, g, h, w) = narrow<T>(sum);
+  }
+}
+
+template <typename T, int K, int V, int N>
+__global__ void __launch_bounds__(kThreads, 5)
+    tuned(Image<const T> grad, Image<const T> x, Kernels<T> out, Tiles t) {
+  using A = acc_t<T>;
+  constexpr int before = (K - 1) / 2;
+  const Place<V> at(t);
+  if (!at.exists) return;
+  T* target = out.at(0, at.b, at.g, at.h, at.w);
+#pragma unroll 1
+  for (int i = 0; i < K; ++i) {
+    const int y = at.h + i - before;
+    A sum[K][V] = {};
+    const T* gradients = grad.at(at.b, int64_t{at.g} * t.group_channels, at.h, at.w);
+    const T* row = x.at(at.b, int64_t{at.g} * t.group_channels, y, at.w);
+#pragma unroll 1
+    for (int c = 0; c < t.group_channels; c += N) {
+#pragma unroll
+      for (int m = 0; m < N; ++m, gradients += grad.s.c, row += x.s.c) {
+        const auto gradient = load<V>(gradients);
+        A window[V + K - 1];
+        load_window<K, V>(row, y >= 0 && y < t.H, at.w, t.W, window);
+#pragma unroll
+        for (int j = 0; j < K; ++j)
+#pragma unroll
+          for (int v = 0; v < V; ++v) sum[j][v] += widen<A>(gradient.e[v]) * window[v + j];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < K; ++j, target += out.s.tap) store_sum<V>(target, sum[j]);
+  }
+}
+
+}  // namespace
+
+Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation) {
+  const Problem p(x, out.sizes(), dilation);
+  check_alike(grad, x, "grad");
+  check_same_sizes(grad, x, "grad");
+  if (out.numel() == 0) return out;
+  const Launch launch(x);
+  dispatch_cuda(x, [&](auto zero) {
+    using T = decltype(zero);
+    const bool done = dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
+      Tiles tiles;
+      dim3 grid = grid_for<Place<V>>(p, V, N, tiles);
+      grid.y = 1;  // every channel is in the sum
+      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
+                                                              mutable_kernels<T>(out), tiles);
+    });
+    if (!done)
+      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
+                                                                        mutable_kernels<T>(out), p);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+namespace {
+
+Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
+                   std::vector<int64_t> stride, int64_t dilation) {
+  return cuda_grad_weight(empty_strided_like(x, size, stride), grad, x, dilation);
+}
+
+}  // namespace
+}  // namespace hoconv
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("high_order_conv2d_grad_weight.cuda", TORCH_BOX(&hoconv::grad_weight));
+}

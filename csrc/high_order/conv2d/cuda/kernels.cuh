@@ -1,0 +1,209 @@
+// What the three CUDA kernels of the high-order convolution share.
+//
+// Each exists twice. The `naive` kernel is the definition: any kernel size, dilation, strides and
+// dtype; one thread an element. The `tuned` kernel is for kernel sizes 3, 5 and 7, dilation 1, rows
+// that are contiguous, and all dtypes but float64. At C = 3 and k = 5 the weights are four fifths
+// of all bytes, so it is built round them: a thread owns V neighbouring pixels of a row, reads a
+// row of their weights at a time, 16 bytes each, and uses it for N channels, whose pixels come from
+// the L1 cache and whose sums stay in registers. No shared memory, no atomics: results are the same
+// bits every time.
+//
+// More channels than N read the weights again, from the L2 cache. What did not help, measured at
+// C = 3, k = 5 in bfloat16 on an H200: copying the weights to shared memory in the background (it
+// takes the L1 cache from the pixels), shuffling neighbours' pixels instead of loading them
+// (registers), prefetching, more or fewer registers than the launch bounds leave.
+//
+// B batch, C channels, G groups of channels, H height, W width, k kernel size, V pixels a
+// thread, N channels at once.
+#pragma once
+
+#include <algorithm>
+
+#include "common/cuda_launch.cuh"
+#include "high_order/conv2d/problem.h"
+
+namespace hoconv {
+
+Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
+Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation);
+Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
+
+constexpr int kThreads = 128;
+constexpr int64_t kMaxGridY = 65535;
+
+// How a tuned kernel's work is cut: blockIdx.x counts the blocks of an image and group, all images
+// and groups after each other; blockIdx.y the parts of the channels, multiples of N.
+struct Tiles {
+  int H, W, columns;  // columns: groups of V pixels in a row
+  int blocks, G;      // blocks an image
+  int group_channels, channels;
+};
+
+template <typename T>
+struct Image {  // of x, of the output, or of a gradient of either
+  T* data;
+  ImageStrides s;
+  __device__ T* at(int64_t b, int64_t c, int64_t h, int64_t w) const {
+    return data + b * s.b + c * s.c + h * s.h + w * s.w;
+  }
+};
+template <typename T>
+struct Kernels {  // the weights, or their gradient
+  T* data;
+  WeightStrides s;
+  __device__ T* at(int64_t tap, int64_t b, int64_t g, int64_t h, int64_t w) const {
+    return data + tap * s.tap + b * s.b + g * s.g + h * s.h + w * s.w;
+  }
+};
+
+template <typename T>
+Image<const T> image(const Tensor& t) {
+  return {static_cast<const T*>(t.const_data_ptr()), image_strides(t)};
+}
+template <typename T>
+Image<T> mutable_image(Tensor& t) {
+  return {static_cast<T*>(t.mutable_data_ptr()), image_strides(t)};
+}
+template <typename T>
+Kernels<const T> kernels(const Tensor& t) {
+  return {static_cast<const T*>(t.const_data_ptr()), weight_strides(t)};
+}
+template <typename T>
+Kernels<T> mutable_kernels(Tensor& t) {
+  return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
+}
+
+// Whether V-element accesses to rows of a tensor, its last dimension, are aligned.
+inline bool vectorizable(const Tensor& t, int64_t V) {
+  const int64_t last = t.dim() - 1;
+  if (t.stride(last) != 1 && t.size(last) != 1) return false;
+  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % (V * t.element_size())) return false;
+  if (t.size(last) % V) return false;
+  for (int64_t i = 0; i < last; ++i)
+    if (t.size(i) > 1 && t.stride(i) % V) return false;
+  return true;
+}
+
+// What a thread of a tuned kernel owns: V pixels of row h from column w on, the `column`th of that
+// row. A warp's outermost `Halo` lanes on either side own pixels that another warp keeps.
+template <int V, int Halo = 0>
+struct Place {
+  static constexpr int kept = 32 - 2 * Halo;  // a warp
+  static constexpr int kept_per_block = kThreads / 32 * kept;
+  int lane, b, g, h, column, w;
+  bool exists, keeps;
+
+  __device__ explicit Place(const Tiles& t) {
+    const int image = blockIdx.x / t.blocks, block = blockIdx.x - image * t.blocks;
+    b = image / t.G, g = image - b * t.G;
+    lane = threadIdx.x % 32;
+    const int n = (block * (kThreads / 32) + threadIdx.x / 32) * kept + lane - Halo;
+    exists = n >= 0 && n < t.H * t.columns;
+    keeps = exists && lane >= Halo && lane < 32 - Halo;
+    h = exists ? n / t.columns : 0;
+    column = exists ? n - h * t.columns : 0;
+    w = column * V;
+  }
+};
+
+// The V pixels at `p`, column w of a row of W, and K - 1 around them; zero outside the image.
+template <int K, int V, typename T, typename A>
+__device__ __forceinline__ void load_window(const T* p, bool inside, int w, int W,
+                                            A (&window)[V + K - 1]) {
+  constexpr int before = (K - 1) / 2;
+  constexpr int fitting = before <= 1 ? 1 : before <= 2 ? 2 : 4;
+  constexpr int side = fitting < V ? fitting : V;  // pixels loaded at once beside the V
+#pragma unroll
+  for (int i = 0; i < V + K - 1; ++i) window[i] = 0;
+  if (!inside) return;
+  const auto middle = load<V>(p);
+#pragma unroll
+  for (int i = 0; i < V; ++i) window[before + i] = widen<A>(middle.e[i]);
+#pragma unroll
+  for (int far = side; far < before + side; far += side) {
+    if (w >= far) {
+      const auto left = load<side>(p - far);
+#pragma unroll
+      for (int i = 0; i < side; ++i)
+        if (before - far + i >= 0) window[before - far + i] = widen<A>(left.e[i]);
+    }
+    if (w + V + far <= W) {
+      const auto right = load<side>(p + V + far - side);
+#pragma unroll
+      for (int i = 0; i < side; ++i) {
+        const int at = before + V + far - side + i;
+        if (at < V + K - 1) window[at] = widen<A>(right.e[i]);
+      }
+    }
+  }
+}
+
+// Calls f(K, V, N) with constants for a tuned kernel and returns true, or returns false: then only
+// the naive one fits.
+template <typename T, typename F>
+bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tensors, F&& f) {
+  if constexpr (sizeof(T) == 8) {
+    return false;
+  } else {
+    // The tuned kernels count the pixels of an image, and the blocks of a launch, in 32 bits.
+    constexpr int64_t most = int64_t{1} << 30;
+    const int64_t pixels = p.H * p.W;
+    if (p.down.dilation != 1 || p.across.dilation != 1 || pixels >= most ||
+        p.B * p.G * (pixels / 32 + 1) >= most)
+      return false;
+    const auto fits = [&](int64_t V) {
+      return std::all_of(tensors.begin(), tensors.end(),
+                         [&](const Tensor* t) { return vectorizable(*t, V); });
+    };
+    if (!fits(1)) return false;
+    const auto with_channels = [&](auto K, auto V) {
+      const int64_t n = p.group_channels();
+      if (n % 4 == 0)
+        f(K, V, std::integral_constant<int, 4>{});
+      else if (n % 3 == 0)
+        f(K, V, std::integral_constant<int, 3>{});
+      else
+        f(K, V, std::integral_constant<int, 1>{});
+    };
+    const auto with_pixels = [&](auto K) {
+      constexpr int V = (K > 5 ? 8 : 16) / sizeof(T);  // registers hold a row of K * V weights
+      if (fits(V))
+        with_channels(K, std::integral_constant<int, V>{});
+      else
+        with_channels(K, std::integral_constant<int, 1>{});
+      return true;
+    };
+    switch (p.k) {
+      case 3:
+        return with_pixels(std::integral_constant<int, 3>{});
+      case 5:
+        return with_pixels(std::integral_constant<int, 5>{});
+      case 7:
+        return with_pixels(std::integral_constant<int, 7>{});
+      default:
+        return false;
+    }
+  }
+}
+
+// The grid of a tuned kernel. Channels are split over blocks only where the pixels alone do not
+// fill the GPU.
+template <typename Place>
+dim3 grid_for(const Problem& p, int V, int N, Tiles& tiles) {
+  constexpr int64_t enough = 1024;
+  tiles.H = p.H, tiles.W = p.W, tiles.columns = p.W / V, tiles.G = p.G;
+  tiles.group_channels = p.group_channels();
+  tiles.blocks = (p.H * tiles.columns + Place::kept_per_block - 1) / Place::kept_per_block;
+  const int64_t x = tiles.blocks * p.B * p.G;
+  const int64_t parts = std::max(1, tiles.group_channels / N);  // that share the weights
+  const int64_t blocks = std::clamp<int64_t>(enough / x, 1, std::min(parts, kMaxGridY));
+  const int64_t parts_a_block = (parts + blocks - 1) / blocks;
+  tiles.channels = parts_a_block * N;
+  return dim3(x, (parts + parts_a_block - 1) / parts_a_block);
+}
+
+inline int64_t blocks_for(int64_t elements) {
+  return std::min<int64_t>((elements + kThreads - 1) / kThreads, (int64_t{1} << 31) - 1);
+}
+
+}  // namespace hoconv

@@ -1,0 +1,356 @@
+// The high-order layer on the CPU, forward and backward, without its weights ever in memory.
+//
+// A row of the image at a time, the weights are generated, turned into their softmax where that is
+// asked for, and applied. The backward pass generates them again, and of the same row computes the
+// weights' gradient; from both it adds to all rows of the gradient of x that the row's pixels
+// reach, so that a row of weights or of their gradient is needed once. Only the gradients of the
+// weights wait, for a strip of a few rows that stays in the L1 cache, in which the gradient of the
+// parameters is summed pixel by pixel. Of that sum each task has its own, and tasks do not depend
+// on the number of threads, nor then does the result.
+//
+// A pixel costs K * C * s * s multiplications a group, four times: generated in the forward and in
+// the backward pass, gradient of x, gradient of the parameters. The rest is a few per cent of it.
+// Each of the four is a block of sums in registers, as many as keep both multipliers of a core
+// busy, and all runs at nine tenths of what they can do. Registers of 64 bytes are no faster.
+//
+// At the left and right edge the gradient of x is NaN where any of the generator's weights is not
+// finite, also one that does not reach that pixel: there it is multiplied by zeros.
+//
+// B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
+// s kernel size of the generator.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "common/huge_pages.h"
+#include "high_order/conv2d/padded_image.h"
+#include "high_order/conv2d/problem.h"
+#include "high_order/layer/cpu/kernels.h"
+#include "high_order/layer/cpu/layer.h"
+
+namespace hoconv::high_order_layer::cpu {
+namespace {
+
+constexpr int64_t kStripBytes = int64_t{1} << 15;  // of what a block of sums reads; L1 cache
+
+template <typename T>
+struct View {
+  T* data;
+  ImageStrides s;
+
+  explicit View(const Tensor& t)
+      : data(static_cast<T*>(const_cast<void*>(t.const_data_ptr()))), s(image_strides(t)) {}
+  T* image(int64_t b) const { return data + b * s.b; }
+  T* row(int64_t b, int64_t c, int64_t h) const { return image(b) + c * s.c + h * s.h; }
+};
+
+// What a thread works in.
+template <typename T>
+struct Worker {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+
+  const Layer& p;
+  const Parameters<A>& parameters;
+  const int64_t rows;    // of a strip
+  PaddedImage<T> x;      // a strip, with all rows that its pixels see
+  PaddedRows<A> kernel;  // a row of one group's weights
+
+  Worker(const Layer& p, const Parameters<A>& parameters)
+      : p(p),
+        parameters(parameters),
+        rows(strip_rows(p)),
+        x(p.C, rows + p.top + p.bottom, p.W, p.left, p.right),
+        kernel(p.K, 1, p.W, round_up(p.right, V::size), p.left) {}
+
+  static int64_t strip_rows(const Layer& p) {
+    const int64_t columns = std::max<int64_t>(p.W + p.left + p.right, 1);
+    const int64_t row = columns * sizeof(A) * (kTapBlock + 1);
+    return std::clamp<int64_t>(kStripBytes / row, 1, std::max<int64_t>(p.H, 1));
+  }
+
+  void load_x(const View<const T>& image, int64_t b, int64_t first, int64_t count) {
+    x.fill(image.image(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
+  }
+
+  // Channel c of x as row r of the strip sees it: `up` rows above and `left` columns to the left.
+  const A* seen(int64_t c, int64_t r, int64_t up, int64_t left) const {
+    return x.row(c, r + p.top - up) + x.left - left;
+  }
+
+  // The weights of group g for row r of the strip.
+  void generate(int64_t g, int64_t r) {
+    Window window = parameters.generator;
+    window.next_plane = x.plane(), window.next_line = x.width;
+    A* out = kernel.row(0, 0) + kernel.left;
+    convolve(out, kernel.plane(), p.K, p.registers, parameters.bias.data() + g * p.K,
+             seen(0, r, p.generator_before, p.generator_before), window,
+             parameters.weight.data() + g * p.K * window.size());
+    if (p.softmax) softmax(out, kernel.plane(), p.K, p.registers);
+  }
+};
+
+template <typename T>
+struct Forward : Worker<T> {
+  using A = acc_t<T>;
+  using Worker<T>::p, Worker<T>::x, Worker<T>::kernel;
+  PaddedRows<A> out;  // a row
+
+  Forward(const Layer& p, const Parameters<A>& parameters)
+      : Worker<T>(p, parameters), out(p.C, 1, p.W, 0, 0) {}
+
+  // Rows first .. last of the output of image b.
+  void run(const View<const T>& image, const View<T>& output, int64_t b, int64_t first,
+           int64_t last) {
+    for (int64_t start = first; start < last; start += this->rows) {
+      const int64_t count = std::min(this->rows, last - start);
+      this->load_x(image, b, start, count);
+      for (int64_t r = 0; r < count; ++r) {
+        for (int64_t c = 0; c < p.C; ++c) {
+          if (p.residual)
+            std::copy_n(this->seen(c, r, 0, 0), p.W, out.row(c, 0));
+          else
+            std::fill_n(out.row(c, 0), p.W, A(0));
+        }
+        for (int64_t g = 0; g < p.G; ++g) {
+          const int64_t c = g * p.group_channels();
+          this->generate(g, r);
+          apply(out.row(c, 0), out.plane(), p.group_channels(), p.registers,
+                kernel.row(0, 0) + kernel.left, this->seen(c, r, p.down.before, p.across.before),
+                x.plane(),
+                {p.k, p.k, kernel.plane(), p.down.dilation * x.width, p.across.dilation});
+        }
+        for (int64_t c = 0; c < p.C; ++c)
+          store_row<T>(output.row(b, c, start + r), output.s.w, out.row(c, 0), p.W);
+      }
+    }
+  }
+};
+
+template <typename T>
+struct Backward : Worker<T> {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+  using Worker<T>::p, Worker<T>::x, Worker<T>::kernel, Worker<T>::parameters;
+  PaddedImage<T> grad;         // the output's, of a strip
+  PaddedRows<A> grad_kernel;   // the weights' of one group, of a strip
+  const int64_t above, below;  // rows around a strip to whose gradient its pixels add
+  PaddedRows<A> grad_x;        // those rows and the strip's, the channels of a row side by side
+  Scratch<A> sums;             // of the parameters' gradients, a register each
+
+  Backward(const Layer& p, const Parameters<A>& parameters)
+      : Worker<T>(p, parameters),
+        grad(p.C, this->rows, p.W, round_up(p.right, V::size), p.left),
+        grad_kernel(p.K, this->rows, p.W, round_up(p.right, V::size), p.left),
+        above(std::max(p.generator_before, std::min(p.down.before, p.H))),
+        below(std::max(p.generator_after, std::min(p.down.after, p.H))),
+        grad_x(above + this->rows + below, p.C, p.W, 0, 0) {
+    sums.resize((p.parameters() + p.K * p.G) * V::size);
+  }
+
+  typename V::type* weight_sums() { return reinterpret_cast<typename V::type*>(sums.data); }
+  typename V::type* bias_sums() { return weight_sums() + p.parameters(); }
+
+  // The gradient of rows first .. last of x; adds their share of the parameters' gradients to sums.
+  void run(const View<const T>& grad_out, const View<const T>& image, const View<T>& grad_image,
+           int64_t b, int64_t first, int64_t last) {
+    // The rows whose pixels add to those rows.
+    const int64_t begin = std::max<int64_t>(0, first - p.bottom), end = std::min(p.H, last + p.top);
+    int64_t done = first;
+    std::fill_n(grad_x.row(0, 0), grad_x.channels * grad_x.plane(), A(0));
+    for (int64_t start = begin; start < end;) {
+      const bool within = start >= first && start < last;
+      const int64_t limit = start < first ? first : within ? last : end;
+      const int64_t count = std::min(this->rows, limit - start);
+      this->load_x(image, b, start, count);
+      grad.fill(grad_out.image(b), grad_out.s, start, count, p.H, p.W);
+      for (int64_t g = 0; g < p.G; ++g) {
+        for (int64_t r = 0; r < count; ++r) add_grad_x(g, r, first - start, last - start);
+        if (within) add_parameters(g, count);
+      }
+      const int64_t complete = start + count == end ? last : std::min(last, start + count - above);
+      for (; done < complete; ++done)
+        for (int64_t c = 0; c < p.C; ++c)
+          store_row<T>(grad_image.row(b, c, done), grad_image.s.w,
+                       grad_x.row(above + done - start, c), p.W);
+      move_up(count);
+      start += count;
+    }
+  }
+
+  // Makes row `count` of grad_x the first one.
+  void move_up(int64_t count) {
+    A* begin = grad_x.row(0, 0);
+    A* end = begin + grad_x.channels * grad_x.plane();
+    std::fill(std::copy(begin + count * grad_x.plane(), end, begin), end, A(0));
+  }
+
+  // What row r of the strip adds to the gradient of x, by group g; of the application, to rows
+  // first .. last of it only. Leaves the gradient of the row's weights in grad_kernel.
+  void add_grad_x(int64_t g, int64_t r, int64_t first, int64_t last) {
+    const int64_t k = p.k, channels = p.group_channels(), c = g * channels;
+    A* weights = kernel.row(0, 0) + kernel.left;
+    A* grads = grad_kernel.row(0, r) + grad_kernel.left;
+    const A* pixels = grad.row(c, r) + grad.left;
+
+    this->generate(g, r);
+    for (int64_t i = 0; i < k; ++i)
+      for_each_block<kOutputBlock>(k, [&](int64_t j, auto N) {
+        correlate_pixels<A, N>(grads + (i * k + j) * grad_kernel.plane(), grad_kernel.plane(),
+                               p.across.dilation, channels, p.registers, pixels, grad.plane(),
+                               this->seen(c, r, p.down.before, p.across.before) +
+                                   i * p.down.dilation * x.width + j * p.across.dilation,
+                               x.plane());
+      });
+    if (p.softmax)
+      softmax_backward(grads, grad_kernel.plane(), weights, kernel.plane(), p.K, p.registers);
+    // From here on they are read beyond the last column.
+    const int64_t rest = p.registers * V::size - p.W;
+    for (int64_t tap = 0; tap < p.K; ++tap) {
+      std::fill_n(weights + tap * kernel.plane() + p.W, rest, A(0));
+      std::fill_n(grads + tap * grad_kernel.plane() + p.W, rest, A(0));
+    }
+
+    // A pixel adds to the pixels that it sees, so that to find what a pixel gets one looks the
+    // other way.
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t h = r + i * p.down.dilation - p.down.before;
+      if (h >= first && h < last)
+        apply(grad_x.row(above + h, c), grad_x.width, channels, p.registers,
+              weights + i * k * kernel.plane() + p.across.before, pixels + p.across.before,
+              grad.plane(), {1, k, kernel.plane() - p.across.dilation, 0, -p.across.dilation});
+    }
+    if (p.residual)
+      for (int64_t n = 0; n < channels; ++n)
+        std::transform(pixels + n * grad.plane(), pixels + n * grad.plane() + p.W,
+                       grad_x.row(above + r, c + n), grad_x.row(above + r, c + n), std::plus<A>());
+    Window window = parameters.transposed;
+    window.next_plane = grad_kernel.plane();
+    convolve<A>(grad_x.row(above + r - p.generator_before, 0), grad_x.width, p.s * p.C, p.registers,
+                nullptr, grads - p.generator_after, window,
+                parameters.mirrored.data() + g * p.s * p.C * window.size());
+  }
+
+  // Adds the strip's share of the gradient of group g's parameters.
+  void add_parameters(int64_t g, int64_t count) {
+    const int64_t next_sum = parameters.generator.size(), next_grad = grad_kernel.plane();
+    const Area area{count, p.W, grad_kernel.width};
+    for_each_block<kTapBlock>(p.K, [&](int64_t tap, auto block) {
+      constexpr int64_t N = block;
+      const A* grads = grad_kernel.row(tap, 0) + grad_kernel.left;
+      auto* sums = weight_sums() + (g * p.K + tap) * next_sum;
+      for (int64_t c = 0; c < p.C; ++c)
+        for (int64_t y = 0; y < p.s; ++y)
+          for_each_block<kColumnBlock>(p.s, [&](int64_t j, auto M) {
+            correlate<A, N, M>(sums + (c * p.s + y) * p.s + j, next_sum, grads, next_grad,
+                               this->seen(c, y, p.generator_before, p.generator_before) + j,
+                               x.width, area);
+          });
+      add_up(bias_sums() + g * p.K + tap, N, grads, next_grad, area);
+    });
+  }
+
+  // Adds up the lanes of the sums, into weight and bias gradients one after the other, and clears
+  // them.
+  void take_sums(A* out) {
+    for (int64_t i = 0; i < p.parameters() + p.K * p.G; ++i) {
+      A* lanes = sums.data + i * V::size;
+      A sum = 0;
+      for (int64_t lane = 0; lane < V::size; ++lane) sum += lanes[lane];
+      out[i] = sum;
+      std::fill_n(lanes, V::size, A(0));
+    }
+  }
+};
+
+template <typename T>
+Parameters<acc_t<T>> load_parameters(const Layer& p, const Tensor& weight,
+                                     const std::optional<Tensor>& bias, bool backward) {
+  const View<const T> w(weight);
+  const T* b = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
+  return {p, w.data, w.s, b, bias ? bias->stride(0) : 0, backward};
+}
+
+Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+               int64_t kernel_size, int64_t dilation, bool softmax, bool residual, bool) {
+  const Layer p(x, weight, bias, kernel_size, dilation, softmax, residual);
+  Tensor out = torch::stable::empty_like(x);
+  prefer_huge_pages(out);
+  const Tasks tasks(p);
+  dispatch_floating(x, [&](auto zero) {
+    using T = decltype(zero);
+    const auto parameters = load_parameters<T>(p, weight, bias, false);
+    const View<const T> image(x);
+    const View<T> output(out);
+    torch::stable::parallel_for(0, tasks.count, 1, [&](int64_t begin, int64_t end) {
+      Forward<T> worker(p, parameters);
+      for (int64_t task = begin; task < end; ++task)
+        tasks.for_each_part(task, p.H, [&](int64_t b, int64_t first, int64_t last) {
+          worker.run(image, output, b, first, last);
+        });
+    });
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
+                                            const Tensor& weight, const std::optional<Tensor>& bias,
+                                            int64_t kernel_size, int64_t dilation, bool softmax,
+                                            bool residual, bool) {
+  const Layer p(x, weight, bias, kernel_size, dilation, softmax, residual);
+  check_alike(grad, x, "grad");
+  check_same_sizes(grad, x, "grad");
+  Tensor grad_x = torch::stable::empty_like(x);
+  Tensor grad_weight = torch::stable::empty_like(weight);
+  Tensor grad_bias = torch::stable::new_empty(weight, {weight.size(0)});
+  prefer_huge_pages(grad_x);
+  const Tasks tasks(p);
+  dispatch_floating(x, [&](auto zero) {
+    using T = decltype(zero);
+    using A = acc_t<T>;
+    const auto parameters = load_parameters<T>(p, weight, bias, true);
+    const View<const T> image(x), grad_out(grad);
+    const View<T> grad_image(grad_x), grad_w(grad_weight);
+    const int64_t share = p.parameters() + p.K * p.G;
+    std::vector<A> shares(tasks.count * share);
+    torch::stable::parallel_for(0, tasks.count, 1, [&](int64_t begin, int64_t end) {
+      Backward<T> worker(p, parameters);
+      for (int64_t task = begin; task < end; ++task) {
+        tasks.for_each_part(task, p.H, [&](int64_t b, int64_t first, int64_t last) {
+          worker.run(grad_out, image, grad_image, b, first, last);
+        });
+        worker.take_sums(shares.data() + task * share);
+      }
+    });
+    const auto total = [&](int64_t i) {
+      A sum = 0;
+      for (int64_t task = 0; task < tasks.count; ++task) sum += shares[task * share + i];
+      return static_cast<T>(sum);
+    };
+    torch::stable::parallel_for(0, p.K * p.G, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t output = i % p.K * p.G + i / p.K;  // groups come first in the sums
+        for (int64_t c = 0, j = i * p.C * p.s * p.s; c < p.C; ++c)
+          for (int64_t y = 0; y < p.s; ++y)
+            for (int64_t z = 0; z < p.s; ++z, ++j)
+              grad_w.row(output, c, y)[z * grad_w.s.w] = total(j);
+        static_cast<T*>(grad_bias.data_ptr())[output] = total(p.parameters() + i);
+      }
+    });
+  });
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace hoconv::high_order_layer::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
+  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::forward));
+  m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::backward));
+}

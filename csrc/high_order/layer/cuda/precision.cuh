@@ -1,0 +1,248 @@
+// Products on tensor cores, by precision: what an operand is, how it is loaded and multiplied.
+//
+// A word is 32 bits of an operand: two 16-bit elements, or one float. A product is m16n8 with a
+// depth of 8 words (PTX ISA, fragments of mma.m16n8k16 and mma.m16n8k8). With g = lane / 4 and
+// t = lane % 4 a lane holds
+//   A  words t and t + 4 of rows g and g + 8
+//   B  words t and t + 4 of column g
+//   C  columns 2t and 2t + 1 of rows g and g + 8
+// Rows are pixels here: row g is pixel first(g) of 16, row g + 8 the pixel `apart` after it. Two
+// 16-bit neighbours are one word; floats are eight apart, which spreads them over the banks of
+// shared memory. So does the pitch of its rows, found by hand for k = 5.
+//
+// x lies in shared memory as two planes of words, so that any part of an operand is one load:
+//   16 bits  0: (x[w], x[w + 1])   1: (x[w], 0)
+//   TF32     0: x[w]               1: x[w] rounded to TF32
+//   float32  0: x[w]               1: what rounding x[w] to TF32 takes from it
+#pragma once
+
+#include <cstring>
+
+#include "common/cuda_launch.cuh"
+
+namespace hoconv {
+
+// To nearest, halves away from zero; infinities and NaN stay.
+__device__ __forceinline__ uint32_t round_to_tf32(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
+}
+
+// What rounding to TF32 takes from a value; nothing from infinities and NaN.
+__device__ __forceinline__ float tf32_remainder(float value) {
+  const float rest = value - __uint_as_float(round_to_tf32(value));
+  return isfinite(value) ? rest : 0.0f;
+}
+
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// float16 and bfloat16, summed in float32.
+template <typename Element>
+struct Half {
+  using T = Element;
+  static constexpr int elements = 2;  // a word
+  static constexpr int terms = 1;     // of an operand
+  static constexpr int apart = 1, pitch_remainder = 19;
+  __device__ static int first(int g) { return 2 * g; }
+  struct A {
+    uint32_t w[terms][4];
+  };
+  struct B {
+    uint32_t w[terms][2];
+  };
+
+  __device__ static uint32_t pack(float low, float high) {
+    return uint32_t{bits(narrow<T>(low))} | uint32_t{bits(narrow<T>(high))} << 16;
+  }
+  // What a value is rounded to before it is split, where splitting does not round.
+  __device__ static float round(float value) { return value; }
+  // The terms of the word that holds these elements; one element a word ignores the second.
+  __device__ static void split(float low, float high, uint32_t (&word)[terms]) {
+    word[0] = pack(low, high);
+  }
+  __device__ static void planes(T value, T next, uint32_t& zeroth, uint32_t& first) {
+    first = bits(value);
+    zeroth = first | uint32_t{bits(next)} << 16;
+  }
+  // x of a lane's two pixels, from plane 0 at the first.
+  __device__ static float2 pixels(const uint32_t* at) { return unpack(at[0]); }
+  __device__ static float2 unpack(uint32_t word) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+    else
+      return {widen<float>(element(word & 0xffff)), widen<float>(element(word >> 16))};
+  }
+
+  // Words `o0` and `o1` of a lane's two pixels, the first at `at`. Guarded, a negative offset is a
+  // word of zeros.
+  template <bool Guarded>
+  __device__ static A load(const uint32_t* at, int o0, int o1, int /*plane*/) {
+    A a;
+    a.w[0][0] = Guarded && o0 < 0 ? 0 : at[o0];
+    a.w[0][1] = Guarded && o0 < 0 ? 0 : at[o0 + apart];
+    a.w[0][2] = Guarded && o1 < 0 ? 0 : at[o1];
+    a.w[0][3] = Guarded && o1 < 0 ? 0 : at[o1 + apart];
+    return a;
+  }
+  // The transposed operand: rows are words at the offsets o0 and o1 from the pixels, depth is the
+  // pixels themselves, 16 from `at` on.
+  __device__ static A load_transposed(const uint32_t* at, int o0, int o1, int t, int /*plane*/) {
+    A a;
+    a.w[0][0] = at[o0 + 2 * t];
+    a.w[0][1] = at[o1 + 2 * t];
+    a.w[0][2] = at[o0 + 2 * t + 8];
+    a.w[0][3] = at[o1 + 2 * t + 8];
+    return a;
+  }
+
+  __device__ static void multiply(float (&c)[4], const A& a, const B& b) {
+    const auto& x = a.w[0];
+    const auto& y = b.w[0];
+    if constexpr (std::is_same_v<T, __half>)
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+          "{%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+    else
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+          "{%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+  }
+
+ private:
+  __device__ static uint16_t bits(T value) {
+    uint16_t b;
+    memcpy(&b, &value, sizeof b);
+    return b;
+  }
+  __device__ static T element(uint32_t low) {
+    const uint16_t b = low;
+    T value;
+    memcpy(&value, &b, sizeof b);
+    return value;
+  }
+};
+
+// float32, one term rounded to TF32.
+struct TF32 {
+  using T = float;
+  static constexpr int elements = 1;
+  static constexpr int terms = 1;
+  static constexpr int apart = 8, pitch_remainder = 12;
+  __device__ static int first(int g) { return g; }
+  struct A {
+    uint32_t w[terms][4];
+  };
+  struct B {
+    uint32_t w[terms][2];
+  };
+
+  __device__ static float round(float value) { return __uint_as_float(round_to_tf32(value)); }
+  __device__ static void split(float value, float, uint32_t (&word)[terms]) {
+    word[0] = __float_as_uint(value);
+  }
+  __device__ static void planes(float value, float, uint32_t& zeroth, uint32_t& first) {
+    zeroth = __float_as_uint(value);
+    first = round_to_tf32(value);
+  }
+  __device__ static float2 pixels(const uint32_t* at) {
+    return {__uint_as_float(at[0]), __uint_as_float(at[apart])};
+  }
+  template <bool Guarded>
+  __device__ static A load(const uint32_t* at, int o0, int o1, int plane) {
+    at += plane;
+    A a;
+    a.w[0][0] = Guarded && o0 < 0 ? 0 : at[o0];
+    a.w[0][1] = Guarded && o0 < 0 ? 0 : at[o0 + apart];
+    a.w[0][2] = Guarded && o1 < 0 ? 0 : at[o1];
+    a.w[0][3] = Guarded && o1 < 0 ? 0 : at[o1 + apart];
+    return a;
+  }
+  // Depth is 8 pixels.
+  __device__ static A load_transposed(const uint32_t* at, int o0, int o1, int t, int plane) {
+    at += plane + t;
+    A a;
+    a.w[0][0] = at[o0];
+    a.w[0][1] = at[o1];
+    a.w[0][2] = at[o0 + 4];
+    a.w[0][3] = at[o1 + 4];
+    return a;
+  }
+  __device__ static void multiply(float (&c)[4], const A& a, const B& b) {
+    mma_tf32(c, a.w[0], b.w[0]);
+  }
+};
+
+// float32, two terms of TF32: three products of them leave out what float32 does not hold. Tensor
+// cores truncate their sums, so a product is summed from zero and added in float32.
+struct Float32 {
+  using T = float;
+  static constexpr int elements = 1;
+  static constexpr int terms = 2;
+  static constexpr int apart = 8, pitch_remainder = 12;
+  __device__ static int first(int g) { return g; }
+  struct A {
+    uint32_t w[terms][4];
+  };
+  struct B {
+    uint32_t w[terms][2];
+  };
+
+  __device__ static float round(float value) { return value; }
+  __device__ static void split(float value, float, uint32_t (&word)[terms]) {
+    word[0] = round_to_tf32(value);
+    word[1] = __float_as_uint(tf32_remainder(value));
+  }
+  __device__ static void planes(float value, float, uint32_t& zeroth, uint32_t& first) {
+    zeroth = __float_as_uint(value);
+    first = __float_as_uint(tf32_remainder(value));
+  }
+  __device__ static float2 pixels(const uint32_t* at) { return TF32::pixels(at); }
+  template <bool Guarded>
+  __device__ static A load(const uint32_t* at, int o0, int o1, int plane) {
+    A a;
+    term<Guarded>(at, o0, plane, a, 0);
+    term<Guarded>(at + apart, o0, plane, a, 1);
+    term<Guarded>(at, o1, plane, a, 2);
+    term<Guarded>(at + apart, o1, plane, a, 3);
+    return a;
+  }
+  __device__ static A load_transposed(const uint32_t* at, int o0, int o1, int t, int plane) {
+    A a;
+    term<false>(at + t, o0, plane, a, 0);
+    term<false>(at + t, o1, plane, a, 1);
+    term<false>(at + t + 4, o0, plane, a, 2);
+    term<false>(at + t + 4, o1, plane, a, 3);
+    return a;
+  }
+  __device__ static void multiply(float (&c)[4], const A& a, const B& b) {
+    float sum[4] = {};
+    mma_tf32(sum, a.w[1], b.w[0]);
+    mma_tf32(sum, a.w[0], b.w[1]);
+    mma_tf32(sum, a.w[0], b.w[0]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += sum[i];
+  }
+
+ private:
+  template <bool Guarded>
+  __device__ static void term(const uint32_t* at, int offset, int plane, A& a, int i) {
+    const bool zero = Guarded && offset < 0;
+    const float value = zero ? 0.0f : __uint_as_float(at[offset]);
+    const float rest = zero ? 0.0f : __uint_as_float(at[offset + plane]);
+    a.w[0][i] = __float_as_uint(value - rest);
+    a.w[1][i] = __float_as_uint(rest);
+  }
+};
+
+}  // namespace hoconv

@@ -1,0 +1,7 @@
+#include "high_order/layer/cuda/sm80/backward.cuh"
+
+template void hoconv::run_backward<hoconv::Half<__nv_bfloat16>>(const Tensor&, const Tensor&,
+                                                                const Tensor&,
+                                                                const std::optional<Tensor>&,
+                                                                const Layer&, Tensor&, Tensor&,
+                                                                Tensor&, cudaStream_t);

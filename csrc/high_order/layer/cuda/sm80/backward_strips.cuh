@@ -1,0 +1,62 @@
+// How the backward kernel of the high-order layer cuts an image, and what a block keeps in shared
+// memory.
+//
+// k kernel size, s kernel size of the generator, N = columns / 8 of the product, Q channels a
+// chunk.
+#pragma once
+
+#include "high_order/layer/cuda/layer.cuh"
+
+namespace hoconv {
+
+constexpr int kMostWarps = 4;
+
+// How many channels of sums a warp's registers hold.
+template <int k, int s>
+constexpr int chunk_of = s == 1   ? 16
+                         : k == 7 ? (s == 3 ? 3 : 1)
+                         : s == 3 ? 8
+                         : s == 5 ? 3
+                                  : 1;
+
+struct Strips {
+  int warps, across, down;  // strips across an image, segments down a strip
+  int columns, rows;        // of a strip and segment, written
+  int kept;                 // rows of weights in shared memory
+  int delayed;              // rows of x's gradient through the generator that wait
+  Window window;
+  __host__ __device__ int region() const { return 16 * warps; }
+};
+
+// Shared memory, in words.
+template <typename P, int N, int Q>
+struct Shared {
+  int offsets, window, grad, weights, staged, through, total;
+
+  // Odd, so that the weights of neighbouring pixels are in different banks.
+  __host__ __device__ static constexpr int weight_words(int taps) {
+    return P::elements == 2 ? (taps + 1) / 2 : taps;
+  }
+  __host__ __device__ static constexpr int staged_words() {
+    return 8 * N / P::elements + 8 / P::elements;
+  }
+  __host__ __device__ static constexpr int through_words(int s) { return (Q * s + 7) / 8 * 8 + 1; }
+
+  __host__ __device__ Shared(const Layer& l, const Strips& p, int steps) {
+    int at = 0;
+    const auto take = [&at](int words) {
+      const int begin = at;
+      at += (words + 3) / 4 * 4;
+      return begin;
+    };
+    staged = take(p.warps * 16 * staged_words());
+    offsets = take(8 * steps);
+    window = take(p.window.words(l));
+    grad = take(l.group_channels * p.kept * p.region());
+    weights = take(p.kept * p.region() * weight_words(l.taps));
+    through = take(p.delayed * p.region() * through_words(l.s));
+    total = at;
+  }
+};
+
+}  // namespace hoconv

@@ -1,0 +1,45 @@
+// The kernels that add up what the warps of the backward kernel have summed of the gradients of the
+// generator's parameters. In double, and in the same order every time.
+#pragma once
+
+#include "high_order/layer/cuda/layer.cuh"
+
+namespace hoconv {
+
+constexpr int kSumColumns = 32, kSumParts = 8;
+
+// Adds up the warps' sums of the generator's gradient, in double. A chunk a blockIdx.y; its parts
+// are `blocks` times `warps`, with those of other chunks between.
+template <typename T, int Q>
+__global__ void sum_weight(const float* sums, T* out, ImageStrides strides, Layer l, int blocks,
+                           int warps, int rows, int columns, int group) {
+  __shared__ double shared[kSumParts][kSumColumns];
+  const int chunks = gridDim.y, chunk = blockIdx.y;
+  const int64_t size = int64_t{rows} * columns, n = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  double sum = 0;
+  if (n < size)
+    for (int part = threadIdx.y; part < blocks * warps; part += kSumParts) {
+      const int64_t block = part / warps, warp = part % warps;
+      sum += sums[((block * chunks + chunk) * warps + warp) * size + n];
+    }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y || n >= size) return;
+  for (int part = 1; part < kSumParts; ++part) sum += shared[part][threadIdx.x];
+  const int row = n / columns, tap = n % columns, s2 = l.s * l.s;
+  const int c = chunk * Q + row / s2, dy = row / l.s % l.s, dx = row % l.s;
+  if (row < Q * s2 && c < l.C && tap < l.taps)
+    out[(int64_t{tap} * l.G + group) * strides.b + c * strides.c + dy * strides.h +
+        dx * strides.w] = narrow<T>(static_cast<float>(sum));
+}
+
+template <typename T>
+__global__ void sum_bias(const float* sums, T* out, Layer l, int parts, int columns, int group) {
+  const int tap = threadIdx.x;
+  if (tap >= l.taps) return;
+  double sum = 0;
+  for (int part = 0; part < parts; ++part) sum += sums[int64_t{part} * columns + tap];
+  out[tap * l.G + group] = narrow<T>(static_cast<float>(sum));
+}
+
+}  // namespace hoconv

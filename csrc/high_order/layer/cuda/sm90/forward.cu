@@ -1,0 +1,173 @@
+// The whole layer forward on Hopper.
+//
+// A block owns 64 columns and up to 16 rows of pixels, and x with its halo in shared memory. The
+// generator's parameters lie beside it, where the tensor cores read them themselves. A warp owns
+// every fourth row, 16 pixels at a time: it loads what their taps look at, generates the weights
+// from that, multiplies the two, and the four lanes that share pixels add up what they have.
+
+#include "high_order/layer/cuda/sm90/products.cuh"
+
+namespace hoconv::hopper {
+namespace {
+
+constexpr int kMostRows = 16;
+
+template <typename S>
+struct Forward {
+  using W = Window<S, kMostRows + 2 * S::reach>;
+  using Columns = Compact<S>;
+  using Depth = ColumnDepth<S, Columns>;
+  using Operand = GeneratorOperand<S, Columns, Depth>;
+  static constexpr int words = Operand::words + W::words;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// x with its halo, from column `left` and row `top` on. All loads are under way at once.
+template <typename S>
+__device__ __forceinline__ void load_window(const Image<const typename S::T>& x, bool vectors,
+                                            const Layer& l, uint32_t* window, int64_t b, int top,
+                                            int left, int rows) {
+  using W = typename Forward<S>::W;
+  constexpr int at_once = 32 * kWarps / W::items, passes = (W::rows + at_once - 1) / at_once;
+  const int q = threadIdx.x % W::items, first = threadIdx.x / W::items;
+  const typename Item<S>::Guard guard(left + 4 * q, l.W, vectors);
+  const typename S::T* from = x.at(b, 0, top + first, guard.column);
+  Item<S> item[passes][S::C];
+#pragma unroll
+  for (int pass = 0; pass < passes; ++pass) {
+    const int row = first + pass * at_once, h = top + row;
+    const bool inside = first < at_once && row < rows && h >= 0 && h < l.H;
+#pragma unroll
+    for (int c = 0; c < S::C; ++c)
+      item[pass][c].load(from + c * x.s.c, x.s.w, guard, inside, vectors);
+    from += at_once * x.s.h;
+  }
+#pragma unroll
+  for (int pass = 0; pass < passes; ++pass) {
+    const int row = first + pass * at_once;
+    if (first < at_once && row < rows)
+#pragma unroll
+      for (int c = 0; c < S::C; ++c)
+        item[pass][c].template store<W>(window + c * W::channel + row * W::pitch, q);
+  }
+}
+
+#endif
+
+// That leave as many registers as the pixels of a lane need.
+template <typename S>
+constexpr int blocks_a_multiprocessor = S::k == 7 && S::C == 3          ? 2
+                                        : S::k == 7 || S::P::terms == 2 ? 3
+                                                                        : 4;
+
+template <typename S, bool softmax>
+__global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
+    forward(Image<const typename S::T> x, bool vectors, const uint32_t* arranged,
+            Image<typename S::T> out, Layer l, int rows, int across, int down) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using F = Forward<S>;
+  using W = typename F::W;
+  using Columns = typename F::Columns;
+  constexpr int N = Columns::N;
+  extern __shared__ __align__(128) uint32_t shared[];
+  const int64_t b = blockIdx.x / (across * down);
+  const int block = blockIdx.x - b * (across * down), strip = block / across;
+  const int top = strip * rows, left = (block - strip * across) * kRegion;
+
+  copy_operand<F::Operand::words>(shared, arranged);
+  uint32_t* window = shared + F::Operand::words;
+  load_window<S>(x, vectors, l, window, b, top - S::reach, left - kBefore, rows + 2 * S::reach);
+  __syncthreads();
+
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int tiles = (min(l.W - left, kRegion) + 15) / 16;
+  // Of the pixels that a lane has, the one that it writes.
+  const int mine = t / 2, first = left + S::P::first(g) + mine * S::P::apart;
+  const Places<S, Columns, W> places(window);
+  const typename F::Depth depth(window);
+  constexpr int steps = F::Depth::steps, group = S::P::terms > 1 ? 2 : steps;
+  const ArrangedSteps<typename S::P, N> operand{operand_descriptor(shared, 128, 256)};
+  for (int row = warp; top + row - warp < l.H && row < rows; row += kWarps) {
+    typename S::T* to = out.at(b, 0, top + row, first);
+    for (int tile = 0; tile < tiles; ++tile, to += 16 * out.s.w) {
+      const int shift = row * W::pitch + tile * W::tile_words;
+      Pixels<S, Columns, W> pixels[S::C];
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) pixels[c].load(places, shift, c);
+      float weights[1][N][4];
+      auto& weight = weights[0];
+      Words<typename S::P, group> words[2];
+      sum_products<typename S::P, steps, group, true>(
+          weights,
+          [&](int n) -> auto& {
+#pragma unroll
+            for (int step = 0; step < group; ++step)
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+                if (n * group + step < steps)
+                  words[n % 2].set(step, i, depth.word(pixels, shift, n * group + step, i));
+            return words[n % 2];
+          },
+          [&](int n) { return operand.from(n * group); }, [] {});
+      if constexpr (softmax)
+        softmax_taps(weight, [t](int j, int e) { return is_tap<S, Columns>(j, t, e); });
+
+      float sum[S::C];  // of the lane's pixel, over two of the four lanes that share it
+#pragma unroll
+      for (int c = 0; c < S::C; ++c) {
+        float both[2] = {};
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) both[i / 2] += weight[j][i] * pixels[c](j, i % 2, i / 2);
+        sum[c] = exchange(both[0], both[1], 2);
+      }
+      // Even lanes end with channels 0 and 2, odd ones with channel 1.
+      const bool writes = top + row < l.H && first + 16 * tile < l.W;
+#pragma unroll
+      for (int c = 0; c < S::C; c += 2) {
+        const bool odd = t % 2 && c + 1 < S::C;
+        float value = exchange(sum[c], sum[c + 1 < S::C ? c + 1 : c], 1);
+        if (!writes || (t % 2 && !odd)) continue;
+        if (l.residual) {
+          const float2 pixel = S::P::pixels(window + shift + g + S::reach * W::pitch + W::at(0) +
+                                            (c + odd) * W::channel);
+          value += mine ? pixel.y : pixel.x;
+        }
+        to[(c + odd) * out.s.c] = narrow<typename S::T>(value);
+      }
+    }
+  }
+#endif
+}
+
+}  // namespace
+
+void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+             const Layer& l, Tensor& out, cudaStream_t stream) {
+  dispatch_sizes(x, l, [&](auto sizes) {
+    using S = decltype(sizes);
+    using T = typename S::T;
+    using Operand = typename Forward<S>::Operand;
+    Tensor memory = scratch(weight, Operand::words);
+    auto* operand = static_cast<uint32_t*>(memory.mutable_data_ptr());
+    arrange(generator_operand<Operand>(weight, bias), operand, stream);
+    const int across = (l.W + kRegion - 1) / kRegion;
+    int rows = kMostRows;  // fewer where that would leave multiprocessors idle
+    const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+    while (rows > kWarps && l.B * across * ((l.H + rows - 1) / rows) < 2 * multiprocessors)
+      rows /= 2;
+    const int down = (l.H + rows - 1) / rows;
+    const int64_t blocks = l.B * across * down;
+    STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "x: too large");
+    constexpr int bytes = 4 * Forward<S>::words;
+    const auto kernel = l.softmax ? forward<S, true> : forward<S, false>;
+    allow_shared_memory(kernel, bytes);
+    kernel<<<blocks, 32 * kWarps, bytes, stream>>>(image<T>(x), vectorizable(x, 4), operand,
+                                                   mutable_image<T>(out), l, rows, across, down);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+}  // namespace hoconv::hopper

@@ -1,0 +1,297 @@
+// What the kernels for Hopper (compute capability 9.0) share: the layer with its sizes known when
+// they are compiled, the window of x in shared memory, and the product that generates the weights.
+//
+// They serve what most often stands at the front of a network: images of 1 or 3 channels, one
+// group, no dilation, and a generator as large as the kernel. All else runs the kernels of
+// layer.cuh. There a lane loads pixels twice, once as an operand of the product that generates the
+// weights and once to apply them. Here the product's depth is ordered as its columns are, tap by
+// tap for every channel: what a lane loads as an operand is what the taps that it gets look at.
+//
+// B batch, C channels, H height, W width, k kernel size and that of the generator, N blocks of 8
+// columns of a product; g = lane / 4, t = lane % 4 (precision.cuh).
+#pragma once
+
+#include "high_order/layer/cuda/layer.cuh"
+#include "high_order/layer/cuda/sm90/wgmma.cuh"
+
+namespace hoconv::hopper {
+
+constexpr int kRegion = 64;  // columns of pixels of a block
+constexpr int kBefore = 4;   // columns of x before and after them, so that vectors are aligned
+constexpr int kWarps = 4;    // a warpgroup
+
+template <typename Precision, int kernel_size, int channels>
+struct Sizes {
+  using P = Precision;
+  using T = typename P::T;
+  static constexpr bool pairs = P::elements == 2;
+  static constexpr int k = kernel_size, C = channels;
+  static constexpr int taps = k * k, reach = k / 2;
+};
+
+// Where taps are in the columns of a product: blocks of 8, of which 2t and 2t + 1 belong to a
+// lane's t. Where words are pairs of neighbours, so are blocks, with an empty one if need be.
+struct Place {
+  int row, column;  // of a tap; there is none from k on
+};
+template <typename S>
+constexpr int even_if_pairs(int N) {
+  return S::pairs ? N + N % 2 : N;
+}
+// One after the other; pairs end every row. `high` and `low` are no taps.
+template <typename S>
+struct Compact {
+  static constexpr int row = S::pairs ? S::k + 1 : S::k;  // columns of a product
+  static constexpr int N = (row * S::k + 7) / 8, blocks = even_if_pairs<S>(N);
+  static constexpr int high = row * S::k, low = high + 1;
+  __host__ __device__ static constexpr Place place(int j, int t, int e) {
+    const int n = 8 * j + 2 * t + e;
+    return {n / row, n % row};
+  }
+};
+// A block for every row.
+template <typename S>
+struct Grid {
+  static constexpr int N = S::k, blocks = even_if_pairs<S>(N);
+  static constexpr int high = 8 * N, low = high + 1;
+  __host__ __device__ static constexpr Place place(int j, int t, int e) {
+    return {j, S::pairs ? 2 * t + e : t + 4 * e};
+  }
+};
+
+template <typename S, typename Columns>
+__host__ __device__ constexpr bool is_tap(int j, int t, int e) {
+  const Place p = Columns::place(j, t, e);
+  return p.row < S::k && p.column < S::k;
+}
+template <typename S, typename Columns>
+__host__ __device__ constexpr int tap_of(int column) {  // or -1
+  const int j = column / 8, t = column % 8 / 2, e = column % 2;
+  const Place p = Columns::place(j, t, e);
+  return is_tap<S, Columns>(j, t, e) ? p.row * S::k + p.column : -1;
+}
+
+// `rows` rows of x of every channel, in arrays of words. Of 16-bit elements a word is two
+// neighbours; in array 0 the first of them is even, in array 1 odd, and in arrays 2 and 3 the
+// second is zero, which ends a row of odd size. So neighbouring pixels of a product are
+// neighbouring words; the pitch and the distance of arrays spread a load over the banks.
+template <typename S, int rows_>
+struct Window {
+  static constexpr int rows = rows_, columns = kRegion + 2 * kBefore;
+  static constexpr int row_words = columns / S::P::elements;
+  static constexpr int pitch = (row_words - 12 + 31) / 32 * 32 + 12;
+  static constexpr int channel = rows * pitch;
+  static constexpr int array = S::pairs ? (S::C * channel - 10 + 31) / 32 * 32 + 10 : 0;
+  static constexpr int words = S::pairs ? 4 * array : S::C * channel;
+  static constexpr int items = columns / 4;               // of four elements, in a row
+  static constexpr int tile_words = 16 / S::P::elements;  // 16 pixels
+
+  // The word of the element `d` columns from a lane's first pixel, in array 0 or 1.
+  __host__ __device__ static constexpr int at(int d) {
+    return S::pairs ? (kBefore + d) / 2 + (kBefore + d) % 2 * array : kBefore + d;
+  }
+  // From the word of an even column of a kernel to that of the lane's second pixel.
+  static constexpr int second = S::pairs ? (kBefore - S::reach) % 2 ? 1 - array : array : 8;
+
+  // The word of a tap from the corner of a pixel's window.
+  __device__ static int of(Place p) {
+    const bool last = S::pairs && p.column + 1 == S::k;
+    return p.row * pitch + at(p.column - S::reach) + (last ? 2 * array : 0);
+  }
+};
+
+// A product reads what TF32 holds of a word: with half of the last place added to its bits that is
+// the nearest. NaN must not have the bits in which that overflows.
+constexpr uint32_t kHalfOfTF32 = 0x1000;
+__device__ __forceinline__ float roundable(float value) {
+  return value == value ? value : __uint_as_float(0x7fc00000);
+}
+
+// Loads where `exists`, and does not wait: written out, since a compiler may load into another
+// register and move that.
+__device__ __forceinline__ void load_if(bool exists, const void* from, uint32_t (&to)[4]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+      : "l"(from), "r"(int{exists}));
+}
+__device__ __forceinline__ void load_if(bool exists, const void* from, uint32_t (&to)[2]) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(to[0]), "+r"(to[1])
+               : "l"(from), "r"(int{exists}));
+}
+__device__ __forceinline__ void load_if(bool exists, const void* from, unsigned short& to) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.u16 %0, [%1];\n}"
+               : "+h"(to)
+               : "l"(from), "r"(int{exists}));
+}
+
+// Four neighbouring elements of a row from `column` on, and the one after them where words are
+// pairs.
+template <typename S>
+struct Item {
+  using T = typename S::T;
+  using Raw = bits_t<sizeof(T)>;
+  static constexpr int words = sizeof(T);  // of four elements
+  uint32_t four[words];
+  unsigned short next;
+
+  // What does not depend on the row.
+  struct Guard {
+    int column, W;
+    bool whole, has_next;  // whole: may be loaded as a vector
+    __device__ Guard(int column, int W, bool vectors)
+        : column(column),
+          W(W),
+          whole(vectors && column >= 0 && column < W),
+          has_next(S::pairs && column + 4 >= 0 && column + 4 < W) {}
+  };
+
+  __device__ void load(const T* from, int64_t stride, const Guard& guard, bool inside,
+                       bool vectors) {
+#pragma unroll
+    for (int i = 0; i < words; ++i) four[i] = 0;
+    next = 0;
+    load_if(inside && guard.whole, from, four);
+    if constexpr (S::pairs) load_if(inside && guard.has_next, from + 4 * stride, next);
+    if (inside && !vectors) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = guard.column + e, at = e * words;  // of four, in bytes
+        if (column >= 0 && column < guard.W)
+          four[at / 4] |= uint32_t{*reinterpret_cast<const Raw*>(from + e * stride)} << at % 4 * 8;
+      }
+    }
+  }
+
+  __device__ T operator[](int e) const {
+    const Raw raw = four[e * words / 4] >> e * words % 4 * 8;
+    T value;
+    memcpy(&value, &raw, sizeof value);
+    return value;
+  }
+
+  // `to`: of its row in array 0, `q` the number of the item in the row.
+  template <typename Window>
+  __device__ void store(uint32_t* to, int q) const {
+    const Item& value = *this;
+    if constexpr (S::pairs) {
+      T after;
+      memcpy(&after, &next, sizeof after);
+      uint32_t pair[4], single[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        S::P::planes(value[e], e < 3 ? value[e + 1] : after, pair[e], single[e]);
+      to += 2 * q;
+      *reinterpret_cast<uint2*>(to) = {pair[0], pair[2]};
+      *reinterpret_cast<uint2*>(to + Window::array) = {pair[1], pair[3]};
+      *reinterpret_cast<uint2*>(to + 2 * Window::array) = {single[0], single[2]};
+      *reinterpret_cast<uint2*>(to + 3 * Window::array) = {single[1], single[3]};
+    } else {
+      *reinterpret_cast<float4*>(to + 4 * q) = {roundable(value[0]), roundable(value[1]),
+                                                roundable(value[2]), roundable(value[3])};
+    }
+  }
+};
+
+// Whether these kernels compute a layer on the current device.
+inline bool serves(const Layer& l) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0 && (l.C == 1 || l.C == 3) &&
+         l.G == 1 && l.s == l.k && l.dilation == 1;
+}
+
+// Backward also where the sums fit the registers.
+inline bool serves_backward(const Layer& l) { return serves(l) && (l.k < 7 || l.C == 1); }
+
+// Calls f with the sizes of a layer that is served.
+template <typename F>
+void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
+  dispatch_precision(x, l, [&](auto precision) {
+    const auto with = [&](auto k) {
+      using P = decltype(precision);
+      if (l.C == 1)
+        f(Sizes<P, decltype(k)::value, 1>{});
+      else
+        f(Sizes<P, decltype(k)::value, 3>{});
+    };
+    switch (l.k) {
+      case 3:
+        return with(std::integral_constant<int, 3>{});
+      case 5:
+        return with(std::integral_constant<int, 5>{});
+      default:
+        return with(std::integral_constant<int, 7>{});
+    }
+  });
+}
+
+void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+             const Layer& l, Tensor& out, cudaStream_t stream);
+// The same bits every time.
+void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+              const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
+              Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Where in the window the words are that a lane's taps look at, if there are any, for its first
+// pixel.
+template <typename S, typename Columns, typename W>
+struct Places {
+  static constexpr int words = S::pairs ? 1 : 2;
+  const uint32_t* of[Columns::N][words];
+
+  __device__ explicit Places(const uint32_t* window) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < Columns::N; ++j)
+#pragma unroll
+      for (int e = 0; e < words; ++e) of[j][e] = window + W::of(Columns::place(j, t, e)) + g;
+  }
+};
+
+// What a lane's taps look at in a channel, of its two pixels. Where there is no tap, zeros.
+template <typename S, typename Columns, typename W>
+struct Pixels {
+  using P = typename S::P;
+  static constexpr int words = S::pairs ? 1 : 2;
+  static constexpr int steps = Columns::blocks / P::elements;  // of a product's depth
+  uint32_t a[steps][4];                                        // as operands of a product
+
+  // Of the pixels `shift` words after the window's first.
+  __device__ void load(const Places<S, Columns, W>& places, int shift, int c) {
+#pragma unroll
+    for (int j = 0; j < Columns::blocks; ++j)
+#pragma unroll
+      for (int e = 0; e < words; ++e) {
+        const bool any =
+            j < Columns::N && (is_tap<S, Columns>(j, 0, e) || is_tap<S, Columns>(j, 1, e) ||
+                               is_tap<S, Columns>(j, 2, e) || is_tap<S, Columns>(j, 3, e));
+        const bool all = is_tap<S, Columns>(j, 0, e) && is_tap<S, Columns>(j, 1, e) &&
+                         is_tap<S, Columns>(j, 2, e) && is_tap<S, Columns>(j, 3, e);
+        const bool exists = is_tap<S, Columns>(j, threadIdx.x % 4, e);
+        const uint32_t* from = places.of[j < Columns::N ? j : 0][e];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t& word = S::pairs ? a[j / P::elements][j % P::elements * 2 + i]
+                                    : a[j / P::elements][e * 2 + i];
+          word = 0;
+          if (any && (all || exists)) word = from[shift + c * W::channel + i * W::second];
+        }
+      }
+  }
+
+  __device__ float operator()(int j, int e, int pixel) const {
+    if constexpr (S::pairs) {
+      const float2 both = P::unpack(a[j / 2][j % 2 * 2 + pixel]);
+      return e ? both.y : both.x;
+    } else {
+      return __uint_as_float(a[j][e * 2 + pixel]);
+    }
+  }
+};
+
+#endif
+
+}  // namespace hoconv::hopper

@@ -1,7 +1,0 @@
-#include "high_order_layer/cuda/backward.cuh"
-
-template void hoconv::run_backward<hoconv::Half<__nv_bfloat16>>(const Tensor&, const Tensor&,
-                                                                const Tensor&,
-                                                                const std::optional<Tensor>&,
-                                                                const Layer&, Tensor&, Tensor&,
-                                                                Tensor&, cudaStream_t);

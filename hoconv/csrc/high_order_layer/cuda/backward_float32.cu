@@ -1,5 +1,0 @@
-#include "high_order_layer/cuda/backward.cuh"
-
-template void hoconv::run_backward<hoconv::Float32>(const Tensor&, const Tensor&, const Tensor&,
-                                                    const std::optional<Tensor>&, const Layer&,
-                                                    Tensor&, Tensor&, Tensor&, cudaStream_t);

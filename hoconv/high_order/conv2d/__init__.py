@@ -1,0 +1,1 @@
+"""The high-order convolution: every pixel has a kernel of its own."""

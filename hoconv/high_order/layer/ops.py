@@ -1,0 +1,158 @@
+"""The fused high-order layer as torch.library ops: schema, fake, autograd, autocast, FLOPs.
+
+`high_order_layer` never writes the generated weights; `high_order_layer_backward` generates them
+again and returns the gradients of x and of the generator's parameters. Each has an overload per
+implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order come from the same maps as
+compositions of ops that are differentiable any number of times.
+
+What the fused kernels do not cover, `fuses` says; there the implementation is PyTorch's convolution
+and the same implementation of the high-order convolution.
+
+B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
+s kernel size of the generator.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from hoconv.declaration import Implementation
+from hoconv.high_order.layer import composed, reference
+from hoconv.high_order.layer.rule import fuses
+from hoconv.registration import (
+    LIBRARIES,
+    compiled,
+    define,
+    gradients,
+    register_autocast,
+    register_gradient,
+)
+
+_library = torch.library.Library("hoconv", "FRAGMENT")
+_ops = torch.ops.hoconv
+
+# allow_tf32: whether float32 products of the generator may be rounded to TF32, on a GPU.
+_OPTIONS = "int kernel_size, int dilation, bool softmax, bool residual, bool allow_tf32"
+_SCHEMAS = {
+    "high_order_layer":
+        f"(Tensor x, Tensor weight, Tensor? bias, {_OPTIONS}) -> Tensor",
+    "high_order_layer_backward":
+        f"(Tensor grad, Tensor x, Tensor weight, Tensor? bias, {_OPTIONS})"
+        " -> (Tensor, Tensor, Tensor)",
+}  # fmt: skip
+
+
+def _register(impl: str) -> None:
+    """Registers the ops of one implementation; its kernels come with a compiled library."""
+    forward, backward = (
+        define(_library, name, impl, schema, fake)
+        for (name, schema), fake in zip(
+            _SCHEMAS.items(), (_fake_forward, _fake_backward), strict=True
+        )
+    )
+    composed_forward = functools.partial(composed.forward, impl)
+    composed_backward = functools.partial(composed.backward, impl)
+
+    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, *ctx.options = inputs
+        ctx.save_for_backward(x, weight, bias)
+
+    def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        d_x, d_weight, d_bias = backward(grad, x, weight, bias, *ctx.options)
+        return d_x, d_weight, None if bias is None else d_bias, *(None,) * 5
+
+    def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        grad, x, weight, bias, *ctx.options = inputs
+        ctx.save_for_backward(grad, x, weight, bias)
+        ctx.set_materialize_grads(False)
+
+    def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = *ctx.saved_tensors, *ctx.options
+        return (*gradients(composed_backward, args, ctx.needs_input_grad[:9], cotangents),)
+
+    for op, differentiate, save, with_tangents in (
+        (forward, differentiate_forward, save_forward, composed_forward),
+        (backward, differentiate_backward, save_backward, composed_backward),
+    ):
+        register_gradient(_library, op, differentiate, save, with_tangents)
+    register_autocast(_library, forward)
+
+
+def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
+
+
+for _impl in LIBRARIES:
+    _register(_impl)
+
+
+def _flops(x_shape: Any, weight_shape: Any, kernel_size: int) -> tuple[int, int]:
+    """Of the generator's convolution and of the application."""
+    B, C, H, W = x_shape
+    pixels = B * H * W
+    generator = 2 * pixels * weight_shape[0] * weight_shape[1] * weight_shape[2] * weight_shape[3]
+    return generator, 2 * pixels * C * kernel_size**2
+
+
+@register_flop_formula(_ops.high_order_layer)
+def _forward_flops(
+    x_shape: Any, weight_shape: Any, bias_shape: Any, kernel_size: int, *args: Any, **kwargs: Any
+) -> int:
+    return sum(_flops(x_shape, weight_shape, kernel_size))
+
+
+@register_flop_formula(_ops.high_order_layer_backward)
+def _backward_flops(
+    grad_shape: Any, x_shape: Any, weight_shape: Any, bias_shape: Any, kernel_size: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    generator, application = _flops(x_shape, weight_shape, kernel_size)
+    return 3 * generator + 2 * application  # the weights are generated again
+
+
+def _run(
+    impl: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kernel_size: int,
+    dilation: int,
+    normalize: str | None,
+    residual: bool,
+) -> Tensor:
+    allow_tf32 = _convolutions_allow_tf32()
+    if fuses(impl, x, weight, kernel_size, dilation, allow_tf32):
+        op = getattr(_ops.high_order_layer, impl)
+        softmax = normalize == "softmax"
+        return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
+    apply = composed.application(impl)
+    return reference.high_order_layer(
+        x, weight, bias, kernel_size, dilation, normalize, residual, apply
+    )
+
+
+def _convolutions_allow_tf32() -> bool:
+    return torch._C._get_cudnn_allow_tf32()
+
+
+# To torch.compile the flag is what it is when a graph is compiled, as for PyTorch's convolutions.
+_convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.high_order_layer),
+    "cpp": compiled("cpp", functools.partial(_run, "cpp"), ("cpu", "cuda")),
+    "cuda": compiled("cuda", functools.partial(_run, "cuda"), ("cuda",)),
+}

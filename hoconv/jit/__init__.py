@@ -1,0 +1,263 @@
+"""Compiles ``csrc/`` on first use, into a cache; ``python -m hoconv.jit`` does it ahead.
+
+Two libraries: ``cpu`` (the ``.cpp`` files in every ``cpu/`` and ``aten/`` of ``csrc/``) and
+``cuda`` (the ``.cu`` files in every ``cuda/``), so that the first loads beside a torch without
+CUDA. Both use the LibTorch stable ABI only: a library compiled beside one torch loads beside every
+torch from 2.11 on, whatever the Python version, so neither is part of the cache key. Sources, flags
+(with them the instruction set or GPU architecture) and compiler are.
+
+The compilers are called directly, not through ``torch.utils.cpp_extension.load``: that needs ninja,
+and a build killed half-way leaves a lock behind on which every later start waits for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hoconv.jit import cache
+from hoconv.jit.cache import BuildError as BuildError
+
+CSRC = Path(__file__).parents[1] / "csrc"
+LIBRARIES = {"cpu": ("**/cpu/*.cpp", "**/aten/*.cpp"), "cuda": ("**/cuda/**/*.cu",)}
+_ERROR = re.compile(r"error|undefined reference|no space left", re.IGNORECASE)
+_SHOWN = 5  # errors of a compiler that fails
+_EXPECTED = {"cpu": "about 20 s", "cuda": "one to three minutes"}
+
+_COMMON = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11
+_INSTRUCTION_SETS = {
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+}  # fmt: skip
+
+
+_loading = threading.Lock()
+
+
+def load(library: str) -> str | None:
+    """Loads a library, compiling it where the cache has none. Once a process, from any thread.
+
+    Args:
+        library: ``"cpu"``, or ``"cuda"`` for the GPUs that PyTorch sees.
+
+    Returns:
+        None, or why its operators cannot be used, with the fix. Where :func:`obstacle` finds
+        nothing, the library is broken.
+    """
+    with _loading:
+        return _loaded(library)
+
+
+@functools.cache
+def _loaded(library: str) -> str | None:
+    try:
+        if library == "cuda" and not torch.cuda.is_available():
+            raise BuildError(no_gpu())
+        torch.ops.load_library(str(compile(library, visible_gpus() if library == "cuda" else ())))
+    except (BuildError, OSError) as error:
+        return f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    return None
+
+
+def obstacle(library: str) -> str | None:
+    """What is missing here to compile or run a library, with the fix. Compiles nothing."""
+    if library == "cuda" and not torch.cuda.is_available():
+        return no_gpu()
+    try:
+        compiler(library)
+    except BuildError as error:
+        try:
+            return None if find(library) else str(error)
+        except BuildError as unsafe:
+            return f"{error}; {unsafe}"
+    return None
+
+
+def no_gpu() -> str:
+    """Why PyTorch has no GPU to run on, with the fix."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA; install a CUDA build"
+    return "PyTorch sees no CUDA device; check nvidia-smi and the driver"
+
+
+def compile(library: str, architectures: Sequence[str] = ()) -> Path:
+    """Compiles a library into the cache unless it is there already.
+
+    Args:
+        library: ``"cpu"`` or ``"cuda"``.
+        architectures: CUDA compute capabilities to generate code for, such as ``"9.0"``.
+
+    Returns:
+        The path of the shared library.
+
+    Raises:
+        BuildError: no compiler was found, or it failed.
+    """
+    try:
+        command = compiler(library)
+    except BuildError:
+        if found := find(library, architectures):
+            return found
+        raise
+    flags = _flags(library, architectures)
+    name = _name(library, architectures, _identity(command))
+    return cache.keep(name, lambda folder: _compile(library, command, flags, folder))
+
+
+def find(library: str, architectures: Sequence[str] | None = None) -> Path | None:
+    """A library in the cache, as the present compiler makes it; without one, as any made it.
+
+    Args:
+        architectures: as of :func:`compile`; by default those of the GPUs that PyTorch sees.
+
+    Raises:
+        BuildError: the cache may not be trusted.
+    """
+    try:
+        identity = _identity(compiler(library))
+    except BuildError:
+        identity = "*"
+    if architectures is None:
+        architectures = visible_gpus() if library == "cuda" else ()
+    return cache.find(_name(library, architectures, identity))
+
+
+@functools.cache
+def compiler(library: str) -> str:
+    """The path of the compiler of a library: of nvcc for ``"cuda"``.
+
+    Raises:
+        BuildError: there is none; says where it was looked for.
+    """
+    if library == "cpu":
+        wanted = os.environ.get("CXX")
+        for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+            if path := shutil.which(name):
+                return path
+        missing = f"the C++ compiler CXX={wanted}" if wanted else "a C++ compiler"
+        raise BuildError(f"{missing} was not found; install g++ or clang++, or set CXX to one")
+    compiler("cpu")  # nvcc needs it
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if spec := importlib.util.find_spec("nvidia"):  # the toolkit as installed by pip
+        homes += [
+            str(p) for f in spec.submodule_search_locations or () for p in Path(f).glob("cu*")
+        ]
+    for home in filter(None, homes):
+        if path := shutil.which("nvcc", path=f"{home}/bin"):
+            return path
+    if path := shutil.which("nvcc"):
+        return path
+    raise BuildError(
+        "no CUDA compiler was found; install the CUDA toolkit "
+        "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
+    )
+
+
+def _compile(library: str, command: str, flags: list[str], folder: Path) -> Path:
+    shown = f"hoconv: compiling the {library} library, once ({_EXPECTED[library]})"
+    print(shown, end=" ... ", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
+    sources = _sources(library)
+    objects = [f"{folder}/{i}.o" for i in range(len(sources))]
+    commands = [
+        [command, *flags, *includes, "-c", str(source), "-o", obj]
+        for source, obj in zip(sources, objects, strict=True)
+    ]
+    shared = folder / "library.so"
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        torch_libraries = f"-L{Path(torch.__file__).parent}/lib"
+        libraries = [torch_libraries, *_libraries(library)]
+        _run([command, "-shared", *objects, *libraries, "-o", str(shared)])
+    except BuildError:
+        print("failed", file=sys.stderr)
+        raise
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    return shared
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+    )
+    if not done.returncode:
+        return
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    errors = [line.strip() for line in lines if _ERROR.search(line)]
+    first = errors[:_SHOWN] or lines[:_SHOWN] or [f"no output, exit status {done.returncode}"]
+    if len(errors) > _SHOWN:
+        first.append(f"... and {len(errors) - _SHOWN} more errors")
+    said = "\n  ".join(first)
+    raise BuildError(f"the compiler failed: {said}\n  command: {shlex.join(command)}")
+
+
+def _flags(library: str, architectures: Sequence[str]) -> list[str]:
+    if library == "cpu":
+        # Honours ATEN_CPU_CAPABILITY, so that a test can compile for less than the machine has.
+        capability = torch.backends.cpu.get_cpu_capability()
+        return [*_COMMON, "-fPIC", "-Wall", *_INSTRUCTION_SETS.get(capability, [])]
+    # 9.0a: with the instructions that only Hopper has.
+    numbers = [arch.replace(".", "") + ("a" if arch == "9.0" else "") for arch in architectures]
+    code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
+    return [*_COMMON, "-DUSE_CUDA", "-Xcompiler=-fPIC,-Wall", "--expt-relaxed-constexpr",
+            "-Wno-deprecated-gpu-targets", *code]  # fmt: skip
+
+
+def _libraries(library: str) -> list[str]:
+    # libstdc++ by its file name and first: a static one, which some systems prefer, or the pieces
+    # of an older one that torch's libraries export, would mix with torch's own, and an exception
+    # thrown from a mixture crashes. nvcc links CUDA's runtime statically by itself: no version of
+    # it is asked for at load time.
+    cuda = ["-ltorch_cuda"] if library == "cuda" else []
+    return ["-l:libstdc++.so.6", "-ltorch", "-ltorch_cpu", *cuda]
+
+
+def _sources(library: str) -> list[Path]:
+    return sorted({path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern)})
+
+
+def _name(library: str, architectures: Sequence[str], identity: str) -> str:
+    flags = [*_flags(library, architectures), *_libraries(library)]
+    digest = hashlib.sha256(repr(flags).encode())
+    headers = [*CSRC.rglob("*.h"), *(CSRC.rglob("*.cuh") if library == "cuda" else [])]
+    for path in sorted([*_sources(library), *headers]):
+        digest.update(f"{path.relative_to(CSRC)}".encode() + path.read_bytes())
+    return f"{library}-{digest.hexdigest()[:16]}-{identity}.so"
+
+
+@functools.cache
+def _identity(command: str) -> str:
+    """A compiler and its version.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
+    try:
+        version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"the compiler {command} cannot be run ({error.strerror})") from None
+    return hashlib.sha256(command.encode() + version).hexdigest()[:8]
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The compute capabilities of the GPUs that PyTorch sees, each once, ascending."""
+    capabilities = {
+        torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
+    }
+    return tuple(f"{major}.{minor}" for major, minor in sorted(capabilities))

@@ -1,0 +1,214 @@
+"""A kernel's ops as loops over the features of a row, for any target.
+
+A kernel is a row of sections. A section has loops, one for each number of features, and then
+scalars, which are what has one feature. What reads a reduction, or another feature of a vector
+than its own, is in a later section; between sections vectors are in memory: at home, or in scratch
+that belongs to the row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hoconv.recurrent.codegen.storage import Place, Storage
+from hoconv.recurrent.ir.kinds import REDUCTIONS
+from hoconv.recurrent.ir.program import Group, Op, Type, Value
+
+_ALIGNMENT = 64  # bytes, of vectors in scratch: a vector register's
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where rows of a value are: a place, or scratch of the row from an offset on, in bytes."""
+
+    place: Place | None
+    scratch: int
+    type: Type
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Reads a feature, at an offset from the loop's own."""
+
+    value: Value
+    memory: Memory
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """An elementwise op."""
+
+    op: Op
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """A reduction of the loop's values: begun before the loop, known after it."""
+
+    op: Op
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Writes a feature, at an offset from the loop's own."""
+
+    value: Value
+    memory: Memory
+    offset: int = 0
+
+
+Statement = Load | Compute | Reduce | Store
+
+
+@dataclass
+class Section:
+    """Loops by their number of features, then scalars."""
+
+    loops: dict[int, list[Statement]] = field(default_factory=lambda: defaultdict(list))
+    scalars: list[Statement] = field(default_factory=list)
+
+
+@dataclass
+class Kernel:
+    """The loops over one row. `first` are scalars that are read before all sections."""
+
+    first: list[Statement]
+    sections: list[Section]
+    scratch_bytes: int
+
+
+def lower(group: Group, storage: Storage, copies: Sequence[Value] = ()) -> Kernel:
+    """The loops that compute a group, and write `copies`, values from elsewhere."""
+    return _Lowering(group, storage, copies).kernel
+
+
+class _Lowering:
+    def __init__(self, group: Group, storage: Storage, copies: Sequence[Value]) -> None:
+        self.storage = storage
+        self.made = {op.result: op for op in group.ops}
+        self.section: dict[Value, int] = {}
+        self.first: list[Statement] = []
+        self.sections: list[Section] = []
+        self.scratch: dict[Value, Memory] = {}
+        self.scratch_bytes = 0
+        self.loaded: set[tuple] = set()
+        for op in group.ops:
+            self.section[op.result] = self._section(op)
+        self.late = {v for op in group.ops for v in op.values if self._from_memory(v, op)}
+        for op in group.ops:
+            self._place(op)
+        for value in copies:
+            statements = self._loop(0, value) if value.type.size > 1 else self.first
+            statements.append(Load(value, Memory(storage.homes[value], 0, value.type)))
+            self._store(value, statements)
+        self.kernel = Kernel(self.first, self.sections, self.scratch_bytes)
+
+    def _section(self, op: Op) -> int:
+        """Where an op is computed; -1 of scalars that are known before all sections."""
+        row = op.result.type.size > 1
+        at = 0 if row else -1
+        for value in op.values:
+            if value not in self.made:
+                known = 0 if op.kind in REDUCTIONS and value.type.size > 1 else -1
+            elif value.type.size == 1:
+                known = self.section[value] + (row and op.kind != "cat")
+            else:
+                known = self.section[value] + self._later(value, op)
+            at = max(at, known)
+        return at
+
+    def _later(self, value: Value, op: Op) -> bool:
+        """Whether an op reads a vector of this kernel only after the loop that makes it."""
+        if op.kind == "slice":
+            return op.result.type.size > 1  # scalars come after the loops
+        return self.made[value].kind == "cat"
+
+    def _from_memory(self, value: Value, op: Op) -> bool:
+        """Whether an op reads a vector of this kernel from memory."""
+        if value not in self.made or value.type.size == 1:
+            return False
+        if op.kind == "slice" or self.made[value].kind == "cat":
+            return True
+        return op.kind != "cat" and self.section[value] < self.section[op.result]
+
+    def _memory(self, value: Value) -> Memory:
+        if value in self.storage.homes:
+            return Memory(self.storage.homes[value], 0, value.type)
+        if value not in self.scratch:
+            self.scratch[value] = Memory(None, self.scratch_bytes, value.type)
+            self.scratch_bytes += -(-value.type.row_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self.scratch[value]
+
+    def _in_section(self, section: int) -> Section:
+        while len(self.sections) <= section:
+            self.sections.append(Section())
+        return self.sections[section]
+
+    def _loop(self, section: int, value: Value) -> list[Statement]:
+        return self._in_section(section).loops[value.type.size]
+
+    def _scalars(self, section: int) -> list[Statement]:
+        return self.first if section < 0 else self._in_section(section).scalars
+
+    def _ready(self, value: Value, section: int, op: Op | None = None) -> None:
+        """Loads an operand where a loop, or a scalar, does not have it already."""
+        scalar = value.type.size == 1
+        if value in self.made and (op is None or not self._from_memory(value, op)):
+            return
+        statements = self.first if scalar else self._loop(section, value)
+        key = (value, -1 if scalar else section)
+        if key not in self.loaded:
+            self.loaded.add(key)
+            statements.append(Load(value, self._memory(value)))
+
+    def _place(self, op: Op) -> None:
+        result, section = op.result, self.section[op.result]
+        if op.kind == "cat":
+            self._place_cat(op)
+            return
+        row = result.type.size > 1
+        statements = self._loop(section, result) if row else self._scalars(section)
+        if op.kind == "slice":
+            source = op.values[0]
+            if source.type.size == 1:
+                self._ready(source, section)
+                statements.append(Compute(op))
+            else:
+                statements.append(Load(result, self._memory(source), int(op.attrs[0])))
+        elif op.kind in REDUCTIONS and op.values[0].type.size > 1:
+            self._ready(op.values[0], section, op)
+            self._loop(section, op.values[0]).append(Reduce(op))
+        else:
+            for value in op.values:
+                self._ready(value, section, op)
+            statements.append(Compute(op))
+        self._store(result, statements)
+
+    def _store(self, value: Value, statements: list[Statement]) -> None:
+        places = [Memory(p, 0, value.type) for p in self.storage.stores.get(value, ())]
+        if value in self.late and value not in self.storage.homes:
+            places.append(self._memory(value))
+        statements += [Store(value, memory) for memory in places]
+
+    def _place_cat(self, op: Op) -> None:
+        """Parts are written beside each other where they are made."""
+        result = op.result
+        places = [Memory(p, 0, result.type) for p in self.storage.stores.get(result, ())]
+        if not places:
+            places.append(self._memory(result))
+        start = 0
+        for part in op.values:
+            at = self.section.get(part, -1)
+            if part.type.size == 1:
+                self._ready(part, at)
+                statements = self._scalars(at)
+            else:
+                later = part in self.made and self.made[part].kind == "cat"
+                at = max(at, 0) + later
+                self._ready(part, at, op)
+                statements = self._loop(at, part)
+            statements += [Store(part, memory, start) for memory in places]
+            start += part.type.size

@@ -1,0 +1,1 @@
+"""From a cell, a Python function, to a program: the language, symbols, traces."""

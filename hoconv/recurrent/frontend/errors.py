@@ -1,0 +1,48 @@
+"""Errors in a cell, told at the cell's own line."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+_RECURRENT = Path(__file__).parents[1]
+_INNER = (f"{_RECURRENT}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_READY_CELLS = str(_RECURRENT / "cells.py")
+
+
+class CellError(ValueError):
+    """A cell that cannot be compiled: its file and line, what is wrong, what to write instead."""
+
+
+def located(message: str, filename: str, line: int, cell: str) -> CellError:
+    """A :class:`CellError` that shows a line of a cell."""
+    source = linecache.getline(filename, line).strip()
+    shown = f"\n    {source}" if source else ""
+    return CellError(f"{filename}:{line}: in the cell {cell}: {message}{shown}")
+
+
+def line_in(traceback: TracebackType | None, code: CodeType) -> int:
+    """The line of a function at which an exception passed through it."""
+    line = code.co_firstlineno
+    while traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def caller_in_cell() -> FrameType | None:
+    """The innermost frame outside of the language's own files, and of PyTorch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_inner(filename: str) -> bool:
+    return filename.startswith(_INNER) and filename != _READY_CELLS

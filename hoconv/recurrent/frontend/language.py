@@ -1,0 +1,284 @@
+"""The functions that a cell is written in.
+
+Called on tensors they compute; called on symbols they build the graph. Values are rows of features,
+(B, n); operands have one size, or size 1, which is repeated. A number is a constant.
+
+B batch, n features.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hoconv.recurrent.frontend.symbol import Symbol, fail
+from hoconv.recurrent.ir import evaluate
+
+# Rows of features: a tensor (B, n) or a symbol.
+Row = Any
+
+
+class Frame(ABC):
+    """What a cell's step is run in: whose parameters, whose random numbers."""
+
+    training: bool
+
+    @abstractmethod
+    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row: ...
+
+    @abstractmethod
+    def parameter(self, name: str, size: int | None, init: float | None) -> Row: ...
+
+    @abstractmethod
+    def keep(self, probability: float, size: int) -> Row: ...
+
+    @abstractmethod
+    def apply(self, kind: str, *operands: Row | float) -> Row: ...
+
+
+class _Local(threading.local):
+    frame: Frame | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Runs a step in a frame."""
+    before, _local.frame = _local.frame, frame
+    try:
+        yield
+    finally:
+        _local.frame = before
+
+
+def _frame(function: str) -> Frame:
+    if _local.frame is None:
+        fail(f"rnn.{function} is called outside of a cell that an RNN runs")
+    return _local.frame
+
+
+def _apply(kind: str, *operands: Row | float) -> Row:
+    for operand in operands:
+        if isinstance(operand, Symbol):
+            return operand.builder.apply(kind, *operands)
+    if _local.frame is not None:
+        return _local.frame.apply(kind, *operands)
+    return evaluate.elementwise(kind, *operands, dtype=torch.get_default_dtype())
+
+
+def _checked_name(function: str, name: Any) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        fail(f"{function}: expected a name as its first argument, of letters, digits and _; "
+             f"got {name!r}")  # fmt: skip
+
+
+# What is learned
+
+
+def linear(name: str, *operands: Row, size: int | None = None, bias: bool = True) -> Row:
+    """A learned linear map of all operands: ``W [a, b, ...] + bias``.
+
+    Args:
+        name: tells it from the cell's other linear maps; the layer's parameters are
+            ``weight_<name>_l<layer>`` (size, sum of the operands' sizes) and
+            ``bias_<name>_l<layer>`` (size).
+        operands: any number of values (B, n), of any sizes.
+        size: of the result; by default the layer's hidden size.
+        bias: whether a bias is added.
+
+    Returns:
+        (B, size).
+    """
+    _checked_name("linear", name)
+    if not operands:
+        fail(f"linear({name!r}): expected at least one operand")
+    return _frame("linear").linear(name, operands, size, bias)
+
+
+def parameter(name: str, like: Row | int | None = None, *, init: float | None = None) -> Row:
+    """A learned vector, the same at every step.
+
+    Args:
+        name: the layer's parameter is ``<name>_l<layer>``.
+        like: its size, or a value whose size it takes; by default the layer's hidden size. Size 1
+            is a scalar.
+        init: what all its elements are at first; by default random as the weights are.
+    """
+    _checked_name("parameter", name)
+    size = like if like is None or isinstance(like, int) else like.shape[-1]
+    if size is not None and size < 1:
+        fail(f"parameter({name!r}): like: expected a size of at least 1, got {size}")
+    return _frame("parameter").parameter(name, size, init)
+
+
+# Elementwise functions
+
+
+def sigmoid(x: Row) -> Row:
+    """1 / (1 + exp(-x))."""
+    return _apply("sigmoid", x)
+
+
+def tanh(x: Row) -> Row:
+    """The hyperbolic tangent."""
+    return _apply("tanh", x)
+
+
+def relu(x: Row) -> Row:
+    """max(x, 0)."""
+    return _apply("relu", x)
+
+
+def gelu(x: Row) -> Row:
+    """x times the normal distribution function of x (Hendrycks and Gimpel 2016, the exact form)."""
+    return 0.5 * x * (1 + _apply("erf", x * math.sqrt(0.5)))
+
+
+def silu(x: Row) -> Row:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def softplus(x: Row) -> Row:
+    """log(1 + exp(x)); x itself past 20, as in PyTorch."""
+    return _apply("softplus", x)
+
+
+def exp(x: Row) -> Row:
+    """The exponential."""
+    return _apply("exp", x)
+
+
+def log(x: Row) -> Row:
+    """The natural logarithm."""
+    return _apply("log", x)
+
+
+def sqrt(x: Row) -> Row:
+    """The square root."""
+    return _apply("sqrt", x)
+
+
+def abs(x: Row) -> Row:
+    """The absolute value; its derivative at 0 is 0."""
+    return _apply("abs", x)
+
+
+def minimum(a: Row, b: Row | float) -> Row:
+    """The smaller one; where they are equal, each gets half of the gradient."""
+    return _apply("minimum", a, b)
+
+
+def maximum(a: Row, b: Row | float) -> Row:
+    """The larger one; where they are equal, each gets half of the gradient."""
+    return _apply("maximum", a, b)
+
+
+def where(condition: Row, a: Row | float, b: Row | float) -> Row:
+    """a where the condition is true, else b; conditions are made by comparisons and & | ~."""
+    return _apply("where", condition, a, b)
+
+
+def clamp(x: Row, low: float, high: float) -> Row:
+    """x, but at least low and at most high; the gradient passes from low to high inclusive."""
+    return where(x < low, low, where(x > high, high, x))
+
+
+# Over the features of a row
+
+
+def sum(x: Row) -> Row:
+    """The sum of a row's features, (B, 1)."""
+    return _apply("sum", x)
+
+
+def mean(x: Row) -> Row:
+    """The mean of a row's features, (B, 1)."""
+    return sum(x) * (1 / x.shape[-1])
+
+
+def max(x: Row) -> Row:
+    """The largest of a row's features, (B, 1); equal ones share the gradient."""
+    return _apply("max", x)
+
+
+def softmax(x: Row) -> Row:
+    """exp(x) over its sum, of the features of a row."""
+    e = exp(x - max(x))
+    return e / sum(e)
+
+
+def layer_norm(name: str, x: Row, eps: float = 1e-5) -> Row:
+    """Layer normalisation (Ba, Kiros and Hinton 2016) with a learned gain and shift.
+
+    The layer's parameters are ``<name>_gain_l<layer>``, at first 1, and ``<name>_shift_l<layer>``,
+    at first 0, of the size of x.
+    """
+    centred = x - mean(x)
+    normalized = centred / sqrt(mean(centred * centred) + eps)
+    return normalized * parameter(f"{name}_gain", x, init=1.0) + parameter(
+        f"{name}_shift", x, init=0.0
+    )
+
+
+def cat(*values: Row) -> Row:
+    """The features of all values beside each other; value[:, start:stop] takes some out."""
+    if not values:
+        fail("cat: expected at least one value")
+    symbol = next((v for v in values if isinstance(v, Symbol)), None)
+    return evaluate.cat(values) if symbol is None else symbol.builder.apply("cat", *values)
+
+
+def chunk(value: Row, chunks: int) -> tuple[Row, ...]:
+    """The features of a value cut into parts of one size."""
+    size = value.shape[-1]
+    if chunks < 1 or size % chunks:
+        fail(f"chunk: expected a divisor of the {size} features, got {chunks}")
+    part = size // chunks
+    return tuple(value[:, i * part : (i + 1) * part] for i in range(chunks))
+
+
+# Noise, in training
+
+
+def dropout(x: Row, p: float) -> Row:
+    """In training zero with probability p, else x / (1 - p); x in evaluation.
+
+    Drawn anew for every element and every step (Semeniuta et al. 2016), by a counter, so that every
+    implementation draws the same.
+    """
+    _check_probability("dropout", p)
+    frame = _frame("dropout")
+    if not frame.training or p == 0:
+        return x
+    if p == 1:
+        return x * 0.0
+    return where(frame.keep(1 - p, x.shape[-1]), x * (1 / (1 - p)), 0.0)
+
+
+def zoneout(new: Row, old: Row, p: float) -> Row:
+    """Keeps the old value with probability p; in evaluation the mean, p old + (1 - p) new.
+
+    From Krueger et al., Zoneout: Regularizing RNNs by Randomly Preserving Hidden Activations, ICLR
+    2017.
+    """
+    _check_probability("zoneout", p)
+    frame = _frame("zoneout")
+    if p == 0:
+        return new
+    if not frame.training:
+        return p * old + (1 - p) * new
+    return where(frame.keep(p, new.shape[-1]), old, new)
+
+
+def _check_probability(function: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        fail(f"{function}: expected a probability from 0 to 1, got {p!r}")

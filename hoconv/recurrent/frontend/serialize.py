@@ -1,0 +1,108 @@
+"""A cell's trace as a text, and back: what an op is given, so that it needs nothing else.
+
+An exported program holds the text and runs in a process that has never seen the cell. Two cells
+with one text are one cell.
+
+n features, m features of a result.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hoconv.recurrent.frontend.symbol import Builder, Symbol
+from hoconv.recurrent.frontend.trace import Declaration, Trace
+from hoconv.recurrent.ir.program import (
+    Operand,
+    Param,
+    Piece,
+    Program,
+    State,
+    Type,
+    Value,
+    Yield,
+    flat,
+)
+
+# Of the form below and of what the ops mean. An exported program outlives the code that wrote it.
+_VERSION = 1
+_SUFFIX = " forward"  # of a traced program's name
+
+
+def to_text(trace: Trace) -> str:
+    """The cell's name, and the trace as JSON.
+
+    An operand is the number of a value, an int, or a constant, a float.
+    """
+    program = trace.program
+    (_, x), = program.sequences  # fmt: skip
+    given = [p.value for p in program.params] + [x] + [s.value for s in program.states]
+    ops = [*flat(program.before), *flat(program.step)]
+    numbers = {value: i for i, value in enumerate([*given, *(op.result for op in ops)])}
+
+    def number(operand: Operand) -> int | float:
+        return numbers[operand] if isinstance(operand, Value) else operand
+
+    told = json.dumps(
+        {
+            "version": _VERSION,
+            "declarations": [[d.name, d.shape, d.init] for d in trace.declarations],
+            "params": [
+                [p.value.hint, p.value.type.shape, p.pieces[0].parameter, p.pieces[0].columns]
+                for p in program.params
+            ],
+            "x": x.type.size,
+            "states": [[s.name, s.value.type.size, number(s.next)] for s in program.states],
+            "ops": [[op.kind, [*map(number, op.inputs)], op.attrs] for op in ops],
+            "output": number(program.yields[0].source),
+        },
+        separators=(",", ":"),
+    )
+    return f"{program.name.removesuffix(_SUFFIX)} {told}"
+
+
+def from_text(text: str) -> Trace:
+    """The trace of a text.
+
+    Raises:
+        ValueError: a text of another version of hoconv.
+    """
+    name, _, written = text.partition(" ")
+    told: dict[str, Any] = json.loads(written)
+    if told["version"] != _VERSION:
+        raise ValueError(
+            f"this recurrent cell was exported by another version of hoconv (form "
+            f"{told['version']}, here {_VERSION}): export it again"
+        )
+    params = tuple(
+        Param(Value(Type("once", tuple(shape)), hint), (Piece(parameter, _columns(columns)),))
+        for hint, shape, parameter, columns in told["params"]
+    )
+    x = Value(Type("sequence", (told["x"],)), "x")
+    states = [Value(Type("step", (size,)), name) for name, size, _ in told["states"]]
+    values = [*(p.value for p in params), x, *states]
+    builder = Builder()
+    for kind, operands, attrs in told["ops"]:
+        inputs = [Symbol(builder, values[o]) if isinstance(o, int) else o for o in operands]
+        values.append(builder.apply(kind, *inputs, attrs=tuple(attrs)).value)
+    source = values[told["output"]]
+    sequence = Value(Type("sequence", source.type.shape), "output")
+    program = Program(
+        name=name + _SUFFIX,
+        params=params,
+        sequences=(("x", x),),
+        states=tuple(
+            State(name, value, values[after])
+            for (name, _, after), value in zip(told["states"], states, strict=True)
+        ),
+        before=tuple(builder.before),
+        step=tuple(builder.ops),
+        yields=(Yield("output", source, sequence),),
+        results=(("output", sequence),),
+    )
+    return Trace(program, tuple(Declaration(n, tuple(s), i) for n, s, i in told["declarations"]))
+
+
+def _columns(columns: list[int] | None) -> tuple[int, int] | None:
+    return None if columns is None else (columns[0], columns[1])

@@ -1,0 +1,1 @@
+"""The intermediate representation, and what its ops mean."""

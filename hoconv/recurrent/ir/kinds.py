@@ -1,0 +1,115 @@
+"""The kinds of op that there are, and the shape of the result of each.
+
+n features of an operand, m features of a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hoconv.recurrent.ir.program import Operand, Value
+
+UNARY = ("neg", "abs", "exp", "log", "sqrt", "sigmoid", "tanh", "relu", "softplus", "erf")
+BINARY = ("add", "sub", "mul", "div", "minimum", "maximum")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+LOGIC = ("and", "or", "not")
+ELEMENTWISE = (*UNARY, *BINARY, *COMPARISONS, *LOGIC, "where", "cast")
+# Over the features of a row; the result has one feature.
+REDUCTIONS = ("sum", "max")
+# slice: attrs (start, stop). fill: attrs (value, n), n times the same number. keep: attrs
+# (probability, site, n), true with that probability, drawn by a counter: ir/random.py.
+SOURCES = ("fill", "keep")
+ROWWISE = (*ELEMENTWISE, *REDUCTIONS, *SOURCES, "slice", "cat")
+# linear(x, W, b or nothing) = x W^T + b; linear_t(g, W) = g W.
+PRODUCTS = ("linear", "linear_t")
+# On whole sequences, summed over time and batch: outer(g, x) = g^T x; total(g), the sum of rows.
+SUMS = ("outer", "total")
+KINDS = (*ROWWISE, *PRODUCTS, *SUMS)
+
+
+class OperandError(ValueError):
+    """Operands that do not fit an op, or each other."""
+
+
+def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
+    """Checks that conditions stand where conditions belong, and numbers where numbers do.
+
+    The one rule of types: comparisons make conditions; ``& | ~`` and the first operand of ``where``
+    take them, and so do slices and ``cat``; everything else takes numbers. Nothing is converted.
+
+    Raises:
+        OperandError: one in the other's place, or constants alone; says what to write.
+    """
+    if kind not in SOURCES and not any(isinstance(i, Value) for i in inputs):
+        listed = ", ".join(f"{i:g}" for i in inputs if not isinstance(i, Value))
+        raise OperandError(
+            f"{kind}: expected a value of the step, got numbers alone ({listed}); compute with "
+            "numbers in Python"
+        )
+    found = [isinstance(i, Value) and i.type.dtype == "bool" for i in inputs]
+    if kind == "slice":
+        return
+    if kind == "cat":
+        if numbers := [i for i in inputs if not isinstance(i, Value)]:
+            raise OperandError(f"cat: expected values of the step, got the number {numbers[0]:g}")
+        wanted = [all(found)] * len(found)
+    else:
+        wanted = [kind in LOGIC or (kind == "where" and i == 0) for i in range(len(found))]
+    for operand, is_condition, condition_wanted in zip(inputs, found, wanted):
+        if condition_wanted and not is_condition:
+            got = "a value" if isinstance(operand, Value) else f"the number {operand:g}"
+            raise OperandError(
+                f"{kind}: expected a condition, made by a comparison or by & | ~, got {got}"
+            )
+        if is_condition and not condition_wanted:
+            raise OperandError(
+                f"{kind}: expected numbers, got a condition, which is true or false; write "
+                "rnn.where(condition, 1.0, 0.0)"
+            )
+
+
+def result_shape(
+    kind: str, inputs: Sequence[Operand], attrs: Sequence[int | float]
+) -> tuple[int, ...]:
+    """The shape of what an op gives.
+
+    Raises:
+        OperandError: the operands' shapes do not fit; says which they are.
+    """
+    shapes = [i.type.shape for i in inputs if isinstance(i, Value)]
+    if kind in ELEMENTWISE:
+        for shape in shapes:
+            if len(shape) != 1:
+                raise OperandError(f"{kind}: expected vectors of features, got a weight {shape}")
+        sizes = {shape[0] for shape in shapes}
+        if len(sizes - {1}) > 1:
+            listed = " and ".join(str(shape[0]) for shape in shapes)
+            raise OperandError(f"{kind}: expected operands of one size, or of size 1; got {listed}")
+        return (max(sizes),)
+    if kind in REDUCTIONS:
+        return (1,)
+    if kind in SOURCES:
+        return (int(attrs[-1]),)
+    if kind == "slice":
+        start, stop = attrs
+        if not 0 <= start < stop <= shapes[0][0]:
+            raise OperandError(f"slice: expected part of 0:{shapes[0][0]}, got {start}:{stop}")
+        return (int(stop - start),)
+    if kind == "cat":
+        return (sum(shape[0] for shape in shapes),)
+    if kind == "outer":
+        return (shapes[0][0], shapes[1][0])
+    if kind == "total":
+        return shapes[0]
+    x, weight, *bias = shapes
+    inner, outer = (weight[1], weight[0]) if kind == "linear" else weight
+    if x != (inner,) or any(b != (outer,) for b in bias):
+        raise OperandError(f"{kind}: a weight {weight} does not fit an operand of size {x[0]}")
+    return (outer,)
+
+
+def is_boolean(kind: str, inputs: Sequence[Operand]) -> bool:
+    """Whether the result is true or false."""
+    if kind in ("slice", "cat"):
+        return any(isinstance(i, Value) and i.type.dtype == "bool" for i in inputs)
+    return kind in (*COMPARISONS, *LOGIC, "keep")

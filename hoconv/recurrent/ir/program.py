@@ -1,0 +1,231 @@
+"""The intermediate representation: one recurrent layer in one direction as a program in SSA form.
+
+A program has three regions. ``before`` runs once, on whole sequences and on parameters; ``step``
+runs once a time step; ``after`` runs once, on whole sequences that the steps have written. The same
+form holds the forward computation and its gradient, whose steps run backwards in time.
+
+Everything is immutable: a pass takes a program and returns another. Values are compared by
+identity; their numbers are given when they are printed.
+
+B batch, T time steps, n features of a value, m features of a result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Rate = Literal["once", "sequence", "step"]
+_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
+
+
+@dataclass(frozen=True)
+class Type:
+    """What a value is, the batch implied.
+
+    Attributes:
+        rate: ``step``: (B, n), another at every time step; ``sequence``: (T, B, n), of which a
+            step reads (B, n), its own; ``once``: a parameter's, without batch and time.
+        shape: (n,), or (m, n) of a weight.
+        dtype: ``f64``, ``f32``, ``bf16``, ``f16``, ``bool``; ``real`` until dtypes are inferred.
+    """
+
+    rate: Rate
+    shape: tuple[int, ...]
+    dtype: str = "real"
+
+    @property
+    def size(self) -> int:
+        """The features of a row."""
+        return self.shape[-1]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the features of a row."""
+        return _BYTES[self.dtype] * self.size
+
+    def __str__(self) -> str:
+        return f"{self.rate} {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """The result of one op, or what a program is given. `hint` is a name to print, or empty."""
+
+    type: Type
+    hint: str = ""
+
+
+Operand = Value | float
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation; `kind` is one of :data:`hoconv.recurrent.ir.kinds.KINDS`."""
+
+    kind: str
+    inputs: tuple[Operand, ...]
+    result: Value
+    attrs: tuple[int | float, ...] = ()
+
+    @functools.cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The inputs that are no constants."""
+        return tuple(i for i in self.inputs if isinstance(i, Value))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ops that one kernel computes, row by row: elementwise ops, reductions, slices."""
+
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of the layer, or some columns of it: what one linear map gives one operand."""
+
+    parameter: str
+    columns: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.columns is None else f"[:, {self.columns[0]}:{self.columns[1]}]"
+        return f"{self.parameter}{where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Param:
+    """A parameter as the program reads it: pieces on top of each other, contiguous."""
+
+    value: Value
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What recurs: `value` is read by a step and `next` by the step after it.
+
+    A sum over the steps has a `total`: it begins with zeros, and after the loop it is read as a
+    sequence of one step, (1, B, n).
+    """
+
+    name: str
+    value: Value
+    next: Value
+    total: Value | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Yield:
+    """A value (B, n) that every step writes to a sequence (T, B, n)."""
+
+    name: str
+    source: Value
+    sequence: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One layer in one direction, or its gradient.
+
+    Attributes:
+        sequences: what is read, by name: (T, B, n).
+        states: given at the first step, by name: (B, n); those after the last step are results,
+            but for sums.
+        yields: sequences that the steps write.
+        results: what else is returned, by name: values of rate ``sequence`` or ``once``.
+        reverse: whether the steps run from the last to the first.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    sequences: tuple[tuple[str, Value], ...]
+    states: tuple[State, ...]
+    step: tuple[Op | Group, ...]
+    results: tuple[tuple[str, Value], ...]
+    before: tuple[Op | Group, ...] = ()
+    after: tuple[Op | Group, ...] = ()
+    yields: tuple[Yield, ...] = ()
+    reverse: bool = False
+
+    @functools.cached_property
+    def made_before(self) -> tuple[Value, ...]:
+        """What is made before the loop and read in it."""
+        read = {v for op in flat(self.step) for v in op.values} | set(step_outputs(self))
+        return tuple(op.result for op in flat(self.before) if op.result in read)
+
+    def __str__(self) -> str:
+        return _Printer().program(self)
+
+
+def flat(items: Iterable[Op | Group]) -> Iterator[Op]:
+    """The ops of a region, those of groups included, in order."""
+    for item in items:
+        if isinstance(item, Group):
+            yield from item.ops
+        else:
+            yield item
+
+
+def step_outputs(program: Program) -> list[Value]:
+    """What has to be left of a step: next states and what is written to sequences."""
+    return [s.next for s in program.states] + [y.source for y in program.yields]
+
+
+class _Printer:
+    """Numbers values in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self.names: dict[Value, str] = {}
+        self.count = 0
+
+    def name(self, operand: Operand) -> str:
+        if not isinstance(operand, Value):
+            return f"{operand:g}"
+        if operand not in self.names:
+            taken = self.names.values()
+            if operand.hint and f"%{operand.hint}" not in taken:
+                self.names[operand] = f"%{operand.hint}"
+            else:
+                self.names[operand] = f"%{self.count}"
+                self.count += 1
+        return self.names[operand]
+
+    def typed(self, value: Value) -> str:
+        return f"{self.name(value)}: {value.type}"
+
+    def region(self, title: str, items: tuple[Op | Group, ...]) -> list[str]:
+        lines = [f"  {title}"] if items else []
+        for item in items:
+            if isinstance(item, Group):
+                lines += ["    kernel", *(f"      {self.op(op)}" for op in item.ops)]
+            else:
+                lines.append(f"    {self.op(item)}")
+        return lines
+
+    def op(self, op: Op) -> str:
+        operands = ", ".join([*map(self.name, op.inputs), *(f"{a:g}" for a in op.attrs)])
+        return f"{self.typed(op.result)} = {op.kind}({operands})"
+
+    def program(self, p: Program) -> str:
+        lines = [p.name]
+        for param in p.params:
+            pieces = ", ".join(map(str, param.pieces))
+            lines.append(f"  param {self.typed(param.value)} = {pieces}")
+        lines += [f"  read {name} = {self.typed(v)}" for name, v in p.sequences]
+        lines += [
+            f"  {'state' if s.total is None else 'sum'} {s.name} = {self.typed(s.value)}"
+            for s in p.states
+        ]
+        lines += self.region("before", p.before)
+        order = "each step, from the last to the first" if p.reverse else "each step"
+        lines += self.region(order, p.step) or [f"  {order}"]
+        lines += [f"    next {s.name} = {self.name(s.next)}" for s in p.states]
+        lines += [f"    {self.typed(y.sequence)} <- {self.name(y.source)}" for y in p.yields]
+        lines += [f"    {self.typed(s.total)} <- {self.name(s.next)}, the last"
+                  for s in p.states if s.total is not None]  # fmt: skip
+        lines += self.region("after", p.after)
+        lines += [f"  return {name} = {self.name(v)}" for name, v in p.results]
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The gradient of a program: derivatives of its ops, and what the forward steps save."""

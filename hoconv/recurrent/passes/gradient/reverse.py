@@ -1,0 +1,261 @@
+"""The gradient of a program by reverse mode on its IR.
+
+The gradient is a program too: its steps run backwards in time and carry the gradients of the
+states. What the forward steps gave to products is multiplied with the gradients of their results
+after the loop, in one product over all steps and rows for each weight. Random masks are drawn
+again; of what else the backward steps read of the forward ones, `saved` decides what is kept and
+what is computed again.
+
+Gradients are added up in the dtype of the states; those of products are cast to theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hoconv.recurrent.frontend.language import cat, sum
+from hoconv.recurrent.frontend.symbol import Builder, Symbol
+from hoconv.recurrent.ir.kinds import ELEMENTWISE
+from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
+from hoconv.recurrent.passes.gradient.derivatives import RULES
+from hoconv.recurrent.passes.gradient.saved import choose_saved, computed_again
+from hoconv.recurrent.passes.rewrite import substituted
+from hoconv.recurrent.passes.simplify import simplify
+
+
+def differentiate(program: Program) -> tuple[Program, Program]:
+    """The program with what has to be saved as further results, and its gradient.
+
+    The gradient reads the program's params and sequences, ``d_output`` (T, B, n) and what was
+    saved, by the names of the results that hold it; its states ``d_<state>`` begin with the
+    gradients of the final states and end with those of the initial ones. Its results are
+    ``d_<sequence>`` of each real sequence and ``d_<i>`` of the params by number, where they have a
+    gradient.
+
+    Args:
+        program: without groups; its last op of rate ``step`` may be anything.
+    """
+    steps = _Steps(program)
+    needed = steps.needed()
+    saved = choose_saved(program, needed)
+    return _with_saved(program, saved), _backward(program, steps, saved)
+
+
+class _Adjoint:
+    """Gradients of values, added up part by part."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.parts: dict[Value, list[tuple[int, int, Symbol]]] = defaultdict(list)
+
+    def add(self, value: Value, g: Symbol, start: int = 0, stop: int | None = None) -> None:
+        if value.type.dtype == "bool":
+            return
+        whole = self.builder.rate == g.value.type.rate == "sequence"
+        if whole and value.type.rate == "once":
+            g = self.builder.apply("total", g)
+        g = self.builder.cast(g, self.builder.dtype)
+        self.parts[value].append((start, value.type.size if stop is None else stop, g))
+
+    def total(self, value: Value) -> Symbol | None:
+        """The gradient of a value, whole; None where there is none."""
+        remaining = sorted(self.parts.pop(value, []), key=lambda part: part[:2])
+        total = None
+        while remaining:  # each round takes parts that lie beside each other
+            row, rest, end = [], [], 0
+            for start, stop, g in remaining:
+                if start < end:
+                    rest.append((start, stop, g))
+                    continue
+                if start > end:
+                    row.append(self.builder.zeros(start - end, value))
+                width = stop - start
+                row.append(g if g.shape[-1] == width else g + self.builder.zeros(width, value))
+                end = stop
+            if end < value.type.size:
+                row.append(self.builder.zeros(value.type.size - end, value))
+            whole = cat(*row) if len(row) > 1 else row[0]
+            total = whole if total is None else total + whole
+            remaining = rest
+        return total
+
+    def through(self, op: Op) -> None:
+        """Passes the gradient of an op's result on to its operands, except to weights."""
+        g = self.total(op.result)
+        if g is None:
+            return
+        builder = self.builder
+        if op.kind in ("linear", "linear_t"):
+            self.product(op, builder.cast(g, op.result.type.dtype))
+            return
+        if op.kind == "slice":
+            start, stop = map(int, op.attrs)
+            self.add(op.values[0], g, start, stop)
+            return
+        if op.kind == "cat":
+            start = 0
+            for part in op.values:
+                stop = start + part.type.size
+                self.add(part, g[:, start:stop])
+                start = stop
+            return
+        operands = [Symbol(builder, i) if isinstance(i, Value) else i for i in op.inputs]
+        gradients = RULES[op.kind](g, Symbol(builder, op.result), *operands)
+        for operand, gradient in zip(op.inputs, gradients, strict=True):
+            if isinstance(operand, Value) and gradient is not None:
+                if op.kind in ELEMENTWISE and operand.type.size < gradient.shape[-1]:
+                    gradient = sum(gradient)
+                self.add(operand, gradient)
+
+    def product(self, op: Op, g: Symbol) -> None:
+        raise NotImplementedError
+
+
+class _Steps(_Adjoint):
+    """The reverse of the steps.
+
+    Attributes:
+        products: of each ``linear`` of the step: its op and the gradient of its result.
+        following: the gradients of the states that the step read.
+        outside: the gradients of what else it read, sequences and vectors of parameters.
+    """
+
+    def __init__(self, program: Program) -> None:
+        wide = program.states[0].value.type.dtype
+        super().__init__(Builder("step", wide))
+        self.program = program
+        self.products: list[tuple[Op, Value]] = []
+        self.d_output = Value(program.yields[0].sequence.type, "d_output")
+        self.carried = [Value(s.value.type, f"d_{s.name}") for s in program.states]
+        for state, carried in zip(program.states, self.carried, strict=True):
+            self.add(state.next, Symbol(self.builder, carried))
+        self.add(program.yields[0].source, Symbol(self.builder, self.d_output))
+        for op in reversed(list(flat(program.step))):
+            self.through(op)
+        self.following = [self._whole(s.value) for s in program.states]
+        self.outside: dict[Value, Value] = {}
+        for value in list(self.parts):
+            g = self._whole(value)
+            if value.type.rate == "sequence":
+                g = self.builder.cast(Symbol(self.builder, g), value.type.dtype).value
+            self.outside[value] = g
+
+    def _whole(self, value: Value) -> Value:
+        g = self.total(value)
+        return (self.builder.zeros(value.type.size, value) if g is None else g).value
+
+    def product(self, op: Op, g: Symbol) -> None:
+        x, weight = op.values[:2]
+        self.products.append((op, g.value))
+        kind = "linear_t" if op.kind == "linear" else "linear"
+        self.add(x, self.builder.apply(kind, g, weight, dtype=g.value.type.dtype))
+
+    def needed(self) -> set[Value]:
+        """The values of the forward steps that the backward ones read."""
+        made = {op.result for op in self.builder.ops} | {*self.carried, self.d_output}
+        read = {v for op in self.builder.ops for v in op.values} | set(self.following)
+        read |= {op.values[0] for op, _ in self.products}
+        return {v for v in read - made if v.type.rate == "step"}
+
+
+class _Sequences(_Adjoint):
+    """The reverse of what is before the loop, on whole sequences.
+
+    Attributes:
+        weights: of each weight: its gradient.
+    """
+
+    def __init__(self, wide: str) -> None:
+        super().__init__(Builder("sequence", wide))
+        self.weights: dict[Value, Value] = {}
+
+    def product(self, op: Op, g: Symbol) -> None:
+        self.multiply(op, g, op.values[0])
+        x, weight = op.values[:2]
+        self.add(x, self.builder.apply("linear_t", g, weight, dtype=g.value.type.dtype))
+
+    def multiply(self, op: Op, g: Symbol, x: Value) -> None:
+        """The gradients of the weight and bias of a ``linear`` whose operand was the sequence x."""
+        weight = op.values[1]
+        self.weights[weight] = self.builder.apply("outer", g, x, dtype=weight.type.dtype).value
+        if len(op.values) > 2:
+            self.add(op.values[2], self.builder.apply("total", g))
+
+
+def _with_saved(program: Program, saved: list[Value]) -> Program:
+    """The program that also returns what its steps save, as ``saved_<i>``."""
+    yields = []
+    for i, value in enumerate(saved):
+        sequence = Value(replace(value.type, rate="sequence"), f"saved_{i}")
+        yields.append(Yield(f"saved_{i}", value, sequence))
+    # What is made before the loop may be read again as it is.
+    made = [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
+    return replace(
+        program,
+        yields=(*program.yields, *yields),
+        results=(*program.results, *((y.name, y.sequence) for y in yields), *made),
+    )
+
+
+def _backward(program: Program, steps: _Steps, saved: list[Value]) -> Program:
+    again = computed_again(program, steps.needed(), saved)
+    values = {
+        value: Value(replace(value.type, rate="sequence"), f"saved_{i}")
+        for i, value in enumerate(saved)
+    }
+    sequences = [*program.sequences, ("d_output", steps.d_output)]
+    sequences += [(f"saved_{i}", values[value]) for i, value in enumerate(saved)]
+    sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
+    step = []
+    for op in [*again, *steps.builder.ops]:
+        clone = substituted(op, values)
+        values[op.result] = Value(op.result.type, op.result.hint)
+        step.append(Op(clone.kind, clone.inputs, values[op.result], clone.attrs))
+
+    yields: dict[Value, Yield] = {}
+
+    def sequence(value: Value) -> Value:
+        """What a step makes as a whole sequence: read as it is, or written by the steps."""
+        value = values.get(value, value)
+        if value.type.rate != "step":
+            return value
+        if value not in yields:
+            whole = Value(replace(value.type, rate="sequence"))
+            yields[value] = Yield(f"written_{len(yields)}", value, whole)
+        return yields[value].sequence
+
+    after = _Sequences(steps.builder.dtype)
+    for op, g in steps.products:
+        after.multiply(op, Symbol(after.builder, sequence(g)), sequence(op.values[0]))
+    for value, g in steps.outside.items():
+        after.add(value, Symbol(after.builder, sequence(g)))
+    for op in reversed(list(flat(program.before))):
+        after.through(op)
+
+    results: list[tuple[str, Value]] = []
+    for name, value in (
+        *program.sequences, *((str(i), p.value) for i, p in enumerate(program.params))
+    ):  # fmt: skip
+        g = after.weights.get(value)
+        if g is None and (total := after.total(value)) is not None:
+            g = total.value
+        if g is not None:
+            g = after.builder.cast(Symbol(after.builder, g), value.type.dtype)
+            results.append((f"d_{name}", g.value))
+    program = Program(
+        name=program.name.replace("forward", "backward"),
+        params=program.params,
+        sequences=tuple(sequences),
+        states=tuple(
+            State(f"d_{s.name}", carried, values.get(g, g))
+            for s, carried, g in zip(program.states, steps.carried, steps.following, strict=True)
+        ),
+        before=tuple(steps.builder.before),
+        step=tuple(step),
+        after=tuple(after.builder.ops),
+        yields=tuple(yields.values()),
+        results=tuple(results),
+        reverse=not program.reverse,
+    )
+    return simplify(program)

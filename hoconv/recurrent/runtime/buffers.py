@@ -1,0 +1,77 @@
+"""The tensors that a compiled loop's buffers are.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent.codegen.storage import Buffer, Storage
+from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime.interpret import Tensors, steps
+
+
+def empty(buffer: Buffer, T: int, B: int, device: torch.device) -> Tensor:
+    """A new tensor for a buffer."""
+    return torch.empty(buffer.shape(T, B), dtype=DTYPES[buffer.type.dtype], device=device)
+
+
+def bind(
+    program: Program,
+    storage: Storage,
+    values: Tensors,
+    initial: list[Tensor],
+    resident: Mapping[Buffer, Tensor],
+) -> dict[Buffer, Tensor]:
+    """The tensor of each buffer, the initial states written.
+
+    Args:
+        values: what is there before the loop.
+        initial: (B, n) of each state.
+        resident: tensors that some buffers have already; what is given to them is copied.
+    """
+    T, B = steps(program, values), initial[0].shape[0]
+    given = [p.value for p in program.params] + [v for _, v in program.sequences]
+    given += program.made_before
+    tensors = dict(resident)
+    for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
+        _check(buffer, values[value], T, B, initial[0].device)
+        if buffer in resident:
+            resident[buffer].copy_(values[value])
+        else:
+            tensors[buffer] = values[value].contiguous()
+    for buffer in storage.buffers:
+        if buffer not in tensors:
+            tensors[buffer] = empty(buffer, T, B, initial[0].device)
+    for buffers, first in zip(storage.initial, initial, strict=True):
+        for each in buffers:
+            tensors[each][T - 1 if each.kind == "history" and program.reverse else 0] = first
+    return tensors
+
+
+def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
+    """Compiled code is given an address: what is there must be what it was compiled for."""
+    expected = DTYPES[buffer.type.dtype], buffer.shape(T, B), device
+    got = tensor.dtype, tuple(tensor.shape), tensor.device
+    if got != expected:
+        raise ValueError(
+            f"hoconv::recurrent: {buffer.name}: the compiled loop reads "
+            f"{', '.join(map(str, expected))}, got {', '.join(map(str, got))}"
+        )
+
+
+def results(
+    program: Program, storage: Storage, tensors: Mapping[Buffer, Tensor], T: int
+) -> tuple[Tensors, list[Tensor]]:
+    """What T steps have written, and the states after the last."""
+    written: Tensors = {
+        each.sequence: tensors[buffer][:T]
+        for each, buffer in zip(program.yields, storage.yields, strict=True)
+    }
+    final = [tensors[b][T if b.kind == "history" else T % 2].clone() for b in storage.states]
+    return written, final

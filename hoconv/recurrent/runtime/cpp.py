@@ -1,0 +1,76 @@
+"""The time loop of a program as compiled C++, on the CPU.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv import jit
+from hoconv.jit.generated import compile_cpp
+from hoconv.recurrent.codegen.cpp import HEADER, Source, emit_cpp
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime import products
+from hoconv.recurrent.runtime.buffers import bind, results
+from hoconv.recurrent.runtime.interpret import Tensors, steps
+
+
+def obstacle() -> str | None:
+    """Why loops cannot be compiled here, with the fix. Compiles nothing."""
+    try:
+        jit.compiler("cpu")
+    except jit.BuildError as error:
+        return str(error)
+    return None
+
+
+def load() -> None:
+    """Compiles and loads a library without loops: the compiler and the cache work.
+
+    Raises:
+        hoconv.jit.BuildError: they do not.
+    """
+    compile_loops({})
+
+
+def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
+    """Compiles the time loops of programs, under their names, into one library.
+
+    Raises:
+        hoconv.jit.BuildError: there is no compiler, or it failed.
+    """
+    sources = {name: emit_cpp(program, name) for name, program in programs.items()}
+    text = "\n\n".join((HEADER, *(source.text for source in sources.values())))
+    library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
+    return {name: CppLoop(source, library[name]) for name, source in sources.items()}
+
+
+class CppLoop:
+    """Runs the steps of one program."""
+
+    def __init__(self, source: Source, function: Any) -> None:
+        self.source = source
+        self.function = function
+        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_bool] + [ctypes.c_void_p] * 2
+
+    def __call__(
+        self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
+    ) -> tuple[Tensors, list[Tensor]]:
+        """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
+        storage = self.source.storage
+        T, B = steps(program, values), initial[0].shape[0]
+        tensors = bind(program, storage, values, initial, {})
+        ordered = [tensors[buffer] for buffer in storage.buffers]
+        pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))
+        scratch = torch.empty(B * self.source.scratch_bytes + 64, dtype=torch.uint8)
+        start = (scratch.data_ptr() + 63) // 64 * 64
+        number = 0 if seed is None else int(seed)
+        if self.function(T, B, number, products.onednn(), pointers, start):
+            raise RuntimeError(f"{program.name}: PyTorch's matrix product failed in the time loop")
+        return results(program, storage, tensors, T)

@@ -1,0 +1,140 @@
+"""Runs a program of any stage op by op in PyTorch: what passes and generated code are tested with.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent.ir import evaluate, random
+from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.program import Op, Program, Value, flat
+from hoconv.recurrent.runtime import products
+
+Tensors = dict[Value, Tensor]
+# Runs the steps: given a program, what is there before the loop, the states before the first step,
+# and a seed, returns the sequences that the steps write and the states after the last.
+Loop = Callable[[Program, Tensors, list[Tensor], Tensor | None], tuple[Tensors, list[Tensor]]]
+
+
+def interpret(
+    program: Program,
+    params: Sequence[Tensor],
+    sequences: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    seed: Tensor | None = None,
+    loop: Loop | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Runs a program.
+
+    Args:
+        params: one for each of the program's, see :mod:`hoconv.recurrent.runtime.packing`.
+        sequences: what it reads, by name: (T, B, n) or, of a parameter's, (n,).
+        states: (B, n) before the first step, by name.
+        seed: int64 scalar, of the random masks.
+        loop: runs the steps; without one they are run op by op, and autograd sees every op.
+
+    Returns:
+        The program's results, and the states after the last step, by name.
+    """
+    values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
+    values |= {value: sequences[name] for name, value in program.sequences}
+    like = next(iter(states.values()))
+    linear = products.linear if loop else evaluate.linear
+    for op in flat(program.before):
+        values[op.result] = _evaluate(
+            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
+        )
+    initial = [
+        (
+            states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
+        ).to(DTYPES[s.value.type.dtype])
+        for s in program.states
+    ]
+    written, final = (loop or _steps)(program, values, initial, seed)
+    values |= written
+    last = dict(zip(program.states, final, strict=True))
+    values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
+    for op in flat(program.after):
+        values[op.result] = _evaluate(
+            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
+        )
+    results = {name: values[value] for name, value in program.results}
+    return results, {s.name: state for s, state in last.items() if s.total is None}
+
+
+def steps(program: Program, values: Tensors) -> int:
+    """T, that of any sequence that the program reads."""
+    return next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
+
+
+def _steps(
+    program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
+) -> tuple[Tensors, list[Tensor]]:
+    T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
+    written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
+    now = initial
+    for t in reversed(range(T)) if program.reverse else range(T):
+        local = dict(zip((s.value for s in program.states), now))
+
+        def at_step(operand: Any, t: int = t, local: Tensors = local) -> Any:
+            if not isinstance(operand, Value) or operand.type.rate == "step":
+                return local[operand] if isinstance(operand, Value) else operand
+            tensor = values[operand]
+            return tensor[t] if operand.type.rate == "sequence" else tensor
+
+        for op in flat(program.step):
+            if op.kind == "keep":
+                assert seed is not None, "a program with random masks needs a seed"
+                probability, site, size = op.attrs
+                local[op.result] = random.keep(probability, int(site), int(size), B, t, seed)
+            else:
+                local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], device, B)
+        for each in program.yields:
+            written[each.sequence][t] = at_step(each.source)
+        now = [at_step(s.next) for s in program.states]
+    return {sequence: torch.stack(each) for sequence, each in written.items()}, now
+
+
+def _read(operand: Any, values: Mapping[Value, Tensor]) -> Any:
+    return values[operand] if isinstance(operand, Value) else operand
+
+
+def _evaluate(
+    op: Op,
+    operands: list[Any],
+    device: torch.device,
+    batch: int | None = None,
+    linear: Callable[..., Tensor] = evaluate.linear,
+) -> Tensor:
+    """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
+    dtype = DTYPES[op.result.type.dtype]
+    match op.kind:
+        case "linear":
+            return linear(*operands)
+        case "linear_t":
+            return linear(operands[0], operands[1].mT)
+        case "outer":
+            g, x = (t.flatten(0, 1) for t in operands)
+            return g.mT @ x
+        case "total":
+            return operands[0].sum((0, 1), dtype=dtype)
+        case "slice":
+            start, stop = op.attrs
+            return operands[0][..., int(start) : int(stop)]
+        case "cat":
+            return evaluate.cat(operands)
+        case "cast":
+            return operands[0].to(dtype)
+        case "fill":
+            value, size = op.attrs
+            rows = () if op.result.type.rate == "once" else (batch or 1,)
+            return torch.full((*rows, int(size)), value, dtype=dtype, device=device)
+    constants = next((o.dtype for o in operands if isinstance(o, Tensor) and o.is_floating_point()),
+                     dtype)  # fmt: skip
+    return evaluate.elementwise(op.kind, *operands, dtype=constants)

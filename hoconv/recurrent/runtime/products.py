@@ -1,0 +1,28 @@
+"""Matrix products of whole sequences, by oneDNN where PyTorch has it and it is the fastest.
+
+T time steps, B batch, n features of x, m features of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent.ir import evaluate
+
+# Multiplications from which oneDNN, which takes longer to start, is no slower than PyTorch's own.
+_LARGE = 1 << 24
+
+
+def onednn() -> bool:
+    """Whether PyTorch has oneDNN and its user allows it."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, (T, B, n) to (T, B, m): :func:`evaluate.linear`, not differentiable."""
+    float32_on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, weight))
+    large = x.numel() * len(weight) >= _LARGE
+    if float32_on_cpu and large and onednn():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return evaluate.linear(x, weight, bias)

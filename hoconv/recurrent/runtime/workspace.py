@@ -1,0 +1,137 @@
+"""What a GPU's loop keeps between calls for one batch size: memory at fixed addresses.
+
+B batch, T time steps, n features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent.codegen.cuda import CudaSource, Launch
+from hoconv.recurrent.codegen.storage import Buffer, Place
+from hoconv.recurrent.ir.program import Op
+from hoconv.recurrent.runtime.buffers import empty
+
+# Starts a kernel: its name, its grid's rows and blocks, the threads of a block; and arguments, of
+# ctypes.
+Launcher = Callable[..., None]
+# Records what a function launches, without running it; what it returns runs that.
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+# Steps of the longest chunk, a power of two: what is left over is launched in halves of it.
+CHUNK = 32
+
+
+class Workspace:
+    """Runs the steps of one program for one batch size, one call after another.
+
+    Args:
+        record: records chunks of steps, one for each power of two; without it steps are launched
+            one by one.
+
+    Attributes:
+        resident: the tensors of what products read and write, weights included.
+    """
+
+    def __init__(
+        self,
+        source: CudaSource,
+        launcher: Launcher,
+        B: int,
+        device: torch.device,
+        record: Recorder | None,
+    ) -> None:
+        self.source = source
+        self.launcher = launcher
+        self.B = B
+        self.record = record
+        self.chunks: dict[int, Callable[[], None]] = {}
+        storage = source.steps.storage
+        products = [item for item in source.launches if isinstance(item, Op)]
+        weights = {storage.homes[v].buffer for op in products for v in op.values[1:]}
+        self.resident = {
+            buffer: empty(buffer, 0, B, device)
+            for buffer in storage.buffers
+            if buffer.kind in ("state", "step") or buffer in weights
+        }
+        self.scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
+        # T, B, begin, the seed, the buffers, the scratch.
+        self.call = torch.empty(len(storage.buffers) + 5, dtype=torch.int64, device=device)
+        self.items = [
+            [self._product(item, parity) if isinstance(item, Op) else item
+             for item in source.launches]
+            for parity in (0, 1)
+        ]  # fmt: skip
+
+        if record:  # kernels are loaded and libraries set up outside of what is recorded
+            self._start(0, None, {})
+            self._chunk(2)
+
+    def run(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
+        """Runs T steps, and at most one more, which writes nothing that is kept.
+
+        Args:
+            seed: int64 scalar, of the random masks.
+            tensors: of all buffers; those of states begin with the initial ones.
+        """
+        self._start(T, seed, tensors)
+        if self.record is None:
+            self._steps(T)
+            return
+        size, left = CHUNK, T
+        while left > 0:
+            while size > max(left, 2):
+                size //= 2
+            if size not in self.chunks:
+                self.chunks[size] = self.record(functools.partial(self._chunk, size))
+            self.chunks[size]()
+            left -= size
+
+    def _start(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
+        buffers = self.source.steps.storage.buffers
+        addresses = (tensors[b].data_ptr() if b in tensors else 0 for b in buffers)
+        given = (T, self.B, 0, 0 if seed is None else seed.data_ptr(), *addresses)
+        call = (ctypes.c_int64 * len(self.call))(*given, self.scratch.data_ptr())
+        self._once("start", call)
+        for launch in self.source.before:
+            self._launch(launch, 0)
+
+    def _steps(self, count: int) -> None:
+        for ahead in range(count):
+            for item in self.items[ahead % 2]:
+                if isinstance(item, Launch):
+                    self._launch(item, ahead)
+                else:
+                    item()
+
+    def _chunk(self, size: int) -> None:
+        self._steps(size)
+        self._once("advance", ctypes.c_int64(size))
+
+    def _once(self, name: str, argument: Any) -> None:
+        self.launcher(name, 1, 1, 1, ctypes.c_void_p(self.call.data_ptr()), argument)
+
+    def _launch(self, launch: Launch, ahead: int) -> None:
+        call = ctypes.c_void_p(self.call.data_ptr())
+        self.launcher(
+            launch.name, self.B, launch.blocks, launch.threads, call, ctypes.c_int64(ahead)
+        )
+
+    def _product(self, op: Op, parity: int) -> Callable[[], Any]:
+        """A product of a step of even or odd number."""
+        homes = self.source.steps.storage.homes
+
+        def at(place: Place) -> Tensor:
+            tensor = self.resident[place.buffer]
+            return tensor[(parity + place.after) % 2] if place.buffer.kind == "state" else tensor
+
+        x, by, *bias = (at(homes[v]) for v in op.values)
+        if op.kind == "linear":
+            by = by.t()
+        function = torch.addmm if bias else torch.mm
+        return functools.partial(function, *bias, x, by, out=at(homes[op.result]))

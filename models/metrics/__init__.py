@@ -1,0 +1,1 @@
+"""Metrics that torchmetrics does not have."""

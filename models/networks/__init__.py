@@ -1,0 +1,1 @@
+"""The networks: images in, logits out; and how words are read off them."""

@@ -1,0 +1,139 @@
+"""A network that describes an image in words: a grid of features, a recurrence over the words, and
+attention from each word to the grid.
+
+B batch, C channels, H height, W width, S places of the grid, T words, V words of the vocabulary,
+n hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from datamodules.coco.captions import MARKS
+from hoconv import recurrent as rnn
+from models.networks.backbone import encoder
+from models.networks.blocks import residual_high_order
+
+State = tuple[Tensor, ...]  # h, c, and what joins each word of the image; (1, B, n)
+
+
+@rnn.cell(state=("h", "c"))
+def sentinel_lstm(x, h, c):
+    """An LSTM with coupled gates and layer normalisation that puts out, beside h, a sentinel: what
+    it knows without looking at the image."""
+    f = rnn.sigmoid(rnn.layer_norm("norm_f", rnn.linear("f", x, h, bias=False)))
+    g = rnn.tanh(rnn.layer_norm("norm_g", rnn.linear("g", x, h, bias=False)))
+    o = rnn.sigmoid(rnn.linear("o", x, h))
+    s = rnn.sigmoid(rnn.linear("s", x, h))
+    c = f * c + (1 - f) * g
+    h = o * rnn.tanh(c)
+    return rnn.cat(h, s * rnn.tanh(c)), dict(h=h, c=c)
+
+
+class Grid(NamedTuple):
+    """What the words attend to.
+
+    Attributes:
+        keys, values: (B, S, n).
+        state: of the recurrence, before the first word.
+    """
+
+    keys: Tensor
+    values: Tensor
+    state: State
+
+
+class AttentionDecoder(nn.Module):
+    """Adaptive attention with a visual sentinel (Lu et al., Knowing When to Look, CVPR 2017,
+    https://arxiv.org/abs/1612.01887), with scaled dot products for scores.
+
+    Each word, joined by the mean of the grid, runs through the recurrence. Attention follows it and
+    does not enter it: in training, all words run through one compiled loop, and then attend at
+    once. Two residual high-order convolutions, of the image and
+    of the encoder's coarsest features, gather for each place what belongs to it.
+
+    Args:
+        width: channels of the encoder at the finest resolution, doubled at each of the next four.
+        depth: how often the encoder halves the resolution. A backbone does it five times.
+        kernel_size: of the high-order convolutions.
+        hidden_size: n, of the recurrence, the attention and the word vectors.
+        dropout: in training, the probability with which an element of a word vector, or of what a
+            word is predicted from, is zero.
+        weights: of a backbone of torchvision's that takes the place of the encoder, as in
+            ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
+            random weights.
+        impl: of the high-order convolutions and the recurrence: ``auto``, ``reference``, ``cpp`` or
+            ``cuda``.
+
+    Shape: images (B, 3, H, W), floating point, and words (B, T) int64 to logits (B, T, V) of the
+    words that follow; H and W at least ``2 ** depth``. V is that of `set_vocabulary`.
+    """
+
+    def __init__(
+        self,
+        width: int = 16,
+        depth: int = 3,
+        kernel_size: int = 5,
+        hidden_size: int = 128,
+        dropout: float = 0.1,
+        weights: str | None = None,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.stem = residual_high_order(3, kernel_size, impl)
+        self.encoder = encoder(width, depth, weights)
+        channels = self.encoder.channels[-1]
+        self.gather = residual_high_order(channels, kernel_size, impl)
+        # Features that grow, as those of a residual layer do, would drown the words.
+        self.normalize = nn.BatchNorm2d(channels)
+        self.keys_and_values = nn.Linear(channels, 2 * hidden_size)
+        self.first_state = nn.Linear(channels, 3 * hidden_size)
+        self.recurrence = rnn.RNN(
+            sentinel_lstm, 2 * hidden_size, hidden_size, batch_first=True, impl=impl
+        )
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.sentinel_key = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self.set_vocabulary(len(MARKS))
+
+    def set_vocabulary(self, size: int) -> None:
+        """Makes word vectors and a classifier of V = `size` words, in place of those that are."""
+        n = self.hidden_size
+        self.embedding = nn.Embedding(size, n)
+        self.classifier = nn.Linear(n, size)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        grid = self.look(images)
+        outputs, _ = self.recur(words, grid.state)
+        return self.attend(outputs, grid)
+
+    def look(self, images: Tensor) -> Grid:
+        features = self.normalize(self.gather(self.encoder(self.stem(images))[-1]))
+        places = features.flatten(2).mT  # (B, S, C)
+        keys, values = self.keys_and_values(places).chunk(2, dim=2)
+        state = self.first_state(places.mean(1))[None].chunk(3, dim=2)
+        return Grid(keys, values, state)
+
+    def recur(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        """Words (B, T) to the hidden states and sentinels (B, T, 2 n), and the state after them."""
+        h, c, image = state
+        vectors = self.dropout(self.embedding(words))  # (B, T, n)
+        x = torch.cat((vectors, image[0][:, None].expand_as(vectors)), 2)
+        outputs, (h, c) = self.recurrence(x, (h, c))
+        return outputs, (h, c, image)
+
+    def attend(self, outputs: Tensor, grid: Grid) -> Tensor:
+        """Hidden states and sentinels (B, T, 2 n) to logits (B, T, V); each looks for itself."""
+        hidden, sentinel = outputs.chunk(2, dim=2)
+        query = self.query(hidden)
+        of_places = query @ grid.keys.mT  # (B, T, S)
+        of_sentinel = (query * self.sentinel_key(sentinel)).sum(2, keepdim=True)
+        scores = torch.cat((of_places, of_sentinel), 2) / math.sqrt(self.hidden_size)
+        weights = scores.softmax(2)
+        seen = weights[..., :-1] @ grid.values + weights[..., -1:] * sentinel
+        return self.classifier(self.dropout(seen + hidden))

@@ -1,0 +1,1 @@
+"""A LightningModule for each task: what a step computes, what is logged, how it is optimised."""

@@ -1,0 +1,150 @@
+"""Training a network to describe images. B batch, H height, W width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, words
+from datamodules.coco.folder import FolderBatch
+from models.metrics.captions import bleu4, cider_d
+from models.networks.attention_decoder import AttentionDecoder
+from models.networks.backbone import load_backbones
+from models.networks.beam_search import States, beam_search
+from models.tasks.mean import Mean
+from models.tasks.optimizer import adamw
+from training.callbacks.captions import CaptionWriter
+from training.callbacks.pictures import CaptionPictures
+
+
+class Captioner(pl.LightningModule):
+    """Cross-entropy of each word given the image and the words before it, AdamW with warm-up and
+    cosine.
+
+    The vocabulary is the data module's, and part of the checkpoint. Logs for ``val/`` and ``test/``
+    ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of the captions that a beam
+    search finds, against all captions of each image; a `LossRecord` logs ``train/loss``. Pictures
+    of the validation go to ``pictures/`` and to W&B.
+
+    Args:
+        network: makes the network, given ``weights=``.
+        learning_rate: its peak.
+        weight_decay: of AdamW.
+        beam_width: sentences that are continued side by side; 1 is greedy search.
+        max_length: of a caption, in words.
+        weights: published weights that the network starts from, or None.
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., AttentionDecoder],
+        learning_rate: float,
+        weight_decay: float,
+        beam_width: int,
+        max_length: int,
+        weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network(weights=weights)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.beam_width = beam_width
+        self.max_length = max_length
+        self.vocabulary = Vocabulary()
+        self._said: list[tuple[list[str], list[list[str]]]] = []  # with the references
+
+    def configure_callbacks(self) -> Sequence[pl.Callback]:
+        return [CaptionPictures(), CaptionWriter()]
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":  # a checkpoint to predict with holds the weights and the words
+            load_backbones(self)
+            datamodule: Any = self.trainer.datamodule  # pyright: ignore
+            vocabulary = getattr(datamodule, "vocabulary", None)
+            if vocabulary is None:
+                raise MisconfigurationException(
+                    f"data: expected images with captions, got a {type(datamodule).__name__}; use "
+                    "data=coco or data=coco_tiny with model=captions"
+                )
+            self.set_extra_state(vocabulary.words)
+
+    def get_extra_state(self) -> list[str]:
+        return self.vocabulary.words
+
+    def set_extra_state(self, state: list[str]) -> None:
+        """The words of the vocabulary, before the weights that depend on their number."""
+        if state != self.vocabulary.words:
+            self.vocabulary = Vocabulary(state)
+            self.network.set_vocabulary(len(state))
+
+    def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
+        return self._loss(batch).share()
+
+    def validation_step(self, batch: CaptionBatch, batch_idx: int) -> list[str]:
+        return self._evaluate("val", batch)
+
+    def test_step(self, batch: CaptionBatch, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._score("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._score("test")
+
+    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[str]:
+        """A caption of each image."""
+        return self.describe(batch.images) if batch.names else []
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self, self.learning_rate, self.weight_decay)
+
+    def describe(self, images: Tensor) -> list[str]:
+        """Captions of images (B, 3, H, W)."""
+        grid = self.network.look(images.to(self.dtype))
+
+        def step(last: Tensor, states: States) -> tuple[Tensor, States]:
+            outputs, states = self.network.recur(last.flatten()[:, None], states)
+            # The sentences of an image attend to it as the words of one do in training.
+            return self.network.attend(outputs.view(*last.shape, -1), grid), states
+
+        sentences = beam_search(step, grid.state, self.beam_width, self.max_length)
+        return [self.vocabulary.decode(sentence) for sentence in sentences.tolist()]
+
+    def _loss(self, batch: CaptionBatch) -> Mean:
+        """Cross-entropy over the words and the ends of the sentences."""
+        logits = self.network(batch.images.to(self.dtype), batch.tokens[:, :-1])
+        following = batch.tokens[:, 1:]
+        total = F.cross_entropy(
+            logits.flatten(0, 1), following.flatten(), ignore_index=PAD, reduction="sum"
+        )
+        return Mean(total, (following != PAD).sum())
+
+    def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:
+        """The captions found."""
+        loss = self._loss(batch)
+        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
+        captions = self.describe(batch.images)
+        for caption, references in zip(captions, batch.references, strict=True):
+            self._said.append((caption.split(), [words(reference) for reference in references]))
+        return captions
+
+    def _score(self, stage: str) -> None:
+        """Of all images together: neither measure is a mean of its value for each batch."""
+        said, self._said = self._said, []
+        if self.trainer.world_size > 1:
+            parts: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, said)
+            said = [each for part in parts for each in part]
+        candidates, references = zip(*said)
+        scores = {
+            "bleu4": bleu4(candidates, references),
+            "cider_d": cider_d(candidates, references),
+        }
+        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()}, prog_bar=True)

@@ -1,0 +1,62 @@
+"""Training a network to classify."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from models.tasks.optimizer import adamw
+
+
+class Classifier(pl.LightningModule):
+    """Cross-entropy, AdamW, and a learning rate that rises linearly, then falls as a cosine.
+
+    Logs ``loss`` and ``accuracy`` of ``val/`` and ``test/``; a `LossRecord` logs ``train/loss``.
+
+    Args:
+        network: (B, ...) to logits (B, num_classes); a batch is ``(inputs, labels)``.
+        num_classes: K.
+        learning_rate: its peak, reached after a tenth of the steps.
+        weight_decay: of AdamW.
+    """
+
+    def __init__(
+        self, network: nn.Module, num_classes: int, learning_rate: float, weight_decay: float
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs.to(self.dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self(inputs), labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch, self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch, self.test_accuracy)
+
+    def _evaluate(
+        self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy
+    ) -> None:
+        inputs, labels = batch
+        logits = self(inputs)
+        accuracy(logits, labels)
+        self.log(
+            f"{stage}/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels)
+        )
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self, self.learning_rate, self.weight_decay)

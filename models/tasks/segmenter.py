@@ -1,0 +1,143 @@
+"""Training a network to label every pixel. B batch, H height, W width, K classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from datamodules.coco.annotations import IGNORE
+from datamodules.coco.folder import FolderBatch
+from models.networks.backbone import load_backbones
+from models.tasks.mean import Mean
+from models.tasks.optimizer import adamw
+from training.callbacks.masks import MaskWriter
+from training.callbacks.pictures import SegmentationPictures
+
+
+class Segmenter(pl.LightningModule):
+    """Cross-entropy over the pixels that are labelled, AdamW with warm-up and cosine.
+
+    A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
+    nothing. Logs for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the intersection over union of
+    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``; a
+    `LossRecord` logs ``train/loss``. Pictures of the validation go to ``pictures/`` and to W&B.
+
+    Args:
+        network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
+        num_classes: K, background included.
+        learning_rate: its peak.
+        weight_decay: of AdamW.
+        weights: published weights that the network starts from, or None.
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., nn.Module],
+        num_classes: int,
+        learning_rate: float,
+        weight_decay: float,
+        weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network(weights=weights)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        options: Any = {
+            "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
+        }  # fmt: skip
+        metrics = MetricCollection(
+            {
+                "mean_iou": MulticlassJaccardIndex(average="macro", **options),
+                "pixel_accuracy": MulticlassAccuracy(average="micro", **options),
+            }
+        )
+        self.val_metrics = metrics.clone(prefix="val/")
+        self.test_metrics = metrics.clone(prefix="test/")
+
+    def configure_callbacks(self) -> Sequence[pl.Callback]:
+        return [SegmentationPictures(), MaskWriter()]
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":  # a checkpoint to predict with holds them
+            load_backbones(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images.to(self.dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = _checked(batch)
+        return pixel_cross_entropy(self(images), labels).share()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._evaluate("val", batch, self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch, self.test_metrics)
+
+    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[Tensor]:
+        """The classes of the pixels of each image in its own size, (H, W) uint8."""
+        if not batch.names:
+            return []
+        logits = self(batch.images).float()
+        return [classes(image, size) for image, size in zip(logits, batch.sizes, strict=True)]
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self, self.learning_rate, self.weight_decay)
+
+    def _evaluate(
+        self, stage: str, batch: tuple[Tensor, Tensor], metrics: MetricCollection
+    ) -> Tensor:
+        """The predicted classes, (B, H, W)."""
+        images, labels = _checked(batch)
+        logits = self(images)
+        predicted = logits.argmax(1)
+        metrics(predicted, labels)
+        loss = pixel_cross_entropy(logits, labels)
+        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
+        self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
+        return predicted
+
+
+def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Mean:
+    """Over the pixels that are not 255.
+
+    Args:
+        logits: (B, K, H, W).
+        labels: (B, H, W) int64.
+    """
+    # Pixels as rows: the loss over images has no deterministic implementation on a GPU.
+    rows = logits.movedim(1, -1).flatten(0, -2)
+    total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return Mean(total, (labels != IGNORE).sum())
+
+
+def classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """The class with the highest logit, (K, h, w), once interpolated to (H, W); uint8.
+
+    A class at a time: K maps of a photograph's size may not fit the memory.
+    """
+    best = torch.full(size, -torch.inf, device=logits.device)
+    found = torch.zeros(size, dtype=torch.uint8, device=logits.device)
+    for label, plane in enumerate(logits):
+        plane = F.interpolate(plane[None, None], size, mode="bilinear")[0, 0]
+        found[plane > best] = label
+        best = torch.maximum(best, plane)
+    return found
+
+
+def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    if labels.dim() != 3:
+        raise MisconfigurationException(
+            f"data: expected a class for every pixel, labels (B, H, W); got {tuple(labels.shape)}. "
+            "Use data=coco or data=coco_tiny with model=segmentation"
+        )
+    return images, labels.to(torch.int64)

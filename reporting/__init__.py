@@ -1,1 +1,0 @@
-"""What a run tells: results.json, losses.csv, the loggers, and what the terminal shows."""

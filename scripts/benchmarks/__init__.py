@@ -1,0 +1,1 @@
+"""What ``benchmark.py`` times, a command each."""

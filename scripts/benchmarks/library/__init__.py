@@ -1,0 +1,1 @@
+"""Operators, layers and builds by themselves."""

@@ -1,0 +1,430 @@
+"""Times recurrent layers: ``python scripts/benchmark.py recurrent``.
+
+Sections, each of layers whose input has as many features as their states, H; in float32, and on a
+GPU in bfloat16:
+
+- ``cells``: cells that no library has, against the definition, called at every step in PyTorch;
+  those of ``--compile`` also against torch.compile of that, which unrolls ``--compile-steps``.
+- ``library``: LSTM and GRU against nn.LSTM and nn.GRU, with plans of our own only (schedule
+  ``graph``); and with ``auto`` where that calls cuDNN; on a GPU in float32 with TF32, too.
+- ``ladder``: an LSTM at every schedule, and nn.LSTM, in float32.
+- ``lengths``: an LSTM on sequences of lengths uniform in 1 to T, against nn.LSTM on the same
+  packed, and on all steps of the padded ones.
+- ``latency``: the first calls of a new process, with an empty cache and with a full one.
+
+Writes one file for each section, and draws ``library`` and ``ladder`` beside them::
+
+    recurrent_<section>_<device>.json
+        command, date, method
+        environment       hoconv.doctor.environment(), with the commit
+        device, section
+        rows              one for each case, precision and contender:
+            cell, T, B, H, layers, precision, contender
+            error                 null, "out of memory", or what was raised: then the rest is null
+            forward, forward_backward    median_ms, p20_ms, p80_ms, repeats
+            speed_up              phase -> the baseline's median over this one's; the baseline is
+                                  the first contender of the case and precision
+            extra_memory_bytes    most that a forward and a backward hold beyond the input
+            compile_s             of torch.compile: seconds of its first forward and backward
+        geometric_means   of speed_up, where there are several shapes: cell, layers, precision,
+                          contender, and the phases
+    recurrent_latency_<device>.json
+        command, date, method, environment, device, section, case
+        seconds           "empty cache", "full cache" -> what call it is -> seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from common import console, count, write, write_json
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from benchmarks.library.recurrent_report import (
+    PHASES,
+    draw_ladder,
+    draw_library,
+    latency_table,
+    table,
+)
+from benchmarks.measurement import (
+    Contender,
+    Timed,
+    failure,
+    mark,
+    memory_limit,
+    milliseconds_between,
+    percentiles,
+    take_turns,
+    temporarily,
+)
+from hoconv import recurrent as rnn
+from hoconv.declaration import Sample
+from hoconv.recurrent.schedule import plan
+
+REPEATS = {"cpu": 5, "cuda": 10}
+CALLS = {"cpu": 1, "cuda": 3}  # in a row, of a repeat
+ENOUGH_S = {"cpu": 2.0, "cuda": 0.1}  # of one call's repeats, after which the least number do
+COMPILE_LIMIT_S = 240.0
+METHOD = (
+    "A layer of random parameters and input. forward: the layer, with gradients enabled; "
+    "forward_backward: the same and torch.autograd.grad of the output with respect to the input "
+    "and all parameters. A repeat is some calls one after another, queued behind another that is "
+    "not timed, divided by their number: on a GPU the longer one of the host's time and the "
+    "device's, as in training. Contenders take turns within one process, after warm-up; medians, "
+    "20th and 80th percentiles. Clock: CUDA events, or time.perf_counter. Strict float32 is "
+    "torch.backends.cuda.matmul.allow_tf32=False and torch.backends.cudnn.allow_tf32=False, tf32 "
+    "both True. torch.compile: dynamic=False, fullgraph=True, in a process of its own. latency: a "
+    "forward and backward, time.perf_counter, after PyTorch and its matrix products are set up."
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's sizes: T time steps, B batch, H hidden size."""
+
+    cell: str
+    T: int
+    B: int
+    H: int
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype, and whether a GPU may round float32 products to TF32."""
+
+    name: str
+    dtype: torch.dtype
+    tf32: bool = False
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        with (
+            temporarily(torch.backends.cuda.matmul, allow_tf32=self.tf32),
+            temporarily(torch.backends.cudnn, allow_tf32=self.tf32),
+        ):
+            yield
+
+
+FLOAT32 = Precision("float32", torch.float32)
+PRECISIONS = {
+    "cpu": (FLOAT32,),
+    "cuda": (
+        FLOAT32,
+        Precision("tf32", torch.float32, tf32=True),
+        Precision("bfloat16", torch.bfloat16),
+    ),
+}
+IMPLS = {"cpu": "cpp", "cuda": "cuda"}
+CELLS = ("peephole_lstm", "layernorm_lstm", "coupled_lstm")
+NN = {"lstm": nn.LSTM, "gru": nn.GRU}
+SHAPES = {
+    "cpu": ((28, 128, 128), (100, 64, 256), (100, 64, 512)),
+    "cuda": (
+        (28, 128, 128), (784, 128, 128), (100, 64, 512), (256, 16, 768), (128, 64, 1024),
+        (512, 32, 2048),
+    ),
+}  # fmt: skip
+LONGEST = {"cpu": 200, "cuda": 1000}  # of the section lengths
+TYPICAL = (100, 64, 512)
+
+# A layer, and the function of its input that is timed.
+Made = tuple[nn.Module, Callable[[Tensor], Tensor]]
+Way = Callable[[Case, torch.device, torch.dtype], Made]
+
+
+def ours(impl: str, schedule: str = "auto") -> Way:
+    def make(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+        layer = rnn.RNN(
+            getattr(rnn, case.cell), case.H, case.H, case.layers, schedule=schedule, impl=impl,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        return layer, lambda x: layer(x)[0]
+
+    return make
+
+
+def pytorchs(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+    layer = NN[case.cell](case.H, case.H, case.layers, device=device, dtype=dtype)
+    return layer, lambda x: layer(x)[0]
+
+
+def with_lengths(make: Way) -> Way:
+    def made(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+        layer, _ = make(case, device, dtype)
+        lengths = _lengths(case)
+        return layer, lambda x: layer(x, None, lengths)[0]
+
+    return made
+
+
+def packed(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+    layer, _ = pytorchs(case, device, dtype)
+    lengths = _lengths(case)
+
+    def run(x: Tensor) -> Tensor:
+        sequence = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return pad_packed_sequence(layer(sequence)[0])[0]
+
+    return layer, run
+
+
+def _lengths(case: Case) -> Tensor:
+    drawn = torch.randint(1, case.T + 1, (case.B,), generator=torch.Generator().manual_seed(0))
+    drawn[0] = case.T
+    return drawn
+
+
+def cells(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    ways = {"reference": ours("reference"), "ours": ours(IMPLS[device])}
+    for cell in () if precision.tf32 else CELLS:
+        yield Case(cell, *TYPICAL), ways
+
+
+def library(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    for cell, theirs in NN.items():
+        for shape in SHAPES[device]:
+            case, impl = Case(cell, *shape), IMPLS[device]
+            ways = {f"nn.{theirs.__name__}": pytorchs, "ours": ours(impl, "graph")}
+            bound = getattr(rnn, cell).bind(case.H, case.H, {})
+            if device == "cuda" and plan(bound, precision.dtype).library:
+                ways["ours, auto"] = ours(impl)
+            yield case, ways
+
+
+def ladder(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    if precision == FLOAT32:
+        rungs = {name: ours(IMPLS[device], name) for name in rnn.SCHEDULES if name != "auto"}
+        for layers in (1, 4):
+            yield Case("lstm", *TYPICAL, layers), rungs | {"nn.LSTM": pytorchs}
+
+
+def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    ways = {
+        "nn.LSTM, packed": packed,
+        "nn.LSTM, all steps": pytorchs,
+        "ours": with_lengths(ours(IMPLS[device])),
+    }
+    if not precision.tf32:
+        yield Case("lstm", LONGEST[device], *TYPICAL[1:]), ways
+
+
+DRAWN = {"library": draw_library, "ladder": draw_ladder}
+SECTIONS = {"cells": cells, "library": library, "ladder": ladder, "lengths": lengths}
+LATENCY = "latency"
+KEY = "cell", "layers", "precision", "contender"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    names = [*SECTIONS, LATENCY]
+    parser.add_argument("--sections", nargs="+", choices=names, default=names,
+                        help="default: all of them")  # fmt: skip
+    parser.add_argument("--compile", nargs="+", choices=CELLS, default=[],
+                        help="cells to time torch.compile of, too")  # fmt: skip
+    parser.add_argument("--compile-steps", type=count, default=TYPICAL[0], metavar="N",
+                        help="steps to compile at a time; default: all, for minutes")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
+    """Measures, shows and writes what the arguments ask for."""
+    for device in arguments.device:
+        for section in arguments.sections:
+            measured = head | {"method": METHOD, "device": device, "section": section}
+            path = arguments.out / f"recurrent_{section}_{device}.json"
+            if section == LATENCY:
+                measured |= latency(device)
+                console().print(latency_table(measured))
+            else:
+                measured |= measure(section, device, arguments.compile, arguments.compile_steps)
+                console().print(table(measured))
+            write_json(path, measured)
+            if draw := DRAWN.get(section):
+                write(path.with_suffix(".png"), functools.partial(draw, measured))
+
+
+def measure(
+    section: str, device_type: str, compiled: Sequence[str] = (), steps: int = TYPICAL[0]
+) -> dict[str, Any]:
+    """Times a section's contenders on one device; returns what its JSON says of it."""
+    device = torch.device(device_type)
+    rows: list[dict[str, Any]] = []
+    with memory_limit(device_type), Progress(console=console(), transient=True) as progress:
+        task = progress.add_task(section, total=None)
+        for precision in PRECISIONS[device_type]:
+            for case, ways in SECTIONS[section](device_type, precision):
+                label = {**asdict(case), "precision": precision.name}
+                progress.update(task, description=", ".join(map(str, label.values())))
+                with precision.in_force():
+                    timed = _compete(case, ways, device, precision.dtype)
+                if section == "cells" and case.cell in compiled:
+                    timed.append(_compiled(case, device_type, precision, steps))
+                rows += [label | row for row in _compared(timed)]
+    return {"rows": rows, "geometric_means": geometric_means(rows)}
+
+
+def _compete(
+    case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """What is measured of one case: a row for each way."""
+    x = torch.randn(case.T, case.B, case.H, device=device, dtype=dtype)
+    contenders = []
+    for name, make in ways.items():
+        layer, function = make(case, device, dtype)
+        contender = Contender(name, function, Sample((x,)))
+        contender.leaves += layer.parameters()
+        contenders.append(contender)
+    take_turns(
+        contenders, in_a_row, device, REPEATS[device.type], lambda _: None, ENOUGH_S[device.type]
+    )
+    return [
+        {
+            "contender": contender.name,
+            "error": contender.error,
+            **{phase: percentiles(times) if (times := contender.times_ms[phase]) else None
+               for phase in PHASES},
+            "extra_memory_bytes": contender.extra_memory,
+        }
+        for contender in contenders
+    ]  # fmt: skip
+
+
+def in_a_row(contender: Contender, _timed: Timed) -> dict[str, float]:
+    """What `METHOD` says."""
+    device = contender.leaves[0].device
+    times = {}
+    for phase, call in zip(PHASES, (contender.forward, contender.both), strict=True):
+        begin = mark(device)
+        for _ in range(CALLS[device.type]):
+            call()
+        times[phase] = milliseconds_between(begin, mark(device)) / CALLS[device.type]
+    return times
+
+
+def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    baseline = rows[0]
+    for row in rows:
+        yield row | {"speed_up": None if row["error"] or baseline["error"] else {
+            phase: baseline[phase]["median_ms"] / row[phase]["median_ms"] for phase in PHASES
+        }}  # fmt: skip
+
+
+def _compiled(case: Case, device: str, precision: Precision, steps: int) -> dict[str, Any]:
+    """The row of torch.compile, from a process that is ended when it takes too long."""
+    name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
+    row = {"contender": name, **dict.fromkeys(PHASES), "extra_memory_bytes": None}
+    given = json.dumps(
+        {**asdict(case), "device_type": device, "precision": precision.name, "steps": steps}
+    )
+    try:
+        return row | _elsewhere(_COMPILE, given, timeout=COMPILE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return row | {"error": f"not done after {COMPILE_LIMIT_S:g} s"}
+
+
+_COMPILE = """
+import json, sys
+from benchmarks.library.recurrent import compete_compiled
+print(json.dumps(compete_compiled(**json.loads(sys.argv[1]))))
+"""
+
+
+def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any) -> dict[str, Any]:
+    """Compiles some steps of the definition, and times all: a row but for the contender's name."""
+    case, device = Case(**sizes), torch.device(device_type)
+    (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
+    layer, _ = ours("reference")(case, device, setting.dtype)
+    some_steps = torch.compile(layer, dynamic=False, fullgraph=True)
+
+    def function(x: Tensor) -> Tensor:
+        outputs, states = [], first
+        for part in x.split(steps):
+            output, states = some_steps(part, states)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    made = layer, function
+    x = torch.randn(case.T, case.B, case.H, device=device, dtype=setting.dtype)
+    with torch.no_grad():
+        first = tuple(torch.zeros_like(state) for state in layer(x[:1])[1])
+    with setting.in_force():
+        begin = time.perf_counter()
+        error = failure(lambda: made[1](x.requires_grad_()).sum().backward())
+        seconds = time.perf_counter() - begin
+        if error:
+            return {"error": error}
+        (row,) = _compete(case, {"": lambda *_: made}, device, setting.dtype)
+    del row["contender"]
+    return row | {"compile_s": seconds}
+
+
+def geometric_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the speed-up of each cell, number of layers, precision and contender over its shapes."""
+    found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    for row in rows:
+        if row["speed_up"]:
+            key = tuple(row[name] for name in KEY)
+            found.setdefault(key, []).append(row["speed_up"])
+    return [
+        dict(zip(KEY, key))
+        | {phase: math.exp(sum(math.log(s[phase]) for s in each) / len(each)) for phase in PHASES}
+        for key, each in found.items()
+        if len(each) > 1
+    ]
+
+
+_FIRST_CALLS = """
+import json, sys, time, torch
+device, impl, (T, B, H) = *sys.argv[1:3], map(int, sys.argv[3:])
+w = torch.randn(H, H, device=device, requires_grad=True)
+(w @ w).sum().backward()
+from hoconv import recurrent as rnn
+layer = rnn.RNN(rnn.peephole_lstm, H, H, device=device, impl=impl)
+def call(T, B):
+    begin = time.perf_counter()
+    layer(torch.randn(T, B, H, device=device))[0].sum().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+calls = {"first": (T, B), "again": (T, B), "new length": (T - 1, B), "new batch": (T, B // 2)}
+print(json.dumps({name: call(*sizes) for name, sizes in calls.items()}))
+"""
+
+
+def latency(device: str) -> dict[str, Any]:
+    """The seconds of the first calls, by the state of the cache."""
+    sizes = map(str, TYPICAL)
+    with tempfile.TemporaryDirectory() as cache:
+        arguments = _FIRST_CALLS, device, IMPLS[device], *sizes
+        seconds = {
+            state: _elsewhere(*arguments, TORCH_EXTENSIONS_DIR=cache)
+            for state in ("empty cache", "full cache")
+        }
+    return {"case": asdict(Case("peephole_lstm", *TYPICAL)), "seconds": seconds}
+
+
+def _elsewhere(
+    program: str, *arguments: str, timeout: float | None = None, **environment: str
+) -> dict[str, Any]:
+    """What a program prints last, as JSON, in a process of its own."""
+    path = os.pathsep.join(sys.path)  # hoconv need not be installed
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], check=True, timeout=timeout, text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])

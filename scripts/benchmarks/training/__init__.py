@@ -1,0 +1,1 @@
+"""Training steps, data and whole runs."""

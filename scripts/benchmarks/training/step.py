@@ -1,0 +1,308 @@
+"""Times training steps and the layers' share of them: ``python scripts/benchmark.py step``.
+
+On one fixed batch: the networks of ``python train.py experiment=mnist_cnn``, and of
+``coco_segmentation`` and ``coco_captions`` with ``model.network.depth=5``; and the high-order layer
+on 3 x 224 x 224 images, global average pooling and a linear classifier. A step is the forward pass,
+cross-entropy, the backward pass and the optimizer. Writes::
+
+    step_<device>.json
+        command, date, method
+        environment       hoconv.doctor.environment(), with the commit
+        device
+        unavailable       implementation -> why it was not timed
+        rows              one for each network, precision and implementation of its layers:
+            network, precision (float32; bfloat16 by autocast, on a GPU), batch, impl
+            error                 null, "out of memory", or what was raised: then the rest is null
+            samples_per_s         the median over runs of steps
+            step_ms, layers_ms    device time of one step, and of the layers in it: median_ms,
+                                  p20_ms, p80_ms, repeats
+            layers_share          the one median over the other
+            speed_up_limit        of a step whose layers would take no time (Amdahl)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from charts import hardware
+from common import console, write_json
+from rich.box import SIMPLE
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measurement import (
+    FLUSH_BYTES,
+    WARM_UP,
+    failure,
+    mark,
+    memory_limit,
+    milliseconds_between,
+    percentiles,
+    temporarily,
+)
+from datamodules.coco.datamodule import COCO
+from hoconv import HighOrderConv2d
+from hoconv.declaration import layers
+from hoconv.implementations import ImplementationError, choose
+from models.networks.attention_decoder import AttentionDecoder
+from models.networks.cnn import CNN
+from models.networks.encoder_decoder import EncoderDecoder
+
+RUNS = 5
+STEPS = {"cpu": 1, "cuda": 20}  # of a run
+MARKED_STEPS = 5
+CLASSES = 10
+CATEGORIES = COCO.num_classes
+WORDS, VOCABULARY = 20, 10_000
+PRECISIONS = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
+MEASURED = "samples_per_s", "step_ms", "layers_ms", "layers_share", "speed_up_limit"
+METHOD = (
+    "Samples a second: median over runs of some steps each, ended by a synchronisation, "
+    "time.perf_counter, after warm-up. Share of the layers: a mark is set where a step begins and "
+    "ends, and by hooks where the device enters and leaves a layer: before and after its forward, "
+    "when the gradient of its output is there, and when the last of the gradients of its input and "
+    "parameters is; nothing else runs between, as autograd takes what was done last first. A mark "
+    "is a CUDA event, or time.perf_counter on a CPU. On a GPU these steps are queued behind reads "
+    "that outlast their launch, so that the time of the device is measured, without gaps in which "
+    "it waits for the host; samples a second include such gaps, as training does. "
+    "torch.backends.cudnn.allow_tf32=False, as train.py has it. Captions: 20 words of 10,000."
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, made for an implementation; its batch size and input; and its optimizer.
+
+    Labels of an image are of `label_shape`, each one of `classes`.
+    """
+
+    make: Callable[[str], nn.Module]
+    batch: int
+    image_shape: tuple[int, int, int]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    label_shape: tuple[int, ...] = ()
+    classes: int = CLASSES
+
+
+def one_layer(impl: str) -> nn.Module:
+    return nn.Sequential(
+        HighOrderConv2d(3, impl=impl), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES)
+    )
+
+
+class Captions(nn.Module):
+    """Predicts the words of captions, given those before."""
+
+    words: Tensor
+
+    def __init__(self, impl: str) -> None:
+        super().__init__()
+        self.network = AttentionDecoder(depth=5, hidden_size=256, impl=impl)
+        self.network.set_vocabulary(VOCABULARY)
+        self.register_buffer("words", torch.randint(VOCABULARY, (1, WORDS)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images, self.words.expand(len(images), -1)).mT
+
+
+NETWORKS = {
+    "mnist_cnn": Network(  # as conf/ has it
+        lambda impl: CNN((1, 28, 28), CLASSES, impl=impl), 128, (1, 28, 28), torch.optim.AdamW
+    ),
+    "one layer at 224 x 224": Network(one_layer, 64, (3, 224, 224), torch.optim.SGD),
+    "coco_segmentation": Network(
+        lambda impl: EncoderDecoder(CATEGORIES, depth=5, impl=impl),
+        64, (3, 224, 224), torch.optim.AdamW, (224, 224), CATEGORIES,
+    ),
+    "coco_captions": Network(
+        Captions, 64, (3, 224, 224), torch.optim.AdamW, (WORDS,), VOCABULARY
+    ),
+}  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS),
+                        help="default: all of them")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
+    """Measures, shows and writes what the arguments ask for."""
+    for device in arguments.device:
+        measured = head | measure(device, arguments.network)
+        console().print(_table(measured))
+        for impl, reason in measured["unavailable"].items():
+            print(f"{impl}: {reason}")
+        for row in measured["rows"]:
+            if row["error"]:
+                print(f"{row['network']}, {row['precision']}, {row['impl']}: {row['error']}")
+        write_json(arguments.out / f"step_{device}.json", measured)
+
+
+def measure(device_type: str, networks: list[str]) -> dict[str, Any]:
+    """Times the steps of some networks on one device; returns what its JSON says of it."""
+    rows, unavailable = [], {}
+    with memory_limit(device_type), temporarily(torch.backends.cudnn, allow_tf32=False):
+        for impl in ("reference", "cuda" if device_type == "cuda" else "cpp"):
+            try:
+                choose(HighOrderConv2d.operator, impl, device_type)
+            except ImplementationError as error:
+                unavailable[impl] = str(error)
+                continue
+            rows += [
+                _row(name, precision, impl, device_type)
+                for name, precision in product(networks, PRECISIONS[device_type])
+            ]
+    return {
+        "method": METHOD,
+        "device": device_type,
+        "unavailable": unavailable,
+        "rows": rows,
+    }
+
+
+def _row(name: str, precision: str, impl: str, device_type: str) -> dict[str, Any]:
+    print(f"{name}, {precision}, {impl}", flush=True)
+    network = NETWORKS[name]
+    times: dict[str, Any] = dict.fromkeys(MEASURED)
+
+    def time_steps() -> None:
+        times.update(_time_steps(network, impl, precision, torch.device(device_type)))
+
+    error = failure(time_steps)
+    row = {"network": name, "precision": precision, "batch": network.batch, "impl": impl}
+    return row | {"error": error} | times
+
+
+def _time_steps(
+    network: Network, impl: str, precision: str, device: torch.device
+) -> dict[str, Any]:
+    model = network.make(impl).to(device)
+    optimizer = network.optimizer(model.parameters(), lr=1e-3)
+    images = torch.randn(network.batch, *network.image_shape, device=device)
+    labels = torch.randint(network.classes, (network.batch, *network.label_shape), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(WARM_UP):
+        step()
+    seconds = statistics.median(_run_s(step, device) for _ in range(RUNS)) / STEPS[device.type]
+
+    marks = LayerMarks(model, device)
+    steps_ms, layers_ms = [], []
+    for _ in range(MARKED_STEPS):
+        _keep_busy(2e3 * seconds, device)
+        marks.clear()
+        begin = mark(device)
+        step()
+        steps_ms.append(milliseconds_between(begin, mark(device)))
+        layers_ms.append(marks.milliseconds())
+    step_ms, layer_ms = percentiles(steps_ms), percentiles(layers_ms)
+    share = layer_ms["median_ms"] / step_ms["median_ms"]
+    found = network.batch / seconds, step_ms, layer_ms, share, 1 / (1 - share)
+    return dict(zip(MEASURED, found, strict=True))
+
+
+def _run_s(step: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(STEPS[device.type]):
+        step()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _keep_busy(milliseconds: float, device: torch.device) -> None:
+    """Queues reads that take a GPU about so long; nothing on a CPU, which has no queue."""
+    if device.type == "cpu":
+        return
+    buffer = torch.zeros(FLUSH_BYTES // 4, device=device)
+    buffer.sum()
+    begin = mark(device)
+    buffer.sum()
+    once = milliseconds_between(begin, mark(device))
+    for _ in range(math.ceil(milliseconds / once)):
+        buffer.sum()
+
+
+class LayerMarks:
+    """Marks where the device enters and leaves the layers of a network, forward and backward.
+
+    Each layer is called once a step.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[list[Any]] = []  # where the device entered, and where it left
+        for _, layer in layers(model):
+            self._watch(layer)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+    def milliseconds(self) -> float:
+        """Spent in the layers since `clear`."""
+        return sum(milliseconds_between(begin, end) for begin, end in self._spans)
+
+    def _watch(self, layer: nn.Module) -> None:
+        span: list[Any] = []
+
+        def enter(*_: Any) -> None:
+            nonlocal span
+            span = [mark(self._device), None]
+            self._spans.append(span)
+
+        def leave(*_: Any) -> None:
+            span[1] = mark(self._device)  # each gradient of the layer again: the last one stays
+
+        def before(_: nn.Module, inputs: Any) -> None:
+            for each in tree_leaves(inputs):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(leave)
+            enter()
+
+        def after(_: nn.Module, inputs: Any, output: Any) -> None:
+            leave()
+            tree_leaves(output)[0].register_hook(enter)
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(leave)
+
+
+def _table(measured: dict[str, Any]) -> Table:
+    table = Table("network", "precision", "layers", title=f"training steps, {hardware(measured)}",
+                  box=SIMPLE)  # fmt: skip
+    for column in ("batch", "samples / s", "step, ms", "in the layers, ms", "share", "limit"):
+        table.add_column(column, justify="right")
+    for row in measured["rows"]:
+        cells = [row["network"], row["precision"], row["impl"], str(row["batch"])]
+        cells += ["[red]failed", "", "", "", ""] if row["error"] else [
+            f"{row['samples_per_s']:.4g}",
+            f"{row['step_ms']['median_ms']:.4g}",
+            f"{row['layers_ms']['median_ms']:.4g}",
+            f"{row['layers_share']:.0%}",
+            f"{row['speed_up_limit']:.1f}x",
+        ]  # fmt: skip
+        table.add_row(*cells)
+    return table

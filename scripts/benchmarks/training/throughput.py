@@ -1,0 +1,159 @@
+"""Times the callback that measures throughput: ``python scripts/benchmark.py throughput``.
+
+Writes::
+
+    throughput_<device>.json
+        command, date, method, environment, device, log_every_n_steps
+        steps_per_block
+        step_ms           of blocks without and with the callback: median_ms, p20_ms, p80_ms,
+                          repeats
+        cost              by which share of a step the callback makes the one of two neighbours
+                          longer: median, and low and high, its confidence interval of 95 %
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from common import console, count, write_json
+from pytorch_lightning.loggers.logger import DummyLogger
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measurement import percentiles
+from benchmarks.training.step import CLASSES, NETWORKS, synchronize
+from hoconv.lightning import Throughput
+
+NETWORK = NETWORKS["mnist_cnn"]
+PAIRS = 200
+STEPS = {"cpu": 10, "cuda": 100}  # of a block
+WARM_UP = 20  # steps
+EVERY = 10  # steps between two readings of the callback, as conf/trainer has it
+METHOD = (
+    "One fit of mnist_cnn (impl=auto) on batches in memory, page-locked for a GPU as train.py's "
+    "are, with a logger that drops what it gets. Blocks of steps in pairs, one of each without "
+    "the callback, which comes first in every other pair; the device is synchronised between "
+    "blocks. The interval of the median of the pairs: its order statistics."
+)
+
+logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # it says what it runs on
+
+
+class Network(pl.LightningModule):
+    """The network, trained as `python train.py experiment=mnist_cnn` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = NETWORK.make("auto")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.network(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NETWORK.optimizer(self.parameters(), lr=1e-3)
+
+
+class InTurns(Throughput):
+    """The callback, at work in every other block of steps, and the milliseconds of each block."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(warmup_steps=WARM_UP)
+        self.block = steps
+        self.blocks: list[tuple[bool, float]] = []  # whether it was at work, and a step's time
+        self.begin = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if self._at_work(trainer.global_step):
+            super().on_train_batch_start(trainer, *rest)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        done = trainer.global_step  # this step is among them
+        if self._at_work(done - 1):
+            super().on_train_batch_end(trainer, *rest)
+        if (done - WARM_UP) % self.block == 0:
+            synchronize(trainer.strategy.root_device)
+            now = time.perf_counter()
+            if done > WARM_UP:
+                step_ms = 1e3 * (now - self.begin) / self.block
+                self.blocks.append((self._at_work(done - 1), step_ms))
+            self.begin = time.perf_counter()
+
+    def _at_work(self, step: int) -> bool:
+        """Of warm-up, and of the blocks 1, 2, 5, 6, ..."""
+        return step < WARM_UP or (step - WARM_UP) // self.block % 4 in (1, 2)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pairs", type=count, default=PAIRS, help="of blocks; default: %(default)s"
+    )
+
+
+def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
+    """Measures, shows and writes what the arguments ask for."""
+    for device in arguments.device:
+        blocks = measure(device, arguments.pairs)
+        step_ms = {
+            how: percentiles([ms for at_work, ms in blocks if at_work == (how == "with")])
+            for how in ("without", "with")
+        }
+        pairs = (dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=True))
+        cost = median_interval([pair[True] / pair[False] - 1 for pair in pairs])
+        title = f"its cost: {cost['median']:+.2%} ({cost['low']:+.2%} to {cost['high']:+.2%})"
+        table = Table("callback", "ms a step", "from", "to", title=title)
+        for how, of in step_ms.items():
+            shown = (f"{of[key]:.4g}" for key in ("median_ms", "p20_ms", "p80_ms"))
+            table.add_row(how, *shown)
+        console().print(table)
+        measured = {"method": METHOD, "device": device, "log_every_n_steps": EVERY}
+        measured |= {"steps_per_block": STEPS[device], "step_ms": step_ms, "cost": cost}
+        write_json(arguments.out / f"throughput_{device}.json", head | measured)
+
+
+def measure(device: str, pairs: int) -> list[tuple[bool, float]]:
+    """Of each block of steps: whether the callback was at work, and milliseconds a step."""
+    steps = WARM_UP + 2 * pairs * STEPS[device]
+    images = torch.randn(NETWORK.batch, *NETWORK.image_shape)
+    labels = torch.randint(CLASSES, (NETWORK.batch,))
+    if device == "cuda":
+        images, labels = images.pin_memory(), labels.pin_memory()
+    batches = (tensor.expand(steps, *tensor.shape) for tensor in (images, labels))
+    data = DataLoader(TensorDataset(*batches), batch_size=None)
+    callback = InTurns(STEPS[device])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning's: workers
+        trainer = pl.Trainer(
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=1,
+            max_steps=steps,
+            log_every_n_steps=EVERY,
+            logger=DummyLogger(),
+            callbacks=callback,
+            enable_checkpointing=False,
+            enable_progress_bar=console().is_terminal,
+            enable_model_summary=False,
+        )
+        trainer.fit(Network(), data)
+    return callback.blocks
+
+
+def median_interval(values: Sequence[float]) -> dict[str, float]:
+    """The median, and an interval that holds that of all values with a probability of 0.95.
+
+    The bounds are values whose ranks are 0.98 sqrt(n) from the middle, the normal approximation
+    of how many of n values are below their median.
+    """
+    ordered = sorted(values)
+    away = round(0.98 * len(ordered) ** 0.5)
+    low = max(0, len(ordered) // 2 - away)
+    return {"median": median(ordered), "low": ordered[low], "high": ordered[-1 - low]}

@@ -1,0 +1,88 @@
+"""How fast ``python train.py`` trains: a run of so many steps in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+from benchmarks.measurement import percentiles
+
+METHOD = (
+    "python train.py with logger=csv, without validation; step_ms are the intervals of "
+    "trainer.log_every_n_steps steps after the first ten steps, as hoconv.lightning.Throughput "
+    "measures them: from one batch to the next, reading data included."
+)
+INTERVALS = 3  # that a run must have measured at least
+MEASURED = ("step_ms", "samples_per_s", "peak_memory_mb", "data_wait_fraction")
+
+
+def measure_training(
+    overrides: Sequence[str], steps: int, interval: int, timeout_s: float, threads: int
+) -> dict[str, Any]:
+    """Trains for so many steps, or so many seconds where these are over first; each process of the
+    run computes with so many threads.
+
+    Returns:
+        ``error``: None, or why nothing was measured; `MEASURED`, where something was: ``step_ms``
+        with its percentiles over the intervals, of the rest the median.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "train.py", *overrides, "logger=csv", f"hydra.run.dir={folder}",
+            "trainer.max_epochs=-1", f"trainer.max_steps={steps}",
+            f"trainer.log_every_n_steps={interval}",
+            "trainer.limit_val_batches=0", "trainer.limit_test_batches=0",
+        ]  # fmt: skip
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            err = f"{INTERVALS} intervals of {interval} steps take more than {timeout_s:g} s"
+        finally:
+            _kill(process)
+        return _measured(Path(folder), err)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """And the processes that it started. SIGTERM waits for a step, and that for a compiler."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _measured(folder: Path, err: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(MEASURED)
+    results = folder / "results.json"
+    status = json.loads(results.read_text()) if results.exists() else {"status": "failed"}
+    if status["status"] == "failed":
+        lines = err.strip().splitlines() or ["nothing was said"]
+        said = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return {"error": status.get("error") or said, **nothing}
+    columns = {name: f"throughput/{name}" for name in MEASURED}
+    columns["samples_per_s"] = "throughput/samples_per_sec"
+    path = folder / "csv" / "metrics.csv"
+    rows = []
+    if path.exists():
+        with path.open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get(columns["step_ms"])]
+    if len(rows) < INTERVALS:
+        return {"error": err.strip().splitlines()[-1] if err.strip() else "too short", **nothing}
+    values = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
+    medians = {name: percentiles(values[name])["median_ms"] for name in MEASURED}
+    return {"error": None} | medians | {"step_ms": percentiles(values["step_ms"])}

@@ -1,0 +1,124 @@
+"""Against values worked out by hand from the published definitions; letters stand for words."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.metrics.captions import bleu4, cider_d
+
+sentences = st.lists(st.sampled_from("abcde"), max_size=8)
+corpora = st.lists(st.tuples(sentences, st.lists(sentences, min_size=1, max_size=3)), min_size=1)
+
+
+def split(texts: list[str]) -> list[list[str]]:
+    return [text.split() for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "references", "expected"),
+    [
+        # all n-grams match
+        (["a b c d e"], [["a b c d e"]], 1.0),
+        # 4 of 5 words, 3 of 4 pairs, 2 of 3 triples, 1 of 2 quadruples
+        (["a b c d e"], [["a b c d f"]], (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25),
+        # too short: exp(1 - 6 / 4)
+        (["a b c d"], [["a b c d e f"]], math.exp(-0.5)),
+        # too long costs precision only: 4/6, 3/5, 2/4, 1/3
+        (["a b c d e f"], [["a b c d"]], (4 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25),
+        # of two references as near in length the shorter counts: no penalty
+        (["a b c d"], [["a b c", "a b c d e"]], 1.0),
+        # an n-gram matches as often as the reference has it: 4/8, 3/7, 2/6, 1/5
+        (["a b c d a b c d"], [["a b c d"]], (4 / 8 * 3 / 7 * 2 / 6 * 1 / 5) ** 0.25),
+        # ... as the one that has it most often, not as all together: of "a a" one a is matched
+        (["a a b c d"], [["a b c d", "x a b c d"]], (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25),
+        # n-grams of several references: b c d of the first, the rest of the second
+        (["a b c d e"], [["b c d e x", "a b c d y"]], 1.0),
+        # sums over the corpus, not the mean of sentences: 8/9, 6/7, 4/5, 2/3
+        (["a b c d e", "a b c d"], [["a b c d f"], ["a b c d"]],
+         (8 / 9 * 6 / 7 * 4 / 5 * 2 / 3) ** 0.25),
+        # the penalty, too, is of the sums: 5 + 4 words against 4 + 5
+        (["a b c d e", "a b c d"], [["a b c d"], ["a b c d e"]],
+         (8 / 9 * 6 / 7 * 4 / 5 * 2 / 3) ** 0.25),
+        (["a b c"], [["a b c"]], 0.0),
+        ([""], [["a b c d"]], 0.0),
+    ],
+)  # fmt: skip
+def test_bleu4(candidates, references, expected):
+    score = bleu4(split(candidates), [split(described) for described in references])
+    assert score == pytest.approx(expected, abs=1e-12)
+
+
+ONE_WORD = math.exp(-1 / 72)  # the penalty for a difference in length of one word, sigma = 6
+
+
+@pytest.mark.parametrize(
+    ("candidates", "references", "expected"),
+    [
+        # "a" is in both images' references and weighs nothing; b, c, "a b", "a c" weigh log 2.
+        # The first candidate: cosine 1 for n = 1 and 2, and there are no triples: (1 + 1) / 4.
+        # The second: its d and "a d" match nothing.
+        (["a b", "a d"], [["a b"], ["a c"]], 10 * (2 / 4 + 0) / 2),
+        # b twice against once, clipped to once: 1 * 1 / (2 * 1); pairs "a b", "b b": 1 / sqrt 2
+        (["a b b", "a d"], [["a b"], ["a c"]],
+         10 * (1 / 2 + 1 / math.sqrt(2)) / 4 * ONE_WORD / 2),
+        # the other way round nothing is clipped: 2 / (1 * 2); "a b": 1 / sqrt 2
+        (["a b", "a d"], [["a b b"], ["a c"]],
+         10 * (1 + 1 / math.sqrt(2)) / 4 * ONE_WORD / 2),
+        # the mean over references: "a b" gives 1 + 1, "b" gives 1 for n = 1, one word shorter
+        (["a b", "a d"], [["a b", "b"], ["a c"]], 10 * (2 + ONE_WORD) / 2 / 4 / 2),
+        # of three images b is in two: it weighs log 3/2, c log 3: b c against c:
+        # cosine log 3 / sqrt(log(3/2)^2 + log(3)^2)
+        (["b c", "x", "x"], [["c"], ["b"], ["b"]],
+         10 * math.log(3) / math.hypot(math.log(1.5), math.log(3)) / 4 * ONE_WORD / 3),
+        # four words that are nowhere else: all four cosines are 1
+        (["p q r s", "a"], [["p q r s"], ["b"]], 10 * 1 / 2),
+        # a single image: nothing is particular to it
+        (["a b c d"], [["a b c d"]], 0.0),
+        (["", ""], [["a"], ["b"]], 0.0),
+    ],
+)  # fmt: skip
+def test_cider_d(candidates, references, expected):
+    score = cider_d(split(candidates), [split(described) for described in references])
+    assert score == pytest.approx(expected, abs=1e-12)
+
+
+@given(corpora)
+def test_scores_are_in_their_ranges(corpus):
+    candidates, references = zip(*corpus)
+    assert 0 <= bleu4(candidates, references) <= 1 + 1e-9
+    assert 0 <= cider_d(candidates, references) <= 10 + 1e-9
+
+
+@given(corpora, st.randoms())
+def test_neither_the_order_of_images_nor_that_of_references_matters(corpus, random):
+    def scores() -> tuple[float, float]:
+        candidates, references = zip(*corpus)
+        return bleu4(candidates, references), cider_d(candidates, references)
+
+    before = scores()
+    random.shuffle(corpus)
+    for _, described in corpus:
+        random.shuffle(described)
+    assert scores() == pytest.approx(before)
+
+
+@pytest.mark.parametrize("score", [bleu4, cider_d])
+@pytest.mark.parametrize(
+    ("candidates", "references", "message"),
+    [
+        ([], [], "at least one candidate; got 0"),
+        ([["a"]], [], "each of the 1 candidates.*got 0"),
+        ([["a"], ["b"]], [[["a"]], []], "none for image 1"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(score, candidates, references, message):
+    with pytest.raises(ValueError, match=message):
+        score(candidates, references)
+
+
+@pytest.mark.parametrize("score", [bleu4, cider_d])
+def test_strings_are_not_taken_for_sequences_of_letters(score):
+    with pytest.raises(TypeError, match="sequences of words"):
+        score(["a cat"], [["a cat"]])

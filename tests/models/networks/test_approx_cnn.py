@@ -1,0 +1,36 @@
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+
+from hoconv import ApproxConv2d, ApproxLinear
+from hoconv.declaration import layers
+from models.networks.approx_cnn import ApproxClassifier, ApproxCNN
+
+
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 17, 26)])
+def test_gives_a_logit_for_each_class(image_shape):
+    network = ApproxCNN(image_shape, num_classes=7, width=2)
+    assert network(torch.randn(2, *image_shape)).shape == (2, 7)
+
+
+def test_every_product_is_approximate_forward_and_backward():
+    network = ApproxCNN((1, 28, 28), num_classes=10)
+    with FlopCounterMode(display=False) as counter:
+        loss = network(torch.randn(1, 1, 28, 28)).sum()
+    forward = counter.get_flop_counts()["Global"]
+    assert {str(op) for op in forward} == {"hoconv.approx_conv2d", "hoconv.approx_matmul"}
+    assert counter.get_total_flops() == pytest.approx(2 * 29.4e6, rel=0.01)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert all(str(op).startswith("hoconv.approx") for op in counter.get_flop_counts()["Global"])
+
+
+def test_multiplier_and_gradient_reach_every_layer():
+    gradient = OmegaConf.create(["approx", "ste"])  # as it comes from a configuration
+    classifier = ApproxClassifier((1, 8, 8), 10, 2, "mbm14", gradient, "reference", 1e-3, 0.0)
+    found = [layer for _, layer in layers(classifier)]
+    assert [type(layer) for layer in found] == [ApproxConv2d] * 3 + [ApproxLinear]
+    assert {(x.multiplier, x.gradient, x.impl) for x in found} == {
+        ("mbm14", ("approx", "ste"), "reference")
+    }

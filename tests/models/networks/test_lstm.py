@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from hoconv.declaration import layers
+from models.networks.lstm import ImageReader
+
+
+@pytest.mark.parametrize("steps", ["rows", "pixels"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "projected_lstm"])
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 5, 4)])
+def test_gives_a_logit_for_each_class(cell, steps, image_shape):
+    network = ImageReader(image_shape, 7, cell, steps, hidden_size=4, impl="reference")
+    assert network(torch.randn(2, *image_shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("steps", ["rows", "pixels"])
+def test_reads_all_of_the_image_in_order(steps):
+    network = ImageReader((1, 3, 4), 2, "gru", steps, hidden_size=4, impl="reference")
+    x = torch.randn(1, 1, 3, 4, requires_grad=True)
+    network(x).sum().backward()
+    assert x.grad is not None
+    assert (x.grad != 0).all()
+    assert not torch.allclose(network(x), network(x.flip(2)))
+    sequence = torch.arange(12.0).view(1, 1, 3, 4)
+    seen = []
+    network.recurrent.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    network(sequence)
+    expected = torch.arange(12.0).view((3, 1, 4) if steps == "rows" else (12, 1, 1))
+    assert torch.equal(seen[0], expected)
+
+
+def test_forget_gates_start_open():
+    network = ImageReader((1, 28, 28), 10, "lstm", "pixels", impl="reference")
+    bias = network.recurrent.get_parameter("bias_f_l0")
+    assert bias.min() >= 0
+    assert bias.max() > 6
+
+
+def test_its_layer_is_among_those_that_an_implementation_is_chosen_for():
+    network = ImageReader((1, 8, 8), 10, impl="reference")
+    assert [(name, layer.impl) for name, layer in layers(network)] == [("recurrent", "reference")]
+
+
+def test_unknown_cells_and_steps_are_refused():
+    with pytest.raises(ValueError, match=r"cell: expected one of coupled_lstm, .*; got 'fast'"):
+        ImageReader((1, 8, 8), 10, "fast")
+    with pytest.raises(ValueError, match="steps: expected 'rows' or 'pixels', got 'columns'"):
+        ImageReader((1, 8, 8), 10, steps="columns")  # pyright: ignore[reportArgumentType]

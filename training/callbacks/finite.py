@@ -1,0 +1,173 @@
+"""A stop where the first NaN or infinity is made."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+from hoconv.declaration import layers
+from hoconv.implementations import choose
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss, an output or a gradient is NaN or infinite; says where."""
+
+
+class FiniteLayers(pl.Callback):
+    """Looks at what goes into every module and what comes out, forward and backward, and waits for
+    the device each time: for finding a fault, not for training.
+
+    The module that is named is the one whose own code made the first value that is not finite,
+    be it a layer with or without children: all that came to it was finite, and what it returned, or
+    gave to a module that it calls, was not. Infinite inputs that do no harm, as those of a mask,
+    pass. Tensors are found in tuples, lists, dicts, dataclasses and PackedSequences. The scaled
+    gradients of ``precision=16-mixed`` may be infinite in a sound run, which this stops.
+
+    Raises:
+        NotFiniteError: while training: names the step, the module with the implementation that it
+            uses, and what is not finite.
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        self._calls: list[_Call] = []  # that have not returned, the innermost last
+        self._called: dict[str, str] = {}  # in this step, by name
+        device = trainer.strategy.root_device.type
+        chosen = {
+            name: choose(layer.operator, layer.impl, device) for name, layer in layers(pl_module)
+        }
+        for name, module in pl_module.named_modules():
+            kind = type(module).__name__
+            kind += f", impl={chosen[name].name}" if name in chosen else ""
+            self._watch(name, f"{name or 'the model'} ({kind})", module)
+        for name, parameter in pl_module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: self._check_gradient_of(name, p.grad)
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = batch
+        self._calls.clear()
+        self._called.clear()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        if not _finite(loss):
+            self._stop("the loss is not finite; what every layer made of its inputs was")
+
+    def _watch(self, name: str, what: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not self._trainer.training:
+                return None
+            call = _Call(what, name, module, _finite((args, kwargs)))
+            self._calls.append(call)
+            self._called[name] = what
+            return self._guarded((args, kwargs), f"the backward pass of {what} makes a gradient")
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if not self._trainer.training:
+                return None
+            call = self._calls.pop()
+            if not _finite(output):
+                self._blame(call)
+            caller = self._calls[-1].what if self._calls else "training_step"
+            return self._guarded(output, f"the backward pass of {caller} gives {what} a gradient")
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _blame(self, call: _Call) -> NoReturn:
+        """Stops for the output of a module, which is not finite."""
+        what = f"the output of {call.what} is not finite; its inputs were"
+        if not call.finite:  # something around it, which had finite ones, made them
+            maker = next((c for c in reversed(self._calls) if c.finite), None)
+            if maker is None:
+                made = "training_step made them" if _finite(self._batch) else "nor is the batch"
+                self._stop(f"{what} not either, {made}")
+            what, call = f"{what} not either, {maker.what} made them; its own inputs were", maker
+        for name, parameter in call.module.named_parameters(call.name):
+            if not _finite(parameter):
+                self._stop(f"{what} finite, but not its parameter {name}")
+        self._stop(f"{what} finite, and so are its parameters")
+
+    def _guarded(self, values: Any, message: str) -> Any:
+        """The values, with a stop where their gradient, from this use of them, is not finite."""
+        guarded: dict[int, Tensor] = {}  # what was one tensor stays one
+
+        def check(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                self._stop(f"{message} that is not finite")
+
+        def guard(value: Tensor) -> Tensor:
+            if not (value.requires_grad and torch.is_grad_enabled()):
+                return value
+            if id(value) not in guarded:
+                guarded[id(value)] = value.view_as(value)
+                guarded[id(value)].register_hook(check)
+            return guarded[id(value)]
+
+        return _mapped(guard, values)
+
+    def _check_gradient_of(self, parameter: str, gradient: Any) -> None:
+        if self._trainer.training and not _finite(gradient):
+            around = [name for name in self._called if parameter.startswith(f"{name}.")]
+            what = f" in {self._called[max(around, key=len)]}" if around else ""
+            self._stop(f"the gradient of {parameter}{what} is not finite")
+
+    def _stop(self, message: str) -> NoReturn:
+        raise NotFiniteError(f"step {self._trainer.global_step + 1}: {message}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A module that is at work."""
+
+    what: str
+    name: str
+    module: nn.Module
+    finite: bool  # whether its inputs are
+
+
+def _mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """The values with `function` of every tensor in place of it."""
+
+    def map_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, PackedSequence):
+            return value._replace(data=function(value.data))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            mapped = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(
+                    mapped, field.name, _mapped(function, getattr(value, field.name))
+                )
+            return mapped
+        return value
+
+    return tree_map(map_leaf, values)
+
+
+def _finite(values: Any) -> bool:
+    found = True
+
+    def look(value: Tensor) -> Tensor:
+        nonlocal found
+        if value.is_floating_point() or value.is_complex():
+            numbers = value.coalesce().values() if value.is_sparse else value
+            found = found and bool(torch.isfinite(numbers).all())
+        return value
+
+    _mapped(look, values)
+    return found

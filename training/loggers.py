@@ -1,0 +1,160 @@
+"""Where metrics go: a CSV file, or Weights & Biases without surprises.
+
+What a logger calls its `continuation` are the arguments with which it goes on after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.loggers import WandbLogger
+from pytorch_lightning.loggers.logger import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+from training import console
+from training.results.table import GrowingTable
+
+
+class CSVMetrics(Logger):
+    """A row for each step and group of metrics, on disk at once.
+
+    Args:
+        path: of the file.
+        rows: how many of those that are there are kept, to go on after them.
+    """
+
+    def __init__(self, path: str | Path, rows: int = 0) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._rows = rows
+
+    @cached_property
+    def _table(self) -> GrowingTable:
+        return GrowingTable(self._path, ("step",), self._rows)
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def continuation(self) -> dict[str, Any]:
+        return {"rows": self._table.rows}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._table.extend([{"step": step, **values}])
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """They are in config.yaml."""
+
+
+class WandbRun(WandbLogger):
+    """A WandbLogger that goes on where its connection, or its process, is lost."""
+
+    @property
+    def continuation(self) -> dict[str, Any]:
+        return {"id": self.version}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except (OSError, wandb_error()) as error:
+            if not self._lost:
+                console.warn(f"Weights & Biases takes no more metrics ({_line(error)})")
+            self._lost = True
+
+    _lost = False
+
+
+def wandb_logger(**arguments: Any) -> WandbRun:
+    """A logger that is offline where there is no API key, unless WANDB_MODE says otherwise, and
+    where the server cannot be reached.
+
+    Args:
+        arguments: of ``pytorch_lightning.loggers.WandbLogger``.
+
+    Raises:
+        MisconfigurationException: wandb is not installed.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise MisconfigurationException(
+            "logger=wandb needs the package wandb: `pip install wandb`, or use logger=csv"
+        )
+    if "WANDB_MODE" not in os.environ and not has_api_key():
+        arguments["mode"] = "offline"
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the rest of what needs a network
+        import wandb
+
+        wandb.setup()  # from here on it is silent, while Lightning makes the run
+    logger = WandbRun(**arguments)
+    try:
+        _ = logger.experiment
+    except wandb_error() as error:
+        console.warn(
+            f"Weights & Biases cannot be reached ({_line(error)}): the run is recorded offline, "
+            "and `wandb sync` uploads it"
+        )
+        logger = WandbRun(**arguments, mode="offline")
+    return logger
+
+
+def wandb_error() -> type[Exception]:
+    """What wandb raises; imported here, as it takes a second that other loggers need not wait."""
+    from wandb.errors import Error
+
+    return Error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def has_api_key() -> bool:
+    """Whether wandb would find a key without asking: in the environment or in a netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
+    """Ends the W&B run of this process, if there is one, so that the next job gets its own.
+
+    Args:
+        exit_code: 0 where it finished.
+        summary: what W&B shows of it in tables, beside what was logged last.
+
+    Returns the folder of the run.
+    """
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return None
+    folder = Path(wandb.run.dir).parent
+    try:
+        wandb.run.summary.update(summary)
+        wandb.finish(exit_code=exit_code)
+    except (OSError, wandb_error()) as error:
+        console.warn(f"Weights & Biases did not take the end of the run ({_line(error)})")
+    if folder.exists() and not shutil.disk_usage(folder).free:  # wandb itself does not say so
+        console.warn(f"the disk of {folder} is full: what W&B recorded there may not be whole")
+    return folder

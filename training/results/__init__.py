@@ -1,0 +1,1 @@
+"""What a run leaves: results.json, losses.csv, and the tables of a sweep."""

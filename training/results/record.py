@@ -1,0 +1,105 @@
+"""results.json: what a run was, how it ended and what it measured, for people and scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from hoconv import doctor
+from training import disk
+
+THROUGHPUT = (
+    "samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb", "warmup_seconds"
+)  # fmt: skip
+
+
+class Results:
+    """The contents of a results.json, kept current on disk while the run lasts.
+
+    As a context manager it writes the file with ``"status": "running"``, and at the end again with
+    ``"finished"``, ``"interrupted"`` or ``"failed"``; ``error`` says why a run failed, or after
+    which step SIGTERM stopped it.
+    Each write replaces the whole file at once: a reader never sees half of one.
+
+    Args:
+        path: of the file.
+        impl, model, data, seed: what was asked for.
+        overrides: how, on the command line or by a sweep.
+
+    Attributes:
+        metrics: name -> value, to be filled in.
+        throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
+            ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
+            ``warmup_seconds``, what the others took; None where not measured.
+        identity: ``impl``, ``model``, ``data``, ``seed``.
+        environment: versions, hardware, and under ``implementations`` what each layer used.
+    """
+
+    def __init__(
+        self, path: Path, *, impl: str, model: str, data: str, seed: int, overrides: list[str]
+    ) -> None:
+        self.path = path
+        self.status = "running"
+        self.error: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
+        self.environment = doctor.environment()
+        self.identity = {"impl": impl, "model": model, "data": data, "seed": seed}
+        self._overrides = overrides
+        self._commit = self.environment.pop("commit")
+
+    def summary(self) -> dict[str, float | None]:
+        """Metrics and throughput under the names by which they are logged."""
+        return self.metrics | {f"throughput/{name}": v for name, v in self.throughput.items()}
+
+    def __enter__(self) -> Results:
+        self.write()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.status = "finished"
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self.status = "interrupted"
+            self.error = str(error) if isinstance(error, SIGTERMException) else None
+        else:
+            self.status = "failed"
+            self.error = f"{type(error).__name__}: {error}"
+        self.write()
+
+    @rank_zero_only
+    def write(self) -> None:
+        disk.attempt(self.path, self._write, again=True)
+
+    def _write(self) -> None:
+        contents: dict[str, Any] = {
+            **self.identity,
+            "overrides": self._overrides,
+            "status": self.status,
+            **({"error": self.error} if self.error else {}),
+            "metrics": self.metrics,
+            "throughput": self.throughput,
+            "environment": self.environment,
+            "commit": self._commit,
+        }
+        with disk.replaced(self.path) as file:
+            file.write((json.dumps(_without_nan(contents), indent=2) + "\n").encode())
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value
