@@ -2,7 +2,8 @@
 
 See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
 :class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`,
-:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`;
+:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`,
+:func:`set_impl`;
 :mod:`hoconv.recurrent`, a language for recurrent cells.
 """
 
@@ -17,5 +18,6 @@ from hoconv.high_order import HighOrderConv2d as HighOrderConv2d
 from hoconv.high_order import high_order_conv2d as high_order_conv2d
 from hoconv.high_order import high_order_layer as high_order_layer
 from hoconv.implementations import implementations as implementations
+from hoconv.implementations import set_impl as set_impl
 
 __version__ = "0.1.0"

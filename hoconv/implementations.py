@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hoconv import jit
-from hoconv.declaration import Operator, find
+from hoconv.declaration import Operator, find, layers
 from hoconv.jit import BuildError
 
 # Answers that a process keeps; a program may be anything, and is asked for again after more.
@@ -42,6 +44,47 @@ def implementations() -> dict[str, str]:
         "cpp": jit.obstacle("cpu") or "available",
         "cuda": jit.obstacle("cuda") or "available",
     }
+
+
+def set_impl(module: nn.Module, impl: str | Mapping[str, str]) -> None:
+    """Sets the implementation of every layer of `module` that is built on an operator.
+
+    Args:
+        module: a model, or a layer.
+        impl: a name for all: a layer whose operator has none of that name is set to ``"auto"``.
+            Or a mapping from an operator's name, or a layer's as ``module.named_modules()`` gives
+            it, to a name; a layer's own entry counts before its operator's, and a layer that has
+            neither keeps what it had.
+
+    Raises:
+        ValueError: no operator of these layers has such an implementation; a key of the mapping is
+            the name of none of them.
+    """
+    found = dict(layers(module))
+    if isinstance(impl, str):
+        known = [
+            "auto",
+            *dict.fromkeys(n for x in found.values() for n in x.operator.implementations),
+        ]
+        if found and impl not in known:
+            raise ValueError(f"impl: expected one of {', '.join(known)}; got {impl!r}")
+        for layer in found.values():
+            layer.impl = impl if impl in layer.operator.implementations else "auto"
+        return
+    known = [*dict.fromkeys(layer.operator.name for layer in found.values()), *found]
+    for key in impl:
+        if key not in known:
+            raise ValueError(
+                f"impl: expected names of operators or layers, of {', '.join(known) or 'none'}; "
+                f"got {key!r}"
+            )
+    wanted = {}
+    for name, layer in found.items():
+        if choice := impl.get(name, impl.get(layer.operator.name)):
+            check_name(layer.operator, choice)
+            wanted[name] = choice
+    for name, choice in wanted.items():
+        found[name].impl = choice
 
 
 def check_name(operator: Operator, impl: str) -> None:

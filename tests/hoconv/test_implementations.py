@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hoconv
 from hoconv import jit
@@ -283,3 +284,49 @@ def test_layers_of_a_model_are_found_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.Sequential(layer))
     assert list(layers(model)) == [("1.0", layer)]
     assert list(layers(layer)) == [("", layer)]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        hoconv.HighOrderConv2d(2, 3), nn.ReLU(), hoconv.ApproxLinear(4, 4, impl="cpp")
+    )
+
+
+@pytest.mark.parametrize(
+    ("impl", "expected"),
+    [
+        ("reference", ["reference", "reference"]),
+        ({"approx_matmul": "reference"}, ["auto", "reference"]),
+        ({"0": "cuda"}, ["cuda", "cpp"]),
+        ({"approx_matmul": "reference", "2": "cuda"}, ["auto", "cuda"]),
+        ({}, ["auto", "cpp"]),
+    ],
+)
+def test_set_impl_by_name_operator_and_layer(impl: Any, expected: list[str]) -> None:
+    hoconv.set_impl(made := model(), impl)
+    assert [layer.impl for _, layer in layers(made)] == expected
+
+
+def test_set_impl_leaves_a_layer_without_that_implementation_to_auto() -> None:
+    made = model()
+    made[0].operator = dataclasses.replace(  # pyright: ignore[reportArgumentType]
+        OPERATOR,
+        implementations=dict(OPERATOR.implementations) | {"triton": Implementation(identity)},
+    )
+    hoconv.set_impl(made, "triton")
+    assert [layer.impl for _, layer in layers(made)] == ["triton", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("impl", "said"),
+    [
+        ("cdua", r"impl: expected one of auto, reference, cpp, cuda; got 'cdua'"),
+        ({"high_order": "cpp"}, r"expected names of .*high_order_layer, approx_matmul, 0, 2; got"),
+        ({"0": "cdua"}, r"got 'cdua' for high_order_layer"),
+    ],
+)
+def test_set_impl_says_what_it_does_not_know_and_changes_nothing(impl: Any, said: str) -> None:
+    made = model()
+    with pytest.raises(ValueError, match=said):
+        hoconv.set_impl(made, impl)
+    assert [layer.impl for _, layer in layers(made)] == ["auto", "cpp"]
