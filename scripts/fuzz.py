@@ -27,10 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fuzz_cells
-import fuzz_operators
 from common import add_out_option, console, count, record, write_json
 from fuzzing import exported, workers
+from fuzzing.commands import cells, operators
 from fuzzing.verdicts import BAD
 from fuzzing.workers import Outcome
 from rich.console import Console
@@ -41,8 +40,8 @@ from rich.table import Table
 # cases, from the options), label (of the file, from the options), row (what a key's line is about)
 # and run, which judges a key.
 COMMANDS = {
-    "operators": (fuzz_operators, "calls, gradients, transforms and export of the operators"),
-    "cells": (fuzz_cells, "recurrent cells drawn from the whole language"),
+    "operators": (operators, "calls, gradients, transforms and export of the operators"),
+    "cells": (cells, "recurrent cells drawn from the whole language"),
 }
 
 

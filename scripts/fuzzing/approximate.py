@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .draw import Draw
-from .multipliers import NAMES, Floats, ordered_sum, product, slope
-from .verdicts import Undefined
+from fuzzing.draw import Draw
+from fuzzing.multipliers import NAMES, Floats, ordered_sum, product, slope
+from fuzzing.verdicts import Undefined
 
 GRADIENTS = ("approx", "ste", "analytic")
 Pair = tuple[int, int]

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from . import operators, plain
-from .draw import Draw
-from .memory import LARGE, MemoryUse
-from .programs import BACKWARD, PROGRAMS, Program, Randoms
-from .verdicts import Results, Undefined, Verdict, compare, is_refusal, told
+from fuzzing import operators, plain
+from fuzzing.draw import Draw
+from fuzzing.memory import LARGE, MemoryUse
+from fuzzing.programs import BACKWARD, PROGRAMS, Program, Randoms
+from fuzzing.verdicts import Results, Undefined, Verdict, compare, is_refusal, told
 
 _JITTER = 1e-6
 _ADDED = 1e-6  # tolerance of a sum in float32, of numbers whose bits are known

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .programs import BACKWARD, Randoms
-from .verdicts import Verdict, compare, is_refusal, told
+from fuzzing.programs import BACKWARD, Randoms
+from fuzzing.verdicts import Verdict, compare, is_refusal, told
 
 
 def judge(name: str, folder: Path, say: Callable[[str], None]) -> Verdict:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .draw import SPECIAL, Draw
+from fuzzing.draw import SPECIAL, Draw
 
 Function = Callable[..., Tensor]
 Results = dict[str, Tensor]

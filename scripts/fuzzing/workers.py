@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .verdicts import Verdict
+from fuzzing.verdicts import Verdict
 
 SECONDS = 120.0  # that a task may take
 _START_SECONDS = 600.0  # that a process may take to import what it needs, on a busy machine

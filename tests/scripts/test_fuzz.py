@@ -60,7 +60,7 @@ def test_seeded_part_of_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_derivative_of_a_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = importlib.import_module("fuzz_cells")
+    cells = importlib.import_module("fuzzing.commands.cells")
     monkeypatch.setitem(RULES, "sum", lambda g, y, x: (g * 1.001,))
     verdicts = [
         cells.run(cells.Key("interpret", "cpu", SEED, number), Path(), lambda told: None).kind

@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuzzing import approximate
+from fuzzing.approximate import draw_options, wild
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.operators.approx_multiply import HALF, ROUNDED, faulty
+from fuzzing.programs import Program
 from hoconv import ApproxConv2d, approx
-
-from .. import approximate
-from ..approximate import draw_options, wild
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
-from .approx_multiply import HALF, ROUNDED, faulty
 
 
 def draw(draw: Draw, program: Program, invalid: bool) -> Call:

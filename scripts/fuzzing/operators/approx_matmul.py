@@ -10,14 +10,13 @@ import math
 import torch
 from torch import Tensor
 
+from fuzzing import approximate
+from fuzzing.approximate import draw_options, wild
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.operators.approx_multiply import HALF, ROUNDED, faulty
+from fuzzing.programs import Program
 from hoconv import ApproxLinear, approx
-
-from .. import approximate
-from ..approximate import draw_options, wild
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
-from .approx_multiply import HALF, ROUNDED, faulty
 
 
 def definition(a: Tensor, b: Tensor, functions: tuple) -> Tensor:

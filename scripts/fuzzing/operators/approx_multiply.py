@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fuzzing import approximate
+from fuzzing.approximate import draw_options, wild
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.programs import Program
 from hoconv import approx
-
-from .. import approximate
-from ..approximate import draw_options, wild
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
 
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 # Of a straight-through gradient, a float32 product or sum of PyTorch's in an order of its own.

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.programs import Program
 from hoconv import approx
-
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
 
 
 def draw(draw: Draw, program: Program, invalid: bool) -> Call:

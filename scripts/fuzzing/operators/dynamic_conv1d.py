@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 import hoconv
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.operators.high_order_conv2d import DTYPES, dtype_for
+from fuzzing.programs import Program
+from fuzzing.windows import seen
 from hoconv.declaration import find
-
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
-from ..windows import seen
-from .high_order_conv2d import DTYPES, dtype_for
 
 
 def definition(x: Tensor, weight: Tensor, padding: int) -> Tensor:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import hoconv
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.programs import Program
+from fuzzing.windows import seen_by_taps
 from hoconv.declaration import find
-
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
-from ..windows import seen_by_taps
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 import hoconv
+from fuzzing.cases import Call
+from fuzzing.draw import Draw
+from fuzzing.operators import high_order_conv2d
+from fuzzing.operators.high_order_conv2d import DTYPES, dilated, dtype_for, sizes
+from fuzzing.programs import Program
+from fuzzing.windows import seen_by_taps
 from hoconv.declaration import find
-
-from ..cases import Call
-from ..draw import Draw
-from ..programs import Program
-from ..windows import seen_by_taps
-from . import high_order_conv2d
-from .high_order_conv2d import DTYPES, dilated, dtype_for, sizes
 
 
 def definition(

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 from common import add_device_option
-from fuzzing.verdicts import Verdict
 from torch import Tensor
 
+from fuzzing.verdicts import Verdict
 from hoconv import recurrent as rnn
 from hoconv.implementations import ImplementationError, choose
 from hoconv.recurrent.frontend.cell import BoundCell

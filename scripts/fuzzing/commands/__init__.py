@@ -1,0 +1,1 @@
+"""What ``fuzz.py`` can fuzz, a command each."""
