@@ -97,6 +97,7 @@ class Case:
         draw.tiny = self.program.tiny
         # A saved program's parameters are copied with their strides.
         draw.plain_layouts = self.program.forward_mode or self.exported
+        draw.without_gaps = self.exported and key.device == "cuda"
         self.invalid = not self.exported and draw.integer(1, 1000) <= _INVALID_IN_1000
         module = importlib.import_module(f"{operators.__name__}.{key.operator}")
         self.call: Call = module.draw(draw, self.program, self.invalid)

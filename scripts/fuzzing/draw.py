@@ -31,6 +31,8 @@ class Draw:
         tiny: whether sizes are those of a case whose whole Jacobian is computed.
         plain_layouts: whether elements share no memory and strides mean something, as PyTorch's
             forward mode needs it: it gives a tangent the layout of its tensor.
+        without_gaps: whether a tensor's elements are all there is in its memory, as PyTorch needs
+            it of a GPU's tensors that an exported program holds: others cannot be loaded.
     """
 
     def __init__(self, *key: Any, device: str = "cpu") -> None:
@@ -38,6 +40,7 @@ class Draw:
         self.device = device
         self.tiny = False
         self.plain_layouts = False
+        self.without_gaps = False
 
     def choice(self, values: Sequence[T]) -> T:
         return self._random.choice(values)
@@ -101,7 +104,8 @@ class Draw:
         others = (
             () if self.plain_layouts else (_strange_where_one, _negated, _expanded, _overlapping)
         )
-        return self.choice((*plain, *others))(self, values)
+        made = self.choice((*plain, *others))(self, values)
+        return made.clone() if self.without_gaps else made
 
 
 def _contiguous(draw: Draw, t: Tensor) -> Tensor:
