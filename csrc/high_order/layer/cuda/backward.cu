@@ -1,15 +1,12 @@
-// The gradients of the high-order layer: backward.cuh, instantiated in backward_<precision>.cu.
+// The op `high_order_layer_backward`: its sizes, and which kernels compute it.
 
 #include <tuple>
 
-#include "high_order/layer/cuda/sm90/layer.cuh"
+#include "high_order/layer/cuda/layer.cuh"
+#include "high_order/layer/cuda/sm80/launch.cuh"
+#include "high_order/layer/cuda/sm90/launch.cuh"
 
-namespace hoconv {
-
-template <typename P>
-void run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
-                  Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream);
+namespace hoconv::high_order::layer {
 
 namespace {
 
@@ -30,20 +27,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
     return {grad_x, grad_weight, grad_bias};
   }
   const Launch launch(x);
-  if (hopper::serves_backward(l)) {
-    hopper::backward(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, launch.stream);
-    return {grad_x, grad_weight, grad_bias};
-  }
-  dispatch_precision(x, l, [&](auto precision) {
-    run_backward<decltype(precision)>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias,
-                                      launch.stream);
-  });
+  const auto backward = sm90::serves_backward(l) ? sm90::backward : sm80::backward;
+  backward(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, launch.stream);
   return {grad_x, grad_weight, grad_bias};
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_layer_backward.cuda", TORCH_BOX(&hoconv::layer_backward));
+  m.impl("high_order_layer_backward.cuda", TORCH_BOX(&hoconv::high_order::layer::layer_backward));
 }

@@ -20,7 +20,7 @@
 
 #include "common/cuda_launch.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer {
 
 // To nearest, halves away from zero; infinities and NaN stay.
 __device__ __forceinline__ uint32_t round_to_tf32(float value) {
@@ -245,4 +245,4 @@ struct Float32 {
   }
 };
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer

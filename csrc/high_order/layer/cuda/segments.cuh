@@ -7,7 +7,7 @@
 
 #include "high_order/layer/cuda/layer.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer {
 
 struct Segments {
   int rows, down;  // of a segment; segments down a strip
@@ -27,4 +27,4 @@ inline Segments cut_strips(int H, int64_t strips, int around, int64_t slots) {
   return best;
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer

@@ -9,7 +9,7 @@
 #include "high_order/layer/cuda/sm80/backward_kernel.cuh"
 #include "high_order/layer/cuda/sm80/backward_sums.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 template <typename P, int k, int s>
 void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
@@ -42,7 +42,7 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
     p.warps -= 1;
     STD_TORCH_CHECK(p.region() > 2 * l.reach, "x: too many channels for the fused kernel");
   }
-  const auto kernel = backward<P, k, s, Q>;
+  const auto kernel = backward_kernel<P, k, s, Q>;
   allow_shared_memory(kernel, shared_bytes);
   const int64_t resident = resident_blocks(kernel, 32 * p.warps, shared_bytes);
   const int64_t slots = std::max<int64_t>(resident / chunks, 1);
@@ -107,4 +107,4 @@ void run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
   }
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

@@ -24,10 +24,10 @@
 // s kernel size of the generator, N = columns / 8 of the product, Q channels a chunk.
 #pragma once
 
-#include "high_order/layer/cuda/row.cuh"
 #include "high_order/layer/cuda/sm80/backward_operands.cuh"
+#include "high_order/layer/cuda/sm80/row.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 // A sum in float32; compensated (Kahan) it is as exact as one term, and NaN where one is infinite.
 template <bool compensated>
@@ -56,9 +56,9 @@ struct Gradients {
 
 template <typename P, int k, int S, int Q>
 __global__ void __launch_bounds__(32 * kMostWarps, 2)
-    backward(Image<const typename P::T> grad, Image<const typename P::T> x,
-             Parameters<P> parameters, const uint2* transposed, Gradients<P> out, Layer l, Strips p,
-             int group) {
+    backward_kernel(Image<const typename P::T> grad, Image<const typename P::T> x,
+                    Parameters<P> parameters, const uint2* transposed, Gradients<P> out, Layer l,
+                    Strips p, int group) {
   using T = typename P::T;
   constexpr int N = columns_of<k>, taps = k * k;
   using Order = Transposed<P, N, S, Q>;
@@ -358,4 +358,4 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   }
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

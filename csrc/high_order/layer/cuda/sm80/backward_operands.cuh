@@ -8,7 +8,7 @@
 
 #include "high_order/layer/cuda/sm80/backward_strips.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 // The generator's parameters as the right-hand side of dW times parameters: a step's taps are its
 // depth, (c, dx) of a chunk its columns, for every dy.
@@ -99,4 +99,4 @@ __device__ __forceinline__ typename P::B pixels_operand(const uint32_t* staged, 
   return b;
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

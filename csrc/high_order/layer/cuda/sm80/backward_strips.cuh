@@ -5,9 +5,9 @@
 // chunk.
 #pragma once
 
-#include "high_order/layer/cuda/layer.cuh"
+#include "high_order/layer/cuda/sm80/generator.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 constexpr int kMostWarps = 4;
 
@@ -59,4 +59,4 @@ struct Shared {
   }
 };
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

@@ -4,7 +4,7 @@
 
 #include "high_order/layer/cuda/layer.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 constexpr int kSumColumns = 32, kSumParts = 8;
 
@@ -42,4 +42,4 @@ __global__ void sum_bias(const float* sums, T* out, Layer l, int parts, int colu
   out[tap * l.G + group] = narrow<T>(static_cast<float>(sum));
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

@@ -17,8 +17,9 @@
 
 #include "high_order/layer/cuda/segments.cuh"
 #include "high_order/layer/cuda/sm90/backward_operands.cuh"
+#include "high_order/layer/cuda/sm90/launch.cuh"
 
-namespace hoconv::hopper {
+namespace hoconv::high_order::layer::sm90 {
 namespace {
 
 constexpr int kMargin = kBefore;                 // columns on either side that others write
@@ -31,9 +32,9 @@ struct Strips {
 
 template <typename S, bool softmax>
 __global__ void __launch_bounds__(32 * kWarps, 2)
-    backward(Image<const typename S::T> grad, Image<const typename S::T> x, bool vectors,
-             const uint32_t* arranged, Image<typename S::T> grad_x, float* sums, Layer l,
-             Strips strips) {
+    backward_kernel(Image<const typename S::T> grad, Image<const typename S::T> x, bool vectors,
+                    const uint32_t* arranged, Image<typename S::T> grad_x, float* sums, Layer l,
+                    Strips strips) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using P = typename S::P;
   using T = typename S::T;
@@ -332,7 +333,7 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
          Tensor& grad_bias, cudaStream_t stream) {
   using T = typename S::T;
   using B = Backward<S>;
-  const auto kernel = l.softmax ? backward<S, true> : backward<S, false>;
+  const auto kernel = l.softmax ? backward_kernel<S, true> : backward_kernel<S, false>;
   constexpr int bytes = 4 * B::words;
   allow_shared_memory(kernel, bytes);
   const int64_t slots = resident_blocks(kernel, 32 * kWarps, bytes);
@@ -376,4 +377,4 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
   });
 }
 
-}  // namespace hoconv::hopper
+}  // namespace hoconv::high_order::layer::sm90

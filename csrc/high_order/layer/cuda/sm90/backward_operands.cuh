@@ -5,7 +5,7 @@
 
 #include "high_order/layer/cuda/sm90/products.cuh"
 
-namespace hoconv::hopper {
+namespace hoconv::high_order::layer::sm90 {
 
 // The generator's parameters as B of dW times parameters: for every channel, depth is taps, columns
 // are displacements.
@@ -109,4 +109,4 @@ struct Gradient : Words<typename S::P, Grid<S>::blocks / S::P::elements> {
 
 #endif
 
-}  // namespace hoconv::hopper
+}  // namespace hoconv::high_order::layer::sm90

@@ -5,9 +5,10 @@
 // every fourth row, 16 pixels at a time: it loads what their taps look at, generates the weights
 // from that, multiplies the two, and the four lanes that share pixels add up what they have.
 
+#include "high_order/layer/cuda/sm90/launch.cuh"
 #include "high_order/layer/cuda/sm90/products.cuh"
 
-namespace hoconv::hopper {
+namespace hoconv::high_order::layer::sm90 {
 namespace {
 
 constexpr int kMostRows = 16;
@@ -63,8 +64,8 @@ constexpr int blocks_a_multiprocessor = S::k == 7 && S::C == 3          ? 2
 
 template <typename S, bool softmax>
 __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
-    forward(Image<const typename S::T> x, bool vectors, const uint32_t* arranged,
-            Image<typename S::T> out, Layer l, int rows, int across, int down) {
+    forward_kernel(Image<const typename S::T> x, bool vectors, const uint32_t* arranged,
+                   Image<typename S::T> out, Layer l, int rows, int across, int down) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using F = Forward<S>;
   using W = typename F::W;
@@ -162,7 +163,7 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
     const int64_t blocks = l.B * across * down;
     STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "x: too large");
     constexpr int bytes = 4 * Forward<S>::words;
-    const auto kernel = l.softmax ? forward<S, true> : forward<S, false>;
+    const auto kernel = l.softmax ? forward_kernel<S, true> : forward_kernel<S, false>;
     allow_shared_memory(kernel, bytes);
     kernel<<<blocks, 32 * kWarps, bytes, stream>>>(image<T>(x), vectorizable(x, 4), operand,
                                                    mutable_image<T>(out), l, rows, across, down);
@@ -170,4 +171,4 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
   });
 }
 
-}  // namespace hoconv::hopper
+}  // namespace hoconv::high_order::layer::sm90

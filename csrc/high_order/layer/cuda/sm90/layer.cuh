@@ -14,7 +14,7 @@
 #include "high_order/layer/cuda/layer.cuh"
 #include "high_order/layer/cuda/sm90/wgmma.cuh"
 
-namespace hoconv::hopper {
+namespace hoconv::high_order::layer::sm90 {
 
 constexpr int kRegion = 64;  // columns of pixels of a block
 constexpr int kBefore = 4;   // columns of x before and after them, so that vectors are aligned
@@ -194,16 +194,6 @@ struct Item {
   }
 };
 
-// Whether these kernels compute a layer on the current device.
-inline bool serves(const Layer& l) {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0 && (l.C == 1 || l.C == 3) &&
-         l.G == 1 && l.s == l.k && l.dilation == 1;
-}
-
-// Backward also where the sums fit the registers.
-inline bool serves_backward(const Layer& l) { return serves(l) && (l.k < 7 || l.C == 1); }
-
 // Calls f with the sizes of a layer that is served.
 template <typename F>
 void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
@@ -225,13 +215,6 @@ void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
     }
   });
 }
-
-void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-             const Layer& l, Tensor& out, cudaStream_t stream);
-// The same bits every time.
-void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-              const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
-              Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -294,4 +277,4 @@ struct Pixels {
 
 #endif
 
-}  // namespace hoconv::hopper
+}  // namespace hoconv::high_order::layer::sm90

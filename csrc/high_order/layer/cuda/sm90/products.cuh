@@ -9,7 +9,7 @@
 
 #include "high_order/layer/cuda/sm90/layer.cuh"
 
-namespace hoconv::hopper {
+namespace hoconv::high_order::layer::sm90 {
 
 // What meets the generator's parameters in an element of a depth: a tap of a channel, or 1, for the
 // bias: what that is rounded to, or what rounding takes from it.
@@ -307,4 +307,4 @@ __device__ __forceinline__ void sum_products(float (&sums)[Products][N][4], cons
 
 #endif
 
-}  // namespace hoconv::hopper
+}  // namespace hoconv::high_order::layer::sm90

@@ -8,7 +8,7 @@
 
 #include "high_order/layer/cuda/precision.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm90 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -101,4 +101,4 @@ __device__ __forceinline__ void multiply(float (&c)[N][4], const uint32_t (&a)[4
 
 #endif
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm90

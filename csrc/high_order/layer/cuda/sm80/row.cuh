@@ -6,7 +6,7 @@
 
 #include "high_order/layer/cuda/layer.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::layer::sm80 {
 
 constexpr int kItems = 2;
 
@@ -72,4 +72,4 @@ struct Row {
   }
 };
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::layer::sm80

@@ -1,0 +1,246 @@
+// The whole layer forward: generate the weights of a tile of pixels, apply them, write the output.
+//
+// A block owns a tile of pixels, and x with its halo in shared memory. A warp owns M times 16
+// pixels of a row; their weights are a product on tensor cores, x's windows times the generator's
+// parameters, and stay in its registers: 16 pixels times 8 N taps, of which a lane holds those of
+// two pixels. It multiplies them with the pixels that its taps look at, and the four
+// lanes that share pixels add up what they have.
+//
+// B batch, C channels, G groups of channels, H height, W width, k kernel size, s kernel size of the
+// generator, M tiles of 16 pixels a warp, N = columns / 8 of the product.
+
+#include "high_order/layer/cuda/sm80/generator.cuh"
+#include "high_order/layer/cuda/sm80/launch.cuh"
+
+namespace hoconv::high_order::layer::sm80 {
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int kChunks = 3;  // of 32 columns: the widest window
+
+// How an image is cut: warps * M tiles of 16 pixels a block, `columns` pixels wide.
+struct Cut {
+  int warps, columns, rows, across, down;
+  Window window;
+  int64_t shared_bytes;
+};
+
+template <typename P>
+Cut cut_image(const Layer& l, int M, int most_shared) {
+  Cut best{};
+  double least = INFINITY;
+  for (int warps = kMostThreads / 32; warps >= 1; warps /= 2) {
+    for (int side = 1; side <= 2 && side <= warps; ++side) {  // warps next to each other in a row
+      Cut cut{warps, 16 * M * side, warps / side};
+      cut.across = (l.W + cut.columns - 1) / cut.columns;
+      cut.down = (l.H + cut.rows - 1) / cut.rows;
+      cut.window = make_window<P>(cut.rows + 2 * l.reach, cut.columns + 2 * l.reach);
+      cut.shared_bytes = 4 * (8 * int64_t{depth_steps<P>(l)} + cut.window.words(l));
+      if (cut.shared_bytes > most_shared || cut.window.columns > 32 * kChunks) continue;
+      // Pixels are computed, the window is loaded: measured in the time of a pixel.
+      const int pixels = cut.columns * cut.rows;
+      const double window = double(cut.window.rows) * cut.window.columns;
+      const double cost = double(cut.across) * cut.down * (pixels + 0.35 * window + 64);
+      if (cost < least) least = cost, best = cut;
+    }
+  }
+  return best;
+}
+
+// x with its halo, from row `top` and column `left` on. Loads of several rows are under way at
+// once.
+template <typename P, bool Contiguous>
+__device__ __forceinline__ void load_window(const Image<const typename P::T>& x, const Layer& l,
+                                            const Cut& cut, uint32_t* window, int64_t b, int top,
+                                            int left) {
+  using T = typename P::T;
+  constexpr int at_once = 5;
+  const Window& w = cut.window;
+  const T zero = narrow<T>(0.0f);
+  const int lane = threadIdx.x % 32, lines = l.C * w.rows, columns = w.columns;
+  const int64_t next_column = Contiguous ? 1 : x.s.w;
+  const T* corner = x.at(b, 0, 0, 0);
+  const float per_row = 1.0f / w.rows;
+  bool exists[kChunks], next_exists[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int q = 32 * i + lane, column = left + q;
+    exists[i] = q < columns && column >= 0 && column < l.W;
+    next_exists[i] = P::elements == 2 && q < columns && column + 1 >= 0 && column + 1 < l.W;
+  }
+  for (int first = threadIdx.x / 32; first < lines; first += at_once * cut.warps) {
+    T value[at_once][kChunks], next[at_once][kChunks];
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+      const int line = first + u * cut.warps, c = (line + 0.5f) * per_row, row = line - c * w.rows;
+      const bool inside = line < lines && top + row >= 0 && top + row < l.H;
+      const T* from = corner + c * x.s.c + (top + row) * x.s.h + (left + lane) * next_column;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        value[u][i] = next[u][i] = zero;
+        if (inside && exists[i]) value[u][i] = from[32 * i * next_column];
+        if (inside && next_exists[i]) next[u][i] = from[(32 * i + 1) * next_column];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+      const int line = first + u * cut.warps;
+      uint32_t* to = window + line * w.pitch + lane;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+        if (line < lines && 32 * i + lane < columns)
+          P::planes(value[u][i], next[u][i], to[32 * i], to[32 * i + w.plane(l)]);
+    }
+  }
+}
+
+__device__ __forceinline__ float total(float value, int far) {
+  return value + __shfl_xor_sync(~0u, value, far);
+}
+
+// A warp's M tiles of pixels, from row `h` and the lane's `column` on, where its window is `at`.
+template <typename P, int k, int M>
+__device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
+                                        const Parameters<P>& parameters,
+                                        const Image<typename P::T>& out, bool pairs, const Layer& l,
+                                        const Window& w, int64_t b, int group, int h, int column) {
+  using T = typename P::T;
+  constexpr int N = columns_of<k>;
+  const int t = threadIdx.x % 4;
+  float weight[M][N][4];
+  generate<P, N, M>(weight, at, offsets, w.plane(l), parameters.of_group(group),
+                    parameters.bias + group * 8 * N, parameters.steps);
+  if (l.softmax)
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+      softmax_taps(weight[m], [t](int j, int e) { return 8 * j + 2 * t + e < k * k; });
+
+  at += group * l.group_channels * w.channel();
+  const uint32_t* pixels[N][2];  // that the lane's taps look at
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) pixels[j][e] = at + tap_offset<k>(l, w, 8 * j + 2 * t + e);
+  // The tile that the lane writes, if any.
+  const int tile = M == 4 ? t : t % 2;
+  column += 16 * tile;
+  const bool writes = t < M && h < l.H && column < l.W;
+  const uint32_t* centre = at + l.reach * w.pitch + l.reach + 16 * tile;
+  T* to = out.at(b, group * l.group_channels, h, column);
+  for (int c = 0; c < l.group_channels; ++c) {
+    float sum[4][2] = {};
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (8 * j + 2 * t + e < k * k)
+#pragma unroll
+          for (int m = 0; m < M; ++m) {
+            const float2 pixel = P::pixels(pixels[j][e] + 16 * m);
+            sum[m][0] += weight[m][j][e] * pixel.x;
+            sum[m][1] += weight[m][j][e + 2] * pixel.y;
+          }
+        pixels[j][e] += w.channel();
+      }
+
+    // Lane t ends with tile t: four lanes add up what they have, giving away half of it at a time.
+    float mine[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float two[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        two[m] = M == 4 ? exchange(sum[m][i], sum[m + 2][i], 2) : total(sum[m][i], 2);
+      mine[i] = M >= 2 ? exchange(two[0], two[1], 1) : total(two[0], 1);
+    }
+    if (writes) {
+      if (l.residual) {
+        const float2 pixel = P::pixels(centre);
+        mine[0] += pixel.x, mine[1] += pixel.y;
+      }
+      if (P::apart == 1 && pairs) {
+        store_sum<2>(to, mine);
+      } else {
+        to[0] = narrow<T>(mine[0]);
+        if (column + P::apart < l.W) to[P::apart * out.s.w] = narrow<T>(mine[1]);
+      }
+    }
+    centre += w.channel(), to += out.s.c;
+  }
+}
+
+template <typename P, int k, int M>
+__global__ void __launch_bounds__(kMostThreads, 2)
+    forward_kernel(Image<const typename P::T> x, Parameters<P> parameters, Image<typename P::T> out,
+                   bool pairs, Layer l, Cut cut) {
+  extern __shared__ uint32_t shared[];
+  int* offsets = reinterpret_cast<int*>(shared);
+  uint32_t* window = shared + 8 * parameters.steps;
+  const Window& w = cut.window;
+  const int tiles = cut.across * cut.down, warp = threadIdx.x / 32, group = blockIdx.y;
+  const int64_t b = blockIdx.x / tiles;
+  const int tile = blockIdx.x - b * tiles, strip = tile / cut.across;
+  const int top = strip * cut.rows, left = (tile - strip * cut.across) * cut.columns;
+
+  for (int n = threadIdx.x; n < 8 * parameters.steps; n += blockDim.x)
+    offsets[n] = word_offset<P>(l, w, n);
+  if (x.s.w == 1)
+    load_window<P, true>(x, l, cut, window, b, top - l.reach, left - l.reach);
+  else
+    load_window<P, false>(x, l, cut, window, b, top - l.reach, left - l.reach);
+  __syncthreads();
+
+  const int side = cut.columns / (16 * M), row = warp / side, first = warp % side * 16 * M;
+  const int q = first + P::first(threadIdx.x % 32 / 4);  // of the lane's first pixel
+  const uint32_t* at = window + row * w.pitch + q;
+  if (top + row >= l.H || left + first >= l.W) return;
+  if (M > 1 && left + first + 8 * M >= l.W)  // half of the tiles would be past the row
+    compute<P, k, (M > 1 ? M / 2 : 1)>(at, offsets, parameters, out, pairs, l, w, b, group,
+                                       top + row, left + q);
+  else
+    compute<P, k, M>(at, offsets, parameters, out, pairs, l, w, b, group, top + row, left + q);
+}
+
+}  // namespace
+
+void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+             const Layer& l, Tensor& out, cudaStream_t stream) {
+  Tensor memory;
+  dispatch_precision(x, l, [&](auto precision) {
+    using P = decltype(precision);
+    using T = typename P::T;
+    const auto run = [&](auto kernel_size) {
+      constexpr int size = decltype(kernel_size)::value, N = columns_of<size>;
+      constexpr int most = size == 7 ? 2 : 4;
+      const auto parameters = arrange_parameters<P>(weight, bias, l, N, memory, stream);
+      const auto with_tiles = [&](auto tiles) {
+        constexpr int M = decltype(tiles)::value;
+        const int most_shared = most_shared_memory();
+        Cut cut = cut_image<P>(l, M, most_shared / 2 - 1024);  // two blocks a multiprocessor
+        if (!cut.warps) cut = cut_image<P>(l, M, most_shared);
+        STD_TORCH_CHECK(cut.warps, "x: too many channels for the fused kernel");
+        const int64_t blocks = l.B * cut.across * cut.down;
+        STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridY, "x: too large");
+        allow_shared_memory(forward_kernel<P, size, M>, cut.shared_bytes);
+        forward_kernel<P, size, M><<<dim3(blocks, l.G), 32 * cut.warps, cut.shared_bytes, stream>>>(
+            image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, cut);
+      };
+      // Wide tiles read the parameters less often, narrow ones fit narrow images.
+      if (l.W > 8 * most)
+        with_tiles(std::integral_constant<int, most>{});
+      else
+        with_tiles(std::integral_constant<int, most / 2>{});
+    };
+    switch (l.k) {
+      case 3:
+        return run(std::integral_constant<int, 3>{});
+      case 5:
+        return run(std::integral_constant<int, 5>{});
+      default:
+        return run(std::integral_constant<int, 7>{});
+    }
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace hoconv::high_order::layer::sm80
