@@ -7,20 +7,15 @@
 #include <cstdint>
 
 #include "common/tensor.h"
+#include "high_order/image.h"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 
-// Element strides of an image (B, C, H, W) and of the weights (k * k, B, G, H, W).
-struct ImageStrides {
-  int64_t b, c, h, w;
-};
+// Element strides of the weights (k * k, B, G, H, W).
 struct WeightStrides {
   int64_t tap, b, g, h, w;
 };
 
-inline ImageStrides image_strides(const Tensor& t) {
-  return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
-}
 inline WeightStrides weight_strides(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2), t.stride(3), t.stride(4)};
 }
@@ -73,4 +68,4 @@ inline void check_backward(const Tensor& grad, const Tensor& x, const Tensor& we
   check_same_sizes(grad, x, "grad");
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d

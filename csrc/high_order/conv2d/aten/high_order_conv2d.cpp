@@ -12,7 +12,7 @@
 #include "common/aten_ops.h"
 #include "high_order/conv2d/problem.h"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 using torch::stable::copy_;
@@ -99,11 +99,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d.cpp", TORCH_BOX(&hoconv::forward));
-  m.impl("high_order_conv2d_backward.cpp", TORCH_BOX(&hoconv::backward));
-  m.impl("high_order_conv2d_grad_input.cpp", TORCH_BOX(&hoconv::grad_input));
-  m.impl("high_order_conv2d_grad_weight.cpp", TORCH_BOX(&hoconv::grad_weight));
+  m.impl("high_order_conv2d.cpp", TORCH_BOX(&hoconv::high_order::conv2d::forward));
+  m.impl("high_order_conv2d_backward.cpp", TORCH_BOX(&hoconv::high_order::conv2d::backward));
+  m.impl("high_order_conv2d_grad_input.cpp", TORCH_BOX(&hoconv::high_order::conv2d::grad_input));
+  m.impl("high_order_conv2d_grad_weight.cpp", TORCH_BOX(&hoconv::high_order::conv2d::grad_weight));
 }

@@ -19,10 +19,10 @@
 #include "common/blocks.h"
 #include "common/huge_pages.h"
 #include "common/vec.h"
-#include "high_order/conv2d/padded_image.h"
 #include "high_order/conv2d/problem.h"
+#include "high_order/padded_image.h"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 constexpr int64_t kChannelBlock = 4;  // channels that share a weight register
@@ -325,11 +325,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
-  m.impl("high_order_conv2d.cpp", TORCH_BOX(&hoconv::forward));
-  m.impl("high_order_conv2d_backward.cpp", TORCH_BOX(&hoconv::backward));
-  m.impl("high_order_conv2d_grad_input.cpp", TORCH_BOX(&hoconv::grad_input));
-  m.impl("high_order_conv2d_grad_weight.cpp", TORCH_BOX(&hoconv::grad_weight));
+  m.impl("high_order_conv2d.cpp", TORCH_BOX(&hoconv::high_order::conv2d::forward));
+  m.impl("high_order_conv2d_backward.cpp", TORCH_BOX(&hoconv::high_order::conv2d::backward));
+  m.impl("high_order_conv2d_grad_input.cpp", TORCH_BOX(&hoconv::high_order::conv2d::grad_input));
+  m.impl("high_order_conv2d_grad_weight.cpp", TORCH_BOX(&hoconv::high_order::conv2d::grad_weight));
 }

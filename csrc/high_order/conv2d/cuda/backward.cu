@@ -7,7 +7,7 @@
 
 #include "high_order/conv2d/cuda/kernels.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
@@ -18,8 +18,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d_backward.cuda", TORCH_BOX(&hoconv::backward));
+  m.impl("high_order_conv2d_backward.cuda", TORCH_BOX(&hoconv::high_order::conv2d::backward));
 }

@@ -5,7 +5,7 @@
 
 #include "high_order/conv2d/cuda/kernels.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
@@ -88,8 +88,8 @@ Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   return out;
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d.cuda", TORCH_BOX(&hoconv::cuda_forward));
+  m.impl("high_order_conv2d.cuda", TORCH_BOX(&hoconv::high_order::conv2d::cuda_forward));
 }

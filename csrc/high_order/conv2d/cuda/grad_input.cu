@@ -11,7 +11,7 @@
 
 #include "high_order/conv2d/cuda/kernels.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
@@ -114,8 +114,9 @@ Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilatio
   return out;
 }
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d_grad_input.cuda", TORCH_BOX(&hoconv::cuda_grad_input));
+  m.impl("high_order_conv2d_grad_input.cuda",
+         TORCH_BOX(&hoconv::high_order::conv2d::cuda_grad_input));
 }

@@ -7,7 +7,7 @@
 
 #include "high_order/conv2d/cuda/kernels.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
@@ -96,8 +96,8 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
 }
 
 }  // namespace
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d_grad_weight.cuda", TORCH_BOX(&hoconv::grad_weight));
+  m.impl("high_order_conv2d_grad_weight.cuda", TORCH_BOX(&hoconv::high_order::conv2d::grad_weight));
 }

@@ -19,17 +19,14 @@
 
 #include <algorithm>
 
-#include "common/cuda_launch.cuh"
 #include "high_order/conv2d/problem.h"
+#include "high_order/image.cuh"
 
-namespace hoconv {
+namespace hoconv::high_order::conv2d {
 
 Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
-
-constexpr int kThreads = 128;
-constexpr int64_t kMaxGridY = 65535;
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of an image and group, all images
 // and groups after each other; blockIdx.y the parts of the channels, multiples of N.
@@ -40,14 +37,6 @@ struct Tiles {
 };
 
 template <typename T>
-struct Image {  // of x, of the output, or of a gradient of either
-  T* data;
-  ImageStrides s;
-  __device__ T* at(int64_t b, int64_t c, int64_t h, int64_t w) const {
-    return data + b * s.b + c * s.c + h * s.h + w * s.w;
-  }
-};
-template <typename T>
 struct Kernels {  // the weights, or their gradient
   T* data;
   WeightStrides s;
@@ -57,31 +46,12 @@ struct Kernels {  // the weights, or their gradient
 };
 
 template <typename T>
-Image<const T> image(const Tensor& t) {
-  return {static_cast<const T*>(t.const_data_ptr()), image_strides(t)};
-}
-template <typename T>
-Image<T> mutable_image(Tensor& t) {
-  return {static_cast<T*>(t.mutable_data_ptr()), image_strides(t)};
-}
-template <typename T>
 Kernels<const T> kernels(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), weight_strides(t)};
 }
 template <typename T>
 Kernels<T> mutable_kernels(Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
-}
-
-// Whether V-element accesses to rows of a tensor, its last dimension, are aligned.
-inline bool vectorizable(const Tensor& t, int64_t V) {
-  const int64_t last = t.dim() - 1;
-  if (t.stride(last) != 1 && t.size(last) != 1) return false;
-  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % (V * t.element_size())) return false;
-  if (t.size(last) % V) return false;
-  for (int64_t i = 0; i < last; ++i)
-    if (t.size(i) > 1 && t.stride(i) % V) return false;
-  return true;
 }
 
 // What a thread of a tuned kernel owns: V pixels of row h from column w on, the `column`th of that
@@ -202,8 +172,4 @@ dim3 grid_for(const Problem& p, int V, int N, Tiles& tiles) {
   return dim3(x, (parts + parts_a_block - 1) / parts_a_block);
 }
 
-inline int64_t blocks_for(int64_t elements) {
-  return std::min<int64_t>((elements + kThreads - 1) / kThreads, (int64_t{1} << 31) - 1);
-}
-
-}  // namespace hoconv
+}  // namespace hoconv::high_order::conv2d

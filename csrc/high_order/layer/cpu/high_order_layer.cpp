@@ -29,12 +29,12 @@
 #include <vector>
 
 #include "common/huge_pages.h"
-#include "high_order/conv2d/padded_image.h"
 #include "high_order/conv2d/problem.h"
 #include "high_order/layer/cpu/kernels.h"
 #include "high_order/layer/cpu/layer.h"
+#include "high_order/padded_image.h"
 
-namespace hoconv::high_order_layer::cpu {
+namespace hoconv::high_order::layer::cpu {
 namespace {
 
 constexpr int64_t kStripBytes = int64_t{1} << 15;  // of what a block of sums reads; L1 cache
@@ -348,9 +348,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 }
 
 }  // namespace
-}  // namespace hoconv::high_order_layer::cpu
+}  // namespace hoconv::high_order::layer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
-  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::forward));
-  m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::high_order_layer::cpu::backward));
+  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::high_order::layer::cpu::forward));
+  m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::high_order::layer::cpu::backward));
 }

@@ -11,7 +11,7 @@
 #include "common/blocks.h"
 #include "common/vec.h"
 
-namespace hoconv::high_order_layer::cpu {
+namespace hoconv::high_order::layer::cpu {
 
 // Blocks of sums. A register holds a value that several of them need, so wide blocks load less;
 // they are as wide as the machine's registers allow, 32 with AVX-512 and 16 without.
@@ -259,4 +259,4 @@ void softmax_backward(A* grad, int64_t next_grad, const A* kernel, int64_t next_
   }
 }
 
-}  // namespace hoconv::high_order_layer::cpu
+}  // namespace hoconv::high_order::layer::cpu

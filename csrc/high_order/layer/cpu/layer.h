@@ -14,11 +14,11 @@
 #include "high_order/conv2d/problem.h"
 #include "high_order/layer/cpu/kernels.h"
 
-namespace hoconv::high_order_layer::cpu {
+namespace hoconv::high_order::layer::cpu {
 
 constexpr int64_t kTasks = 64;
 
-struct Layer : Problem {
+struct Layer : conv2d::Problem {
   int64_t K, s;
   bool softmax, residual;
   int64_t generator_before, generator_after;  // padding of each axis
@@ -116,4 +116,4 @@ struct Tasks {
   }
 };
 
-}  // namespace hoconv::high_order_layer::cpu
+}  // namespace hoconv::high_order::layer::cpu

@@ -11,7 +11,7 @@
 #include <array>
 #include <optional>
 
-#include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/image.cuh"
 #include "high_order/layer/cuda/precision.cuh"
 
 namespace hoconv::high_order::layer {

@@ -8,9 +8,9 @@
 
 #include "common/blocks.h"
 #include "common/vec.h"
-#include "high_order/conv2d/problem.h"
+#include "high_order/image.h"
 
-namespace hoconv {
+namespace hoconv::high_order {
 
 template <typename A>
 struct Scratch {  // aligned, zeroed
@@ -61,4 +61,4 @@ struct PaddedImage : PaddedRows<acc_t<T>> {
   }
 };
 
-}  // namespace hoconv
+}  // namespace hoconv::high_order
