@@ -72,7 +72,7 @@ class Gemm {
     const int64_t lines = static_cast<int64_t>(out.batch.size()) * row_tiles;
     if (lines * panels == 0) return;
     // Rows are listed once a tile, so that tiles are as wide as leaves enough for all threads.
-    const int64_t wanted = 4 * torch::stable::get_num_threads();
+    const int64_t wanted = kTilesAThread * torch::stable::get_num_threads();
     const int64_t wide = std::clamp<int64_t>(lines * panels / wanted, 1, kPanels);
     const int64_t column_tiles = (panels + wide - 1) / wide;
     const int64_t columns = (panels + column_tiles - 1) / column_tiles * kLanes;
@@ -112,6 +112,7 @@ class Gemm {
 
  private:
   static constexpr int64_t kRows = 128, kPanels = 4;  // 256 KiB of sums
+  static constexpr int64_t kTilesAThread = 4;         // so that no thread waits long for the last
 
   struct Tile {
     int64_t matrix, row, column, rows, columns;
@@ -178,7 +179,7 @@ class Gemm {
       for (int64_t m = 0; m < rows.count; ++m) {
         load_row(t, first + m, k, depth, rows.numbers[m]);
         rows.lists[m].list(rows.numbers[m], Lanes::kNonzero);
-        g.lanes.prepare(rows.lists[m]);
+        g.lanes.pack(rows.lists[m]);
         rows.whole &= rows.lists[m].count == depth;
       }
       rows.range = range_of(rows.numbers[0], rows.count * kDepth);
@@ -197,7 +198,7 @@ class Gemm {
       for (int64_t d = 0; d < depth; ++d)  // not zeros, of which a panel is better free
         std::fill(values[d] + columns, values[d] + round_up(columns, kVector),
                   values[d][columns - 1]);
-      g.lanes.prepare(panel, values, depth, round_up(columns, kVector));
+      g.lanes.pack(panel, values, depth, round_up(columns, kVector));
     }
 
     // sums[m, n] += rows[m, d] * panel[d, n] for d in ascending order
@@ -275,11 +276,14 @@ inline double density(const Offsets<const float>& t) {
   return found == 0 ? 1 : static_cast<double>(nonzero) / found;
 }
 
-// The time of M rows on the left, of which only numbers that are not zero count, and N lanes on the
-// right, about: in units of a register of kVector products.
+// The time, about, of M rows on the left, of which only numbers that are not zero count, and N
+// lanes on the right, in units of a register of kVector products: packing a number of the right
+// operand takes one unit, listing one of the left kListCost. Where rows have zeros, one is
+// multiplied at a time instead of kRowsAtOnce, and a register takes kOneRowCost.
+constexpr double kListCost = 1.5, kOneRowCost = 1.5;
 inline double cost(int64_t M, int64_t N, double density) {
-  const double row = density == 1 ? 1 : 1.5 * density;  // several rows at once where none has zeros
-  return M * (1.5 + row * (round_up(N, kVector) / kVector)) + N;
+  const double row = density == 1 ? 1 : kOneRowCost * density;
+  return M * (kListCost + row * (round_up(N, kVector) / kVector)) + N;
 }
 
 // out[m, n] = sum over k of left[m, k] * right[n, k]

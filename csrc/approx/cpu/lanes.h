@@ -135,7 +135,7 @@ struct ExactLanes {
   static bool fast(const Range& a, const Range& b) { return !a.special() && !b.special(); }
   static bool underflows(const Range&, const Range&) { return false; }
 
-  void prepare(Panel& panel, const float (*values)[kLanes], int64_t depth, int64_t lanes) const {
+  void pack(Panel& panel, const float (*values)[kLanes], int64_t depth, int64_t lanes) const {
     panel.all = {};
     for (int64_t d = 0; d < depth; ++d) {
       std::copy(values[d], values[d] + lanes, panel.value[d]);
@@ -144,7 +144,7 @@ struct ExactLanes {
     }
   }
 
-  void prepare(List&) const {}
+  void pack(List&) const {}
 
   template <int64_t rows, int64_t vectors>
   void add_block(float* sums, const Panel& panel, int64_t n, const List* lists, int64_t first,
@@ -198,7 +198,7 @@ struct LogarithmicLanes {
   // Every product is zero.
   static bool underflows(const Range& a, const Range& b) { return a.most + b.most + 2 <= 127; }
 
-  void prepare(Panel& panel, const float (*values)[kLanes], int64_t depth, int64_t lanes) const {
+  void pack(Panel& panel, const float (*values)[kLanes], int64_t depth, int64_t lanes) const {
     const float unit = correction * 0x1p-23f;
     int32_t all_nonzero = -1;
     panel.all = {};
@@ -216,7 +216,7 @@ struct LogarithmicLanes {
     panel.zeros = all_nonzero == 0;
   }
 
-  void prepare(List& list) const {
+  void pack(List& list) const {
     for (int64_t i = 0; i < kDepth; ++i) {
       const int32_t b = float_bits(list.value[i]);
       list.bits[i] = static_cast<int32_t>(static_cast<uint32_t>((b & (kept | ~kMantissa)) | set) -

@@ -25,7 +25,8 @@ void check_sizes(const Conv2d& p) {
 }
 
 // Images, or a weight's kernels; `channels` of dimension `split` belong to a group.
-View view(const Tensor& t, int split, int64_t channels, const Axis& row, const Axis& column) {
+View view(const Tensor& t, int split, int64_t channels, const IndexMap& row,
+          const IndexMap& column) {
   return {data(t),
           span(t),
           channels * t.stride(split),
@@ -40,7 +41,7 @@ View view(const Tensor& t, int split, int64_t channels, const Axis& row, const A
           false,
           false};
 }
-Axis channel(const Tensor& t, int dimension) { return {Digits(1, 1), t.stride(dimension)}; }
+IndexMap channel(const Tensor& t, int dimension) { return {Digits(1, 1), t.stride(dimension)}; }
 
 // The rows of a weight are the channels of one side, the columns (C / G, R, S) or (O / G, R, S) of
 // the other.
@@ -52,7 +53,7 @@ View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
 }
 
 // Of windows of x: their pixels (B, OH, OW), and their elements (C / G, R, S).
-Axis pixels(const Conv2d& p, const Tensor& x) {
+IndexMap pixels(const Conv2d& p, const Tensor& x) {
   return {Digits(p.OH, p.OW),
           x.stride(0),
           static_cast<int>(p.stride[0]),
@@ -60,7 +61,7 @@ Axis pixels(const Conv2d& p, const Tensor& x) {
           -static_cast<int>(p.padding[0]),
           -static_cast<int>(p.padding[1])};
 }
-Axis elements(const Conv2d& p, const Tensor& x) {
+IndexMap elements(const Conv2d& p, const Tensor& x) {
   return {Digits(p.R, p.S), x.stride(1), static_cast<int>(p.dilation[0]),
           static_cast<int>(p.dilation[1])};
 }

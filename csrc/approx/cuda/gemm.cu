@@ -31,10 +31,11 @@ template <typename Multiplier, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     multiply_matrices(const __grid_constant__ Product p,
                       const typename Lane<Multiplier>::Left* left_words,
-                      const typename Lane<Multiplier>::Right* right_words, const int* some_strained,
-                      int64_t row_tiles, int64_t column_tiles, float* parts) {
+                      const typename Lane<Multiplier>::Right* right_words,
+                      const int* any_out_of_range, int64_t row_tiles, int64_t column_tiles,
+                      float* parts) {
   using L = Lane<Multiplier>;
-  using S = Slab<Multiplier, T>;
+  using S = Stage<Multiplier, T>;
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<Multiplier, T>*>(memory);
   const int64_t tile = blockIdx.x, matrix = tile / column_tiles / row_tiles;
@@ -45,13 +46,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int n = threadIdx.x; n < T::rows; n += kThreads) {
     const int64_t row = first_row + n;
     const bool exists = row < p.M;
-    shared.rows[n] = addressed(exists ? p.left.row_part(row) : nowhere(), left_matrix);
+    shared.rows[n] = addressed(exists ? p.left.row_coordinate(row) : nowhere(), left_matrix);
     shared.out_rows[n] = exists ? Target::offset(p.out.row_digits, p.out.row, row) : -1;
   }
   for (int n = threadIdx.x; n < T::columns; n += kThreads) {
     const int64_t column = first_column + n;
     const bool exists = column < p.N;
-    shared.columns[n] = addressed(exists ? p.right.row_part(column) : nowhere(), right_matrix);
+    shared.columns[n] =
+        addressed(exists ? p.right.row_coordinate(column) : nowhere(), right_matrix);
     shared.out_columns[n] = exists ? Target::offset(p.out.column_digits, p.out.column, column) : -1;
   }
   const Reader<typename L::Left, T::rows, S::left_pitch> left{p.left, shared.rows,
@@ -64,27 +66,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // A thread finds out where the elements of a column are, for all.
   const auto find = [&](int64_t chunk, int first, int depth) {
-    const int operand = threadIdx.x / kFound, d = first + threadIdx.x % kFound;
+    const int operand = threadIdx.x / kPrefetchedDepths,
+              d = first + threadIdx.x % kPrefetchedDepths;
     if (operand >= 2) return;
     const View& view = operand == 0 ? p.left : p.right;
-    const Part part = d < depth ? view.column_part(chunk + d) : nowhere();
-    shared.depths[operand][d % (2 * kFound)] = addressed<typename L::Left>(part);
+    const Coordinate coordinate = d < depth ? view.column_coordinate(chunk + d) : nowhere();
+    shared.depths[operand][d % (2 * kPrefetchedDepths)] = addressed<typename L::Left>(coordinate);
   };
-  const auto load = [&](int d, S& slab) {
-    left.copy(d % (2 * kFound), slab.left), right.copy(d % (2 * kFound), slab.right);
+  const auto load = [&](int d, S& stage) {
+    left.copy(d % (2 * kPrefetchedDepths), stage.left),
+        right.copy(d % (2 * kPrefetchedDepths), stage.right);
   };
   // Votes, though all threads have the same: so that the compiler knows that branches do not
   // diverge.
-  const bool unsure = __any_sync(~0u, *some_strained);
+  const bool check_range = __any_sync(~0u, *any_out_of_range);
   // Waits for a slab. Returns whether a number of it is strained.
-  const auto arrived = [&](const S& slab) {
+  const auto arrived = [&](const S& stage) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    if (!unsure) return false;
-    uint32_t strain = 0;
-    const auto look = [&](const auto& word) { strain = max(strain, L::strain(word)); };
-    left.visit(slab.left, look), right.visit(slab.right, look);
-    return __any_sync(~0u, __syncthreads_or(strain > L::kPlain)) != 0;
+    if (!check_range) return false;
+    uint32_t offset = 0;
+    const auto look = [&](const auto& word) { offset = max(offset, L::exponent_offset(word)); };
+    left.visit(stage.left, look), right.visit(stage.right, look);
+    return __any_sync(~0u, __syncthreads_or(offset > L::kInRange)) != 0;
   };
 
   const int64_t begin = parts == nullptr ? 0 : blockIdx.y * kChunk;
@@ -96,27 +100,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                       // longer
     find(chunk, 0, depth);
     __syncthreads();
-    load(0, shared.slabs[0]);
-    bool strained = arrived(shared.slabs[0]);
-    for (int d = 0, turn = 0; d < depth; d += kDepth, turn ^= 1) {
-      if (d % kFound == 0) find(chunk, d + kFound, depth);
-      load(d + kDepth, shared.slabs[turn ^ 1]);
-      if (!strained) {
-        add_prepared<Multiplier, T>(sum, shared.slabs[turn], my_row, my_column);
+    load(0, shared.stages[0]);
+    bool out_of_range = arrived(shared.stages[0]);
+    for (int d = 0, current = 0; d < depth; d += kDepth, current ^= 1) {
+      if (d % kPrefetchedDepths == 0) find(chunk, d + kPrefetchedDepths, depth);
+      load(d + kDepth, shared.stages[current ^ 1]);
+      if (!out_of_range) {
+        add_packed<Multiplier, T>(sum, shared.stages[current], my_row, my_column);
       } else {
         float copy[T::R][T::C];
 #pragma unroll
         for (int i = 0; i < T::R; ++i)
 #pragma unroll
           for (int j = 0; j < T::C; ++j) copy[i][j] = sum[i][j];
-        add_strained<Multiplier, T>(copy, shared, turn, p, matrix, first_row, first_column,
-                                    chunk + d, chunk + depth);
+        add_out_of_range<Multiplier, T>(copy, shared, current, p, matrix, first_row, first_column,
+                                        chunk + d, chunk + depth);
 #pragma unroll
         for (int i = 0; i < T::R; ++i)
 #pragma unroll
           for (int j = 0; j < T::C; ++j) sum[i][j] = copy[i][j];
       }
-      strained = arrived(shared.slabs[turn ^ 1]);
+      out_of_range = arrived(shared.stages[current ^ 1]);
     }
     float* out = parts == nullptr ? p.out.data : parts + blockIdx.y * p.batch * p.M * p.N;
     out += matrix * p.out.batch;
@@ -145,54 +149,60 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
 
 // Returns the largest strain of a thread's numbers.
 template <typename L, typename Word>
-__device__ uint32_t prepare_operand(const float* from, int64_t size, Word* to) {
+__device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  uint32_t strain = 0;
+  uint32_t offset = 0;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step) {
     Word word;
-    L::prepare(word, from[i]);
-    strain = max(strain, L::strain(word));
-    if constexpr (L::kPrepared) to[i] = word;
+    L::pack(word, from[i]);
+    offset = max(offset, L::exponent_offset(word));
+    if constexpr (L::kPacked) to[i] = word;
   }
-  return strain;
+  return offset;
 }
 
 // blockIdx.y: the left operand, or the right. Sets `some_strained`, which is 0 before.
 template <typename L>
-__global__ void prepare_operands(const float* left, int64_t left_size, typename L::Left* left_words,
-                                 const float* right, int64_t right_size,
-                                 typename L::Right* right_words, int* some_strained) {
-  const uint32_t strain = blockIdx.y == 0 ? prepare_operand<L>(left, left_size, left_words)
-                                          : prepare_operand<L>(right, right_size, right_words);
-  if (strain > L::kPlain) *some_strained = 1;
+__global__ void pack_operands(const float* left, int64_t left_size, typename L::Left* left_words,
+                              const float* right, int64_t right_size,
+                              typename L::Right* right_words, int* any_out_of_range) {
+  const uint32_t offset = blockIdx.y == 0 ? pack_operand<L>(left, left_size, left_words)
+                                          : pack_operand<L>(right, right_size, right_words);
+  if (offset > L::kInRange) *any_out_of_range = 1;
 }
 
-int64_t tiles(int64_t size, int64_t of) { return (size + of - 1) / of; }
+// Blocks of the kernels whose threads take one element after another: enough to fill any GPU.
+constexpr int64_t kMostPackBlocks = 2048, kMostAddBlocks = 4096;
+
+int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
 template <typename T>
 int64_t tiles_of(const Product& p) {
-  return p.batch * tiles(p.M, T::rows) * tiles(p.N, T::columns);
+  return p.batch * ceil_div(p.M, T::rows) * ceil_div(p.N, T::columns);
 }
 // Whether chunks are divided among blocks.
 template <typename T>
 bool divides(const Product& p, int multiprocessors) {
-  const int64_t chunks = tiles(p.K, kChunk);
+  const int64_t chunks = ceil_div(p.K, kChunk);
   return chunks > 1 && tiles_of<T>(p) < 2 * kBlocks * multiprocessors && chunks <= 65535;
 }
 
-// What a product costs with a tile, in instructions of the multiprocessor that has most to do:
-// three for each of its products, those that load operands, about 25 for the loop over a thread's
-// rows and columns, and 10 to copy an operand. Blocks start in rounds; those of a last chunk, which
-// is shorter, where others are done.
+// Instructions of a thread: for a product and its addition; for the loop over one depth, around the
+// products of the thread's rows and columns (about); for the copy of an element of an operand
+// (about).
+constexpr double kProductCost = 3, kLoopCost = 25, kCopyCost = 10;
+
+// What a matrix product costs with a tile: the instructions of the multiprocessor that has the most
+// to do. Blocks start in rounds; those of a last chunk, which is shorter, start where others ended.
 template <typename T>
 double cost(const Product& p, int multiprocessors) {
-  const double of_depth =
-      double(T::rows) * T::columns * (3 + 1.0 / T::R + 1.0 / T::C + 25.0 / (T::R * T::C)) +
-      10.0 * (T::rows + T::columns);
+  const double of_depth = double(T::rows) * T::columns *
+                              (kProductCost + 1.0 / T::R + 1.0 / T::C + kLoopCost / (T::R * T::C)) +
+                          kCopyCost * (T::rows + T::columns);
   const bool divided = divides<T>(p, multiprocessors);
   const int64_t blocks = tiles_of<T>(p) * (divided ? p.K / kChunk : 1);
-  const int64_t together = std::min<int64_t>(kBlocks, tiles(blocks, multiprocessors));
-  const int64_t rounds = tiles(blocks, together * multiprocessors);
+  const int64_t together = std::min<int64_t>(kBlocks, ceil_div(blocks, multiprocessors));
+  const int64_t rounds = ceil_div(blocks, together * multiprocessors);
   const double share = double(tiles_of<T>(p)) * p.K / multiprocessors;
   return of_depth * std::max(share, double(rounds * together * (divided ? kChunk : p.K)));
 }
@@ -204,32 +214,33 @@ Tensor floats(const Tensor& like, int64_t count) {
 
 // The operands as their products take them, at the same places.
 template <typename L>
-struct Prepared {
+struct Packed {
   using Left = typename L::Left;
   using Right = typename L::Right;
   Tensor memory, flag;
   const Left* left;
   const Right* right;
-  int* some_strained;
+  int* any_out_of_range;
 
-  Prepared(const View& a, const View& b, const Tensor& like, cudaStream_t stream)
-      : memory(floats(like, L::kPrepared ? (a.span + b.span) * 2 : 0)),
+  Packed(const View& a, const View& b, const Tensor& like, cudaStream_t stream)
+      : memory(floats(like, L::kPacked ? (a.span + b.span) * 2 : 0)),
         flag(floats(like, 1)),
         left(reinterpret_cast<const Left*>(a.data)),
         right(reinterpret_cast<const Right*>(b.data)),
-        some_strained(static_cast<int*>(flag.mutable_data_ptr())) {
-    STD_CUDA_CHECK(cudaMemsetAsync(some_strained, 0, sizeof *some_strained, stream));
+        any_out_of_range(static_cast<int*>(flag.mutable_data_ptr())) {
+    STD_CUDA_CHECK(cudaMemsetAsync(any_out_of_range, 0, sizeof *any_out_of_range, stream));
     Left* left_words = nullptr;
     Right* right_words = nullptr;
-    if constexpr (L::kPrepared) {
+    if constexpr (L::kPacked) {
       static_assert(sizeof(Left) == 2 * sizeof(float) && sizeof(Right) == sizeof(Left));
       left = left_words = static_cast<Left*>(memory.mutable_data_ptr());
       right = right_words = reinterpret_cast<Right*>(left_words + a.span);
     }
-    const int64_t blocks = std::min<int64_t>(tiles(std::max(a.span, b.span), kThreads), 2048);
+    const int64_t blocks =
+        std::min<int64_t>(ceil_div(std::max(a.span, b.span), kThreads), kMostPackBlocks);
     if (blocks == 0) return;
-    prepare_operands<L><<<dim3(blocks, 2), kThreads, 0, stream>>>(
-        a.data, a.span, left_words, b.data, b.span, right_words, some_strained);
+    pack_operands<L><<<dim3(blocks, 2), kThreads, 0, stream>>>(
+        a.data, a.span, left_words, b.data, b.span, right_words, any_out_of_range);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
@@ -240,19 +251,19 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   const auto kernel = multiply_matrices<Multiplier, T>;
   constexpr int bytes = sizeof(Shared<Multiplier, T>);
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  const int64_t row_tiles = tiles(p.M, T::rows), column_tiles = tiles(p.N, T::columns);
-  const int64_t blocks = tiles_of<T>(p), chunks = tiles(p.K, kChunk);
+  const int64_t row_tiles = ceil_div(p.M, T::rows), column_tiles = ceil_div(p.N, T::columns);
+  const int64_t blocks = tiles_of<T>(p), chunks = ceil_div(p.K, kChunk);
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "the result: too large");
-  const Prepared<L> operands(p.left, p.right, like, stream);
+  const Packed<L> operands(p.left, p.right, like, stream);
   const bool divided = divides<T>(p, multiprocessors);
   const int64_t size = p.batch * p.M * p.N;
   Tensor parts = floats(like, divided ? chunks * size : 0);
   auto* data = divided ? static_cast<float*>(parts.mutable_data_ptr()) : nullptr;
   kernel<<<dim3(blocks, divided ? chunks : 1), kThreads, bytes, stream>>>(
-      p, operands.left, operands.right, operands.some_strained, row_tiles, column_tiles, data);
+      p, operands.left, operands.right, operands.any_out_of_range, row_tiles, column_tiles, data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   if (!divided) return;
-  add_chunks<<<std::min<int64_t>(tiles(size, kThreads), 4096), kThreads, 0, stream>>>(
+  add_chunks<<<std::min<int64_t>(ceil_div(size, kThreads), kMostAddBlocks), kThreads, 0, stream>>>(
       data, chunks, size, p.out.data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

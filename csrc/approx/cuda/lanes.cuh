@@ -18,7 +18,7 @@ constexpr int kOne = 127 << 23;  // the bits of 1.0
 // Exponents of numbers that are not zero: 1 to 254; 255 is infinite or NaN.
 struct Range {
   int least = 255, most = 0;
-  __device__ void take(float value) {
+  __device__ void include(float value) {
     const int e = exponent(float_bits(value));
     if (e != 0) least = min(least, e), most = max(most, e);
   }
@@ -37,13 +37,15 @@ struct Lane<Exact> {
     float value;
   };
   using Right = Left;
-  static constexpr bool kPrepared = false;  // operands are what they came as
-  __device__ static void prepare(Left& a, float value) { a.value = value; }
-  static constexpr uint32_t kPlain = 0x7f7fffff;
-  __device__ static uint32_t strain(const Left& a) { return float_bits(a.value) & 0x7fffffff; }
+  static constexpr bool kPacked = false;  // operands are what they came as
+  __device__ static void pack(Left& a, float value) { a.value = value; }
+  static constexpr uint32_t kInRange = 0x7f7fffff;
+  __device__ static uint32_t exponent_offset(const Left& a) {
+    return float_bits(a.value) & 0x7fffffff;
+  }
   __device__ static bool zero(const Left&) { return false; }
   __device__ static bool large(const Left&) { return false; }
-  __device__ static bool holds(const Range&, const Range&) { return true; }
+  __device__ static bool fast(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
   template <bool>
   __device__ static void add(float& sum, const Left& a, const Right& b, bool) {
@@ -54,7 +56,7 @@ struct Lane<Exact> {
 template <int keep, bool corrected>
 struct Lane<Logarithmic<keep, corrected>> {
   using Definition = Logarithmic<keep, corrected>;
-  static constexpr bool kPrepared = true;
+  static constexpr bool kPacked = true;
   static constexpr int kMantissa = Definition::kMantissa, kTop = kMantissa + 1;
   static constexpr int kCorrection = Definition::kCorrection & Definition::kKept;
   static constexpr int kAfterCarry = (Definition::kCorrection >> 1) & Definition::kKept;
@@ -80,29 +82,33 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static int kept(int bits) {
     return (bits & (~kMantissa | Definition::kKept)) | Definition::kSet;
   }
-  __device__ static void prepare(Left& a, float value) {
+  __device__ static void pack(Left& a, float value) {
     const int bits = float_bits(value);
     // One in twenty-five, of evenly spread mantissas.
     const bool large = kCorrection != 0 && (kept(bits) & kMantissa) >= kTop - kAfterCarry + 1;
     a = {kept(bits), exponent(bits) == 0 ? 0.0f : bits_float((bits & ~kMantissa) | int{large})};
   }
-  __device__ static void prepare(Right& b, float value) {
+  __device__ static void pack(Right& b, float value) {
     const int bits = float_bits(value);
     const float unit = kCorrection == 0 ? 1.0f : float{kCorrection} / kTop;
     b = {0, 0.0f};
     if (exponent(bits) != 0) b = {kept(bits) - kLess, bits_float(bits & ~kMantissa) * unit};
   }
   // Exponents 64 to 190, and zeros.
-  static constexpr uint32_t kPlain = (190 - 64) << 23;
-  __device__ static uint32_t strain(const Left& a) { return zero(a) ? 0 : strain(a.bits); }
-  __device__ static uint32_t strain(const Right& b) { return zero(b) ? 0 : strain(b.bits + kLess); }
-  __device__ static uint32_t strain(int bits) { return (bits & 0x7f800000) - (64 << 23); }
+  static constexpr uint32_t kInRange = (190 - 64) << 23;
+  __device__ static uint32_t exponent_offset(const Left& a) {
+    return zero(a) ? 0 : exponent_offset(a.bits);
+  }
+  __device__ static uint32_t exponent_offset(const Right& b) {
+    return zero(b) ? 0 : exponent_offset(b.bits + kLess);
+  }
+  __device__ static uint32_t exponent_offset(int bits) { return (bits & 0x7f800000) - (64 << 23); }
   template <typename T>
   __device__ static bool zero(const T& operand) {
     return operand.power == 0;
   }
   // Whether no product of such numbers leaves the range of exponents.
-  __device__ static bool holds(const Range& a, const Range& b) {
+  __device__ static bool fast(const Range& a, const Range& b) {
     return a.least + b.least - 127 >= 1 && a.most + b.most - 127 + 1 <= 254;
   }
   // A number that gives the same products, of one that is not special.

@@ -17,9 +17,10 @@ namespace hoconv::approx {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMostBlocks = 1 << 20;  // threads of as many take one element after another
 
 int64_t blocks_for(int64_t elements) {
-  return std::clamp<int64_t>((elements + kThreads - 1) / kThreads, 1, 1 << 20);
+  return std::clamp<int64_t>((elements + kThreads - 1) / kThreads, 1, kMostBlocks);
 }
 
 template <typename Multiplier>

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "approx/cuda/lanes.cuh"
-#include "approx/cuda/slab.cuh"
+#include "approx/cuda/stage.cuh"
 
 namespace hoconv::approx {
 
@@ -32,7 +32,7 @@ struct Groups {
 
   template <typename L, int pitch>
   __device__ __forceinline__ void find(const typename L::Left* left) {
-    if constexpr (!L::kPrepared) return;
+    if constexpr (!L::kPacked) return;
     const int lane = threadIdx.x % 32, group = lane / lanes;
     const auto* first = left + group * rows / T::R * pitch + T::row(group * rows % T::R);
     bool zero = false, some_large = false;
@@ -54,14 +54,14 @@ struct Groups {
 
 // The products of a slab as they were prepared.
 template <typename Multiplier, typename T>
-__device__ __forceinline__ void add_prepared(float (&sum)[T::R][T::C],
-                                             const Slab<Multiplier, T>& slab, int first_row,
-                                             int first_column) {
+__device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
+                                           const Stage<Multiplier, T>& stage, int first_row,
+                                           int first_column) {
   using L = Lane<Multiplier>;
-  using S = Slab<Multiplier, T>;
+  using S = Stage<Multiplier, T>;
   using Rows = Pair<typename L::Left>;
-  const typename L::Left* left = slab.left + first_row;
-  const typename L::Right* right = slab.right + first_column;
+  const typename L::Left* left = stage.left + first_row;
+  const typename L::Right* right = stage.right + first_column;
   Groups<T> groups;
   groups.template find<L, S::left_pitch>(left);
   // Operands are read long before they are needed: those of two rows while the two before are
@@ -124,15 +124,15 @@ __device__ __forceinline__ void add_prepared(float (&sum)[T::R][T::C],
 
 // By the definition, of what was prepared.
 template <typename Multiplier, typename T>
-__device__ void add_defined(float (&sum)[T::R][T::C], const Slab<Multiplier, T>& slab) {
+__device__ void add_by_definition(float (&sum)[T::R][T::C], const Stage<Multiplier, T>& stage) {
   using L = Lane<Multiplier>;
-  using S = Slab<Multiplier, T>;
+  using S = Stage<Multiplier, T>;
   for (int d = 0; d < kDepth; ++d)
     for (int i = 0; i < T::R; ++i) {
-      const float x = L::original(slab.left[d * S::left_pitch + T::first_row() + T::row(i)]);
+      const float x = L::original(stage.left[d * S::left_pitch + T::first_row() + T::row(i)]);
       for (int j = 0; j < T::C; ++j) {
         const float y =
-            L::original(slab.right[d * S::right_pitch + T::first_column() + T::column(j)]);
+            L::original(stage.right[d * S::right_pitch + T::first_column() + T::column(j)]);
         sum[i][j] = __fadd_rn(sum[i][j], Multiplier::multiply(x, y));
       }
     }
@@ -144,14 +144,15 @@ template <typename Multiplier, typename T>
 __device__ void add_special(float (&sum)[T::R][T::C], const Product& p, int64_t matrix,
                             int64_t first_row, int64_t first_column, int64_t k, int64_t last) {
   for (int d = 0; d < kDepth && k + d < last; ++d) {
-    const Part part_a = p.left.column_part(k + d), part_b = p.right.column_part(k + d);
+    const Coordinate coordinate_a = p.left.column_coordinate(k + d),
+                     coordinate_b = p.right.column_coordinate(k + d);
     for (int i = 0; i < T::R; ++i)
       for (int j = 0; j < T::C; ++j) {
         const int64_t m = first_row + T::first_row() + T::row(i);
         const int64_t n = first_column + T::first_column() + T::column(j);
         if (m >= p.M || n >= p.N) continue;
-        const float x = p.left(matrix, p.left.row_part(m), part_a);
-        const float y = p.right(matrix, p.right.row_part(n), part_b);
+        const float x = p.left(matrix, p.left.row_coordinate(m), coordinate_a);
+        const float y = p.right(matrix, p.right.row_coordinate(n), coordinate_b);
         const bool left_out = (p.left.leaves_out && float_bits(x) == INT32_MIN) ||
                               (p.right.leaves_out && float_bits(y) == INT32_MIN);
         if (!left_out) sum[i][j] = __fadd_rn(sum[i][j], Multiplier::multiply(x, y));
@@ -162,20 +163,20 @@ __device__ void add_special(float (&sum)[T::R][T::C], const Product& p, int64_t 
 // Adds a slab whose numbers are not all plain. By a call: its sums are in memory, so that they can
 // stay in registers elsewhere.
 template <typename Multiplier, typename T>
-__device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multiplier, T>& shared,
-                                          int turn, const Product& p, int64_t matrix,
-                                          int64_t first_row, int64_t first_column, int64_t k,
-                                          int64_t last) {
+__device__ __noinline__ void add_out_of_range(float (&sum)[T::R][T::C],
+                                              Shared<Multiplier, T>& shared, int current,
+                                              const Product& p, int64_t matrix, int64_t first_row,
+                                              int64_t first_column, int64_t k, int64_t last) {
   using L = Lane<Multiplier>;
-  using S = Slab<Multiplier, T>;
-  const S& slab = shared.slabs[turn];
+  using S = Stage<Multiplier, T>;
+  const S& stage = shared.stages[current];
   if (threadIdx.x < 4) shared.range[threadIdx.x] = threadIdx.x % 2 ? 0 : 255;
   __syncthreads();
   Range range[2];
   for (int n = threadIdx.x; n < kDepth * T::rows; n += kThreads)
-    range[0].take(L::original(slab.left[n / T::rows * S::left_pitch + n % T::rows]));
+    range[0].include(L::original(stage.left[n / T::rows * S::left_pitch + n % T::rows]));
   for (int n = threadIdx.x; n < kDepth * T::columns; n += kThreads)
-    range[1].take(L::original(slab.right[n / T::columns * S::right_pitch + n % T::columns]));
+    range[1].include(L::original(stage.right[n / T::columns * S::right_pitch + n % T::columns]));
   for (int n = 0; n < 2; ++n) {
     atomicMin(&shared.range[2 * n], range[n].least);
     atomicMax(&shared.range[2 * n + 1], range[n].most);
@@ -184,10 +185,10 @@ __device__ __noinline__ void add_strained(float (&sum)[T::R][T::C], Shared<Multi
   const Range a{shared.range[0], shared.range[1]}, b{shared.range[2], shared.range[3]};
   if (a.special() || b.special())
     add_special<Multiplier, T>(sum, p, matrix, first_row, first_column, k, last);
-  else if (L::holds(a, b) || a.most == 0 || b.most == 0)
-    add_prepared<Multiplier, T>(sum, slab, T::first_row(), T::first_column());
+  else if (L::fast(a, b) || a.most == 0 || b.most == 0)
+    add_packed<Multiplier, T>(sum, stage, T::first_row(), T::first_column());
   else
-    add_defined<Multiplier, T>(sum, slab);
+    add_by_definition<Multiplier, T>(sum, stage);
 }
 
 }  // namespace hoconv::approx

@@ -53,7 +53,7 @@ template <int columns>
 struct Tiles {
   static constexpr int kHeight = kWarps * kRows, kWidth = 32 * columns;
   // In shared memory.
-  struct Slab {
+  struct Stage {
     alignas(16) uint8_t left[kDepth][kHeight], right[kDepth][kWidth];
   };
   Bytes left, right;
@@ -73,28 +73,28 @@ struct Tiles {
 
   // Those of this block; table[256 * a + b] is the product of a and b.
   template <typename T>
-  __device__ void compute(const T* table, Slab& slab) const {
+  __device__ void compute(const T* table, Stage& stage) const {
     for (int64_t tile = blockIdx.x; tile < count(); tile += gridDim.x)
-      compute(table, slab, tile / across / down, tile / across % down * kHeight,
+      compute(table, stage, tile / across / down, tile / across % down * kHeight,
               tile % across * kWidth);
   }
 
  private:
   template <typename T>
-  __device__ void compute(const T* table, Slab& slab, int64_t n, int64_t first_row,
+  __device__ void compute(const T* table, Stage& stage, int64_t n, int64_t first_row,
                           int64_t first_column) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t sum[kRows][columns] = {};
     for (int64_t k = 0; k < p.K; k += kDepth) {
       __syncthreads();
-      load(slab.left, left, n, first_row, p.M, k, p.K);
-      load(slab.right, right, n, first_column, p.N, k, p.K);
+      load(stage.left, left, n, first_row, p.M, k, p.K);
+      load(stage.right, right, n, first_column, p.N, k, p.K);
       __syncthreads();
       const int depth = min(int64_t{kDepth}, p.K - k);
 #pragma unroll 1
       for (int d = 0; d < depth; ++d) {
-        const auto x = reinterpret_cast<const Pack<uint8_t, kRows>*>(slab.left[d])[warp];
-        const auto y = reinterpret_cast<const Pack<uint8_t, columns>*>(slab.right[d])[lane];
+        const auto x = reinterpret_cast<const Pack<uint8_t, kRows>*>(stage.left[d])[warp];
+        const auto y = reinterpret_cast<const Pack<uint8_t, columns>*>(stage.right[d])[lane];
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -114,7 +114,7 @@ struct Tiles {
 template <int columns, bool shared>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply(Tiles<columns> tiles, const int32_t* __restrict__ table) {
-  __shared__ typename Tiles<columns>::Slab slab;
+  __shared__ typename Tiles<columns>::Stage stage;
   if constexpr (shared) {
     extern __shared__ uint16_t products[];
     bool is_signed = true, is_unsigned = true;
@@ -125,10 +125,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       products[i] = static_cast<uint16_t>(product);
     }
     if (__syncthreads_and(is_signed))
-      return tiles.compute(reinterpret_cast<const int16_t*>(products), slab);
-    if (__syncthreads_and(is_unsigned)) return tiles.compute(products, slab);
+      return tiles.compute(reinterpret_cast<const int16_t*>(products), stage);
+    if (__syncthreads_and(is_unsigned)) return tiles.compute(products, stage);
   }
-  tiles.compute(table, slab);
+  tiles.compute(table, stage);
 }
 
 template <int columns, bool shared>
@@ -154,7 +154,7 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
   const auto multiply_by = [&](auto columns) {
     const Tiles<columns> tiles(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
     const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
-    constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Slab);
+    constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Stage);
     if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed)
       launch<columns, true>(tiles, products, current.stream);
     else

@@ -58,12 +58,12 @@ inline Tensor compact(const Tensor& t) {
 }
 
 // What a row or a column adds to the place of an element.
-struct alignas(16) Part {
+struct alignas(16) Coordinate {
   int64_t offset;
   int y, x;
 };
 
-struct Axis {
+struct IndexMap {
   Digits digits;
   int64_t stride;              // of the first digit, in elements
   int y_step = 0, x_step = 0;  // of the second and third, in rows and columns
@@ -80,20 +80,23 @@ struct View {
   int64_t batch;  // strides, in elements
   int64_t y_stride, x_stride;
   int height, width, y_every, x_every;  // of the image, and how far its pixels are apart
-  Axis row, column;
+  IndexMap row, column;
   bool leaves_out;
   bool along_columns;  // neighbouring columns are neighbours in memory, rather than rows
 
-  __device__ Part row_part(uint32_t index) const { return part(row, index, 0); }
-  __device__ Part column_part(uint32_t index) const { return part(column, index, 1); }
+  __device__ Coordinate row_coordinate(uint32_t index) const { return coordinate(row, index, 0); }
+  __device__ Coordinate column_coordinate(uint32_t index) const {
+    return coordinate(column, index, 1);
+  }
 
   // Whether there is an element, and where.
-  __device__ __forceinline__ bool find(const Part& i, const Part& k, int64_t& offset) const {
+  __device__ __forceinline__ bool find(const Coordinate& i, const Coordinate& k,
+                                       int64_t& offset) const {
     offset = i.offset + k.offset;
     return (static_cast<unsigned>(i.y + k.y) < static_cast<unsigned>(height)) &
            (static_cast<unsigned>(i.x + k.x) < static_cast<unsigned>(width));
   }
-  __device__ float operator()(int64_t matrix, const Part& i, const Part& k) const {
+  __device__ float operator()(int64_t matrix, const Coordinate& i, const Coordinate& k) const {
     int64_t offset;
     if (!find(i, k, offset)) return leaves_out ? -0.0f : 0.0f;
     const float value = __ldg(data + matrix * batch + offset);
@@ -104,13 +107,13 @@ struct View {
   // A row's y is a multiple of y_every and a rest, a column's one less a rest: the sum of two is a
   // multiple where the rests are the same. So is x. Another sum is made to lie outside of the
   // image.
-  __device__ Part part(const Axis& axis, uint32_t index, int up) const {
+  __device__ Coordinate coordinate(const IndexMap& map, uint32_t index, int up) const {
     uint32_t digit[3];
-    axis.digits.split(index, digit);
-    int y = axis.y_first + static_cast<int>(digit[1]) * axis.y_step;
-    int x = axis.x_first + static_cast<int>(digit[2]) * axis.x_step;
+    map.digits.split(index, digit);
+    int y = map.y_first + static_cast<int>(digit[1]) * map.y_step;
+    int x = map.x_first + static_cast<int>(digit[2]) * map.x_step;
     const int apart_y = divide(y, y_every, up), apart_x = divide(x, x_every, up);
-    return {digit[0] * axis.stride + y * y_stride + x * x_stride, y + apart_y, x + apart_x};
+    return {digit[0] * map.stride + y * y_stride + x * x_stride, y + apart_y, x + apart_x};
   }
   // Divides, rounding down or up. Returns the rest, which is from 0 to by - 1, times more than any
   // quotient: of a row, or less than 0 of a column.

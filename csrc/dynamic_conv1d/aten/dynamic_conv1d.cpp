@@ -30,10 +30,10 @@ Tensor padded(const Tensor& x, const Problem& p) {
 }
 
 // What a tap sees of a padded sequence: a view
-Tensor window(Tensor padded, const Problem& p, int64_t tap) { return narrow(padded, 3, tap, p.T); }
+Tensor shifted(Tensor padded, const Problem& p, int64_t tap) { return narrow(padded, 3, tap, p.T); }
 
 // The weights of a tap, (B or 1, H, 1, T or 1)
-Tensor kernel(const Tensor& weight, int64_t tap) {
+Tensor tap_weights(const Tensor& weight, int64_t tap) {
   return torch::stable::unsqueeze(widen(select(weight, 2, tap)), 2);
 }
 
@@ -41,9 +41,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
   const Problem p(x, weight.sizes(), padding);
   check_alike(weight, x, "weight");
   const Tensor sequence = padded(x, p);
-  Tensor sum = multiply(window(sequence, p, 0), kernel(weight, 0));
+  Tensor sum = multiply(shifted(sequence, p, 0), tap_weights(weight, 0));
   for (int64_t tap = 1; tap < p.K; ++tap)
-    sum = add(sum, multiply(window(sequence, p, tap), kernel(weight, tap)));
+    sum = add(sum, multiply(shifted(sequence, p, tap), tap_weights(weight, tap)));
   Tensor out = empty_like(x);
   Tensor target = heads(out, p);
   copy_(target, sum);
@@ -57,8 +57,8 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
   Tensor sum = padded(grad, p);  // for its shape and type
   torch::stable::zero_(sum);
   for (int64_t tap = 0; tap < p.K; ++tap) {
-    Tensor target = window(sum, p, tap);
-    copy_(target, add(target, multiply(gradient, kernel(weight, tap))));
+    Tensor target = shifted(sum, p, tap);
+    copy_(target, add(target, multiply(gradient, tap_weights(weight, tap))));
   }
   Tensor out = empty_like(grad);
   Tensor target = heads(out, p);
@@ -77,7 +77,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   if (p.batch_shared) summed.push_back(0);
   if (p.time_shared) summed.push_back(3);
   for (int64_t tap = 0; tap < p.K; ++tap) {
-    const Tensor products = multiply(gradient, window(sequence, p, tap));
+    const Tensor products = multiply(gradient, shifted(sequence, p, tap));
     Tensor target = select(out, 2, tap);
     copy_(target, select(torch::stable::sum(products, summed, /*keepdim=*/true), 2, 0));
   }

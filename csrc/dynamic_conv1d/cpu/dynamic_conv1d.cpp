@@ -28,8 +28,12 @@ namespace {
 constexpr int64_t kChannels = 4;   // computed at once: they share the weights' registers
 constexpr int64_t kRegisters = 2;  // of time steps at once: sums that do not wait for each other
 constexpr int64_t kTaps = 4;       // sums over time at once
-constexpr int64_t kStripBytes = int64_t{1} << 17;
-constexpr int64_t kStrips = 64;  // wanted, for threads to share
+constexpr int64_t kStripBytes = int64_t{1} << 17;  // of weights: a small part of the L2 cache
+// Wanted, for threads to share; not their number, on which no sum may depend.
+constexpr int64_t kStrips = 64;
+// Of a strip: at least so many that the halo is a small part of what is copied; at most so many
+// that the copied rows of x and of the output, kChannels each, take 32 KiB in float32.
+constexpr int64_t kFewestSteps = 64, kMostSteps = 1024;
 
 template <typename A>
 constexpr int64_t kBlock = kRegisters * Vec<A>::size;  // steps computed at once
@@ -50,7 +54,7 @@ struct Strips {
   Strips(const Problem& p, int64_t element_size) {
     const int64_t cached = kStripBytes / (p.K * element_size);
     const int64_t fair = p.T * p.B * p.H / kStrips;
-    steps = std::clamp<int64_t>(std::min(cached, fair), 64, 1024);
+    steps = std::clamp<int64_t>(std::min(cached, fair), kFewestSteps, kMostSteps);
     count = (p.T + steps - 1) / steps;
   }
 };
@@ -78,14 +82,14 @@ struct Worker {
   using V = Vec<A>;
 
   const Problem& p;
-  Rows<A> kernel;              // (K, steps): the weights, or their gradient
+  Rows<A> weights;             // (K, steps): the weights, or their gradient
   Rows<A> in;                  // (channels, steps + K - 1)
   Rows<A> out;                 // (channels, steps): sums, or the output's gradient
   std::vector<double> totals;  // of each tap, over time
 
   Worker(const Problem& p, int64_t steps)
       : p(p),
-        kernel(p.K, steps),
+        weights(p.K, steps),
         in(kChannels, round_up(steps, kBlock<A>) + p.K - 1 + kTaps),
         out(kChannels, steps),
         totals(p.K) {}
@@ -94,7 +98,7 @@ struct Worker {
   void forward(const T* weight, const WeightStrides& ws, const T* x, const Strides& xs, T* y,
                const Strides& ys, int64_t first, int64_t steps) {
     for (int64_t j = 0; j < p.K; ++j)
-      load_padded(kernel.row(j), weight + j * ws.k, ws.t, first, steps, p.T);
+      load_padded(weights.row(j), weight + j * ws.k, ws.t, first, steps, p.T);
     convolve(x, xs, first - p.before, y, ys, first, steps);
   }
 
@@ -104,7 +108,7 @@ struct Worker {
                   const Strides& ys, int64_t first, int64_t steps) {
     const int64_t start = first - p.mirrored_before();
     for (int64_t i = 0; i < p.K; ++i)
-      load_padded(kernel.row(i), weight + (p.K - 1 - i) * ws.k, ws.t, start + i, steps, p.T);
+      load_padded(weights.row(i), weight + (p.K - 1 - i) * ws.k, ws.t, start + i, steps, p.T);
     convolve(grad, gs, start, y, ys, first, steps);
   }
 
@@ -118,9 +122,9 @@ struct Worker {
         typename V::type g[N];
         for (int64_t m = 0; m < N; ++m) g[m] = V::load(out.row(m) + t);
         for (int64_t j = 0; j < p.K; ++j) {
-          auto sum = V::load(kernel.row(j) + t);
+          auto sum = V::load(weights.row(j) + t);
           for (int64_t m = 0; m < N; ++m) sum += g[m] * V::load(in.row(m) + t + j);
-          V::store(kernel.row(j) + t, sum);
+          V::store(weights.row(j) + t, sum);
         }
       }
     });
@@ -168,8 +172,8 @@ struct Worker {
       load<N>(in, x + c * xs.c, xs, start, steps + p.K - 1);
       for (int64_t t = 0; t < steps; t += kBlock<A>) {
         typename V::type sum[N][kRegisters] = {};
-        const A *weight = kernel.row(0) + t, *line = in.row(0) + t;
-        for (int64_t j = 0; j < p.K; ++j, weight += kernel.width, ++line) {
+        const A *weight = weights.row(0) + t, *line = in.row(0) + t;
+        for (int64_t j = 0; j < p.K; ++j, weight += weights.width, ++line) {
           for (int64_t u = 0; u < kRegisters; ++u) {
             const auto factor = V::load(weight + u * V::size);
             for (int64_t m = 0; m < N; ++m)
@@ -197,7 +201,7 @@ T* head(Tensor& x, const Problem& p, int64_t b, int64_t h) {
   return const_cast<T*>(head<T>(std::as_const(x), p, b, h));
 }
 template <typename T>
-const T* kernels(const Tensor& weight, const WeightStrides& s, int64_t b, int64_t h) {
+const T* weights(const Tensor& weight, const WeightStrides& s, int64_t b, int64_t h) {
   return static_cast<const T*>(weight.const_data_ptr()) + b * s.b + h * s.h;
 }
 
@@ -226,7 +230,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
     using T = decltype(zero);
     const Strips strips(p, sizeof(acc_t<T>));
     for_each_strip<T>(p, strips, p.B, [&](auto& worker, auto b, auto h, auto, auto first, auto n) {
-      worker.forward(kernels<T>(weight, ws, b, h), ws, head<T>(x, p, b, h), xs,
+      worker.forward(weights<T>(weight, ws, b, h), ws, head<T>(x, p, b, h), xs,
                      head<T>(out, p, b, h), ys, first, n);
     });
   });
@@ -244,7 +248,7 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
     using T = decltype(zero);
     const Strips strips(p, sizeof(acc_t<T>));
     for_each_strip<T>(p, strips, p.B, [&](auto& worker, auto b, auto h, auto, auto first, auto n) {
-      worker.grad_input(kernels<T>(weight, ws, b, h), ws, head<T>(grad, p, b, h), gs,
+      worker.grad_input(weights<T>(weight, ws, b, h), ws, head<T>(grad, p, b, h), gs,
                         head<T>(out, p, b, h), ys, first, n);
     });
   });
@@ -259,13 +263,13 @@ void grad_weight_of_steps(const Problem& p, const Tensor& grad, const Tensor& x,
   const Strips strips(p, sizeof(acc_t<T>));
   for_each_strip<T>(p, strips, p.weight_batch(),
                     [&](auto& worker, auto b, auto h, auto, auto first, auto steps) {
-                      auto& sums = worker.kernel;
+                      auto& sums = worker.weights;
                       std::fill(sums.storage.begin(), sums.storage.end(), acc_t<T>(0));
                       const int64_t last = p.batch_shared ? p.B : b + 1;
                       for (int64_t sequence = b; sequence < last; ++sequence)
                         worker.add_products(head<T>(grad, p, sequence, h), gs,
                                             head<T>(x, p, sequence, h), xs, first, steps);
-                      T* target = const_cast<T*>(kernels<T>(out, os, b, h)) + first * os.t;
+                      T* target = const_cast<T*>(weights<T>(out, os, b, h)) + first * os.t;
                       for (int64_t j = 0; j < p.K; ++j)
                         store_row<T>(target + j * os.k, os.t, sums.row(j), steps);
                     });
@@ -293,7 +297,7 @@ void grad_weight_over_time(const Problem& p, const Tensor& grad, const Tensor& x
         double sum = 0;
         for (int64_t sequence = b; sequence < last; ++sequence)
           for (int64_t strip = 0; strip < strips.count; ++strip) sum += part(sequence, strip, h)[j];
-        const_cast<T*>(kernels<T>(out, os, b, h))[j * os.k] =
+        const_cast<T*>(weights<T>(out, os, b, h))[j * os.k] =
             static_cast<T>(static_cast<acc_t<T>>(sum));
       }
     }

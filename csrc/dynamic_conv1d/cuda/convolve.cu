@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 
     const float* row = rows + warp * N * g.row + lane * kSteps;
-    const float* kernel = taps + lane * kSteps;
+    const float* tap_weight = taps + lane * kSteps;
     float sum[N][kSteps] = {}, window[N][4];
 #pragma unroll
     for (int m = 0; m < N; ++m) load_four(row + m * g.row, window[m]);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
       float factor[4][kSteps], next[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (j + i < g.K) load_four(kernel + (j + i) * kTile, factor[i]);
+        if (j + i < g.K) load_four(tap_weight + (j + i) * kTile, factor[i]);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
         load_four(row + m * g.row + j + 4, next);

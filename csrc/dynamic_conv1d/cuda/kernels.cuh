@@ -21,7 +21,6 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSteps = 4;  // of a thread: 16 bytes of shared memory
 constexpr int kTile = 32 * kSteps;
-constexpr int64_t kEnoughBlocks = 1024;  // to fill a GPU: work is not split further
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 constexpr int64_t kMostSharedBytes = 48 * 1024;  // that need not be asked for
 

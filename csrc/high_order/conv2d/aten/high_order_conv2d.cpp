@@ -32,13 +32,13 @@ Tensor padded(const Tensor& image, const Problem& p) {
 }
 
 // What a tap sees of a padded image (B, G, C / G, H + before + after, W + before + after): a view
-Tensor window(Tensor image, const Problem& p, int64_t tap) {
+Tensor shifted(Tensor image, const Problem& p, int64_t tap) {
   Tensor rows = narrow(image, 3, tap / p.k * p.down.dilation, p.H);
   return narrow(rows, 4, tap % p.k * p.across.dilation, p.W);
 }
 
 // The weights of a tap, (B, G, 1, H, W)
-Tensor kernel(const Tensor& weight, int64_t tap) {
+Tensor tap_weights(const Tensor& weight, int64_t tap) {
   return torch::stable::unsqueeze(widen(select(weight, 0, tap)), 2);
 }
 
@@ -46,9 +46,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
   check_alike(weight, x, "weight");
   const Tensor image = padded(x, p);
-  Tensor sum = multiply(window(image, p, 0), kernel(weight, 0));
+  Tensor sum = multiply(shifted(image, p, 0), tap_weights(weight, 0));
   for (int64_t tap = 1; tap < p.k * p.k; ++tap)
-    sum = add(sum, multiply(window(image, p, tap), kernel(weight, tap)));
+    sum = add(sum, multiply(shifted(image, p, tap), tap_weights(weight, tap)));
   Tensor out = empty_like(x);
   Tensor target = grouped(out, p);
   copy_(target, sum);
@@ -62,8 +62,8 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
   Tensor sum = padded(grad, p);  // for its shape and type
   torch::stable::zero_(sum);
   for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
-    Tensor target = window(sum, p, tap);
-    copy_(target, add(target, multiply(gradient, kernel(weight, tap))));
+    Tensor target = shifted(sum, p, tap);
+    copy_(target, add(target, multiply(gradient, tap_weights(weight, tap))));
   }
   Tensor out = empty_like(grad);
   Tensor target = grouped(out, p);
@@ -80,7 +80,7 @@ Tensor grad_weight_into(Tensor out, const Tensor& grad, const Tensor& x, int64_t
   const std::array<int64_t, 1> channels{2};
   for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
     Tensor target = select(out, 0, tap);
-    copy_(target, torch::stable::sum(multiply(gradient, window(image, p, tap)),
+    copy_(target, torch::stable::sum(multiply(gradient, shifted(image, p, tap)),
                                      torch::headeronly::IntHeaderOnlyArrayRef(channels)));
   }
   return out;

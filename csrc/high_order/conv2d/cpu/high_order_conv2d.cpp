@@ -25,9 +25,10 @@
 namespace hoconv::high_order::conv2d {
 namespace {
 
-constexpr int64_t kChannelBlock = 4;  // channels that share a weight register
-constexpr int64_t kTapBlock = 6;      // weight gradients kept in registers at once
-constexpr int64_t kStripBytes = int64_t{1} << 17;
+constexpr int64_t kChannelBlock = 4;               // channels that share a weight register
+constexpr int64_t kTapBlock = 6;                   // weight gradients kept in registers at once
+constexpr int64_t kStripBytes = int64_t{1} << 17;  // a small part of the L2 cache
+constexpr int64_t kStripsAThread = 4;              // so that no thread waits long for the last
 constexpr int64_t kRowsAhead = 4;  // that weights read in place are fetched before their use
 
 // Calls f(w, U) for blocks of U registers from column w on that cover a row of W: Most at once,
@@ -53,7 +54,7 @@ struct Strips {
     const int64_t image = (p.W + halo) * std::max<int64_t>(p.group_channels(), 1);
     const int64_t row_bytes = (p.k * p.k * (p.W + halo) + 2 * image) * element_size;
     const int64_t threads = torch::stable::get_num_threads();
-    const int64_t fair = p.B * p.G * p.H / (4 * threads) + 1;
+    const int64_t fair = p.B * p.G * p.H / (kStripsAThread * threads) + 1;
     rows = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(row_bytes, 1), 1, fair);
     per_image = (p.H + rows - 1) / rows;
   }
@@ -69,7 +70,7 @@ struct Worker {
   const int64_t rows;      // of a strip
   PaddedImage<T> x, grad;  // grad has its padding swapped: there the taps are mirrored
   const int64_t width;
-  Scratch<A> kernels, buffer;  // (k * k, rows, width); rows of output
+  Scratch<A> weights, buffer;  // (k * k, rows, width); rows of output
 
   Worker(const Problem& p, int64_t rows, bool needs_x, bool needs_grad)
       : p(p),
@@ -79,11 +80,11 @@ struct Worker {
         grad(needs_grad ? p.group_channels() : 0, rows + p.down.reach(), p.W, p.across.after,
              p.across.before),
         width(x.width) {
-    kernels.resize(p.k * p.k * rows * width);
+    weights.resize(p.k * p.k * rows * width);
     buffer.resize(kChannelBlock * round_up(p.W, V::size));
   }
 
-  A* kernel_row(int64_t tap, int64_t r) { return kernels.data + (tap * rows + r) * width; }
+  A* weight_row(int64_t tap, int64_t r) { return weights.data + (tap * rows + r) * width; }
 
   void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
     x.fill(image, s, first - p.down.before, count + p.down.reach(), p.H, p.W);
@@ -99,14 +100,14 @@ struct Worker {
     if (!in_place)
       for (int64_t tap = 0; tap < p.k * p.k; ++tap)
         for (int64_t r = 0; r < count; ++r)
-          load_row<T>(kernel_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
+          load_row<T>(weight_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
     for (int64_t r = 0; r < count; ++r) {
       const T* row = weight + (first + r) * ws.h;
-      const A* kernel = in_place ? reinterpret_cast<const A*>(row) : kernel_row(0, r);
+      const A* tap_weight = in_place ? reinterpret_cast<const A*>(row) : weight_row(0, r);
       const int64_t next_tap = in_place ? ws.tap : rows * width;
       const T* next = row + (in_place ? kRowsAhead : count) * ws.h;
       for_each_block<kChannelBlock>(x.channels, [&](int64_t c, auto N) {
-        apply<N, false>(x, c, r, kernel, next_tap, next, ws, out, os, first);
+        apply<N, false>(x, c, r, tap_weight, next_tap, next, ws, out, os, first);
       });
     }
   }
@@ -119,7 +120,7 @@ struct Worker {
       // ends.
       const int64_t dy = p.down.dilation * (tap / p.k) - p.down.before;
       for (int64_t r = 0; r < count; ++r) {
-        A* row = kernel_row(tap, r);
+        A* row = weight_row(tap, r);
         const int64_t h = first + r - dy;
         if (h >= 0 && h < p.H) {
           std::fill_n(row, p.across.after, A(0));
@@ -133,7 +134,7 @@ struct Worker {
     for (int64_t r = 0; r < count; ++r) {
       const T* next = weight + (first + count + r + p.down.before) * ws.h;
       for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
-        apply<N, true>(grad, c, r, kernel_row(0, r), rows * width, next, ws, out, os, first);
+        apply<N, true>(grad, c, r, weight_row(0, r), rows * width, next, ws, out, os, first);
       });
     }
   }
@@ -142,7 +143,7 @@ struct Worker {
   // backwards through the image, and the kernel is read where the image is. `next` is where weights
   // that come later start; past the last of them it is only an address, which a prefetch may have.
   template <int64_t N, bool Mirrored>
-  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const A* kernel_row,
+  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const A* weight_row,
              int64_t next_tap, const T* next, const WeightStrides& ws, T* out,
              const ImageStrides& os, int64_t first) {
     T* row = out + c * os.c + (first + r) * os.h;
@@ -155,20 +156,20 @@ struct Worker {
     // Of the taps in the padded image.
     const int64_t start = Mirrored ? p.across.reach() : 0, top = Mirrored ? p.down.reach() : 0;
     const int64_t next_channel = image.rows * image.width, next_line = step_down * image.width;
-    const A* kernels_row = kernel_row + start;
+    const A* tap_row = weight_row + start;
     const A* image_row = image.row(c, r + top) + start;
     const int64_t next_plane = ws.tap, next_column = ws.w;
     // Two registers at once: sums that do not wait for each other.
     for_each_register<V, 2>(p.W, [=](int64_t w, auto U) {
       typename V::type acc[N][U] = {};
-      const A* kernel = kernels_row + w;
+      const A* tap_weight = tap_row + w;
       const T* fetched = next + w * next_column;
       const A* line = image_row + w;
       for (int64_t i = 0; i < k; ++i, line += next_line) {
-        for (int64_t j = 0; j < k; ++j, kernel += next_tap, fetched += next_plane) {
+        for (int64_t j = 0; j < k; ++j, tap_weight += next_tap, fetched += next_plane) {
           __builtin_prefetch(fetched, 0, 2);
           for (int64_t u = 0; u < U; ++u) {
-            const auto weight = V::load(kernel + (Mirrored ? j * step : 0) + u * V::size);
+            const auto weight = V::load(tap_weight + (Mirrored ? j * step : 0) + u * V::size);
             for (int64_t m = 0; m < N; ++m)
               acc[m][u] += weight * V::load(line + m * next_channel + j * step + u * V::size);
           }
@@ -188,7 +189,7 @@ struct Worker {
         for_each_block<kTapBlock>(p.k, [&](int64_t j, auto N) { correlate<N>(i, j, r); });
     for (int64_t tap = 0; tap < p.k * p.k; ++tap)
       for (int64_t r = 0; r < count; ++r)
-        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, kernel_row(tap, r), p.W);
+        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, weight_row(tap, r), p.W);
   }
 
   // A row of the weight gradient, for N taps of row i from column j on.
@@ -198,7 +199,7 @@ struct Worker {
     const int64_t next_x = x.rows * x.width, next_grad = grad.rows * grad.width;
     const A* grad_row = grad.row(0, r + p.down.after) + p.across.after;
     const A* x_row = x.row(0, r + i * p.down.dilation) + j * step;
-    A* out = kernel_row(i * p.k + j, r);
+    A* out = weight_row(i * p.k + j, r);
     for_each_register<V, 1>(p.W, [=](int64_t w, auto) {
       typename V::type acc[N] = {};
       const A* g = grad_row + w;
@@ -223,13 +224,13 @@ T* group(Tensor& image, const Problem& p, int64_t b, int64_t g) {
   return const_cast<T*>(group<T>(std::as_const(image), p, b, g));
 }
 template <typename T>
-const T* kernels(const Tensor& weight, int64_t b, int64_t g) {
+const T* weights(const Tensor& weight, int64_t b, int64_t g) {
   return static_cast<const T*>(weight.const_data_ptr()) + b * weight.stride(1) +
          g * weight.stride(2);
 }
 template <typename T>
-T* kernels(Tensor& weight, int64_t b, int64_t g) {
-  return const_cast<T*>(kernels<T>(std::as_const(weight), b, g));
+T* weights(Tensor& weight, int64_t b, int64_t g) {
+  return const_cast<T*>(weights<T>(std::as_const(weight), b, g));
 }
 
 // Calls run(worker, b, g, first row, row count) for every strip.
@@ -258,7 +259,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
     using T = decltype(zero);
     for_each_strip<T>(p, true, false, [&](auto& worker, auto b, auto g, auto first, auto count) {
       worker.load_x(group<T>(x, p, b, g), xs, first, count);
-      worker.forward(kernels<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+      worker.forward(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
     });
   });
   return out;
@@ -275,7 +276,7 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
     using T = decltype(zero);
     for_each_strip<T>(p, false, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
       worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_input(kernels<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+      worker.grad_input(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
     });
   });
   return out;
@@ -295,7 +296,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
     for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
       worker.load_x(group<T>(x, p, b, g), xs, first, count);
       worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_weight(kernels<T>(out, b, g), os, first, count);
+      worker.grad_weight(weights<T>(out, b, g), os, first, count);
     });
   });
   return out;
@@ -317,8 +318,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
     for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
       worker.load_x(group<T>(x, p, b, g), xs, first, count);
       worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_weight(kernels<T>(grad_w, b, g), gws, first, count);
-      worker.grad_input(kernels<T>(weight, b, g), ws, group<T>(grad_x, p, b, g), gxs, first, count);
+      worker.grad_weight(weights<T>(grad_w, b, g), gws, first, count);
+      worker.grad_input(weights<T>(weight, b, g), ws, group<T>(grad_x, p, b, g), gxs, first, count);
     });
   });
   return {grad_x, grad_w};

@@ -9,7 +9,7 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
-__global__ void naive(Image<const T> x, Kernels<const T> weight, Image<T> out, Problem p) {
+__global__ void naive(Image<const T> x, Weights<const T> weight, Image<T> out, Problem p) {
   using A = acc_t<T>;
   const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
@@ -31,22 +31,22 @@ __global__ void naive(Image<const T> x, Kernels<const T> weight, Image<T> out, P
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
-    tuned(Image<const T> x, Kernels<const T> weight, Image<T> out, Tiles t) {
+    tuned(Image<const T> x, Weights<const T> weight, Image<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
-  const Place<V> at(t);
+  const ThreadPixels<V> at(t);
   if (!at.exists) return;
   const int first = blockIdx.y * t.channels;
   const int last = min(first + t.channels, t.group_channels);
   for (int c = first; c < last; c += N) {
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
-    const T* kernel = weight.at(0, at.b, at.g, at.h, at.w);
+    const T* tap_weight = weight.at(0, at.b, at.g, at.h, at.w);
     A sum[N][V] = {};
 #pragma unroll 1  // unrolled, it needs so many registers that it is slower
     for (int i = 0; i < K; ++i) {
       Pack<T, V> taps[K];
 #pragma unroll
-      for (int j = 0; j < K; ++j, kernel += weight.s.tap) taps[j] = load_once<V>(kernel);
+      for (int j = 0; j < K; ++j, tap_weight += weight.s.tap) taps[j] = load_once<V>(tap_weight);
       const int y = at.h + i - before;
       const T* row = x.at(at.b, channel, y, at.w);
 #pragma unroll
@@ -75,14 +75,14 @@ Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
-      Tiles tiles;
-      const dim3 grid = grid_for<Place<V>>(p, V, N, tiles);
-      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), kernels<T>(weight),
-                                                              mutable_image<T>(out), tiles);
+      Tiling tiling;
+      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, N, tiling);
+      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
+                                                              mutable_image<T>(out), tiling);
     });
     if (!done)
       naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-          image<T>(x), kernels<T>(weight), mutable_image<T>(out), p);
+          image<T>(x), weights<T>(weight), mutable_image<T>(out), p);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

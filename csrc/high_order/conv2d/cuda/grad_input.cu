@@ -15,7 +15,7 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
-__global__ void naive(Image<const T> grad, Kernels<const T> weight, Image<T> out, Problem p) {
+__global__ void naive(Image<const T> grad, Weights<const T> weight, Image<T> out, Problem p) {
   using A = acc_t<T>;
   const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
@@ -44,10 +44,10 @@ constexpr int kHalo = ((K - 1) / 2 + V - 1) / V;
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 4)
-    tuned(Image<const T> grad, Kernels<const T> weight, Image<T> out, Tiles t) {
+    tuned(Image<const T> grad, Weights<const T> weight, Image<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
-  const Place<V, kHalo<K, V>> at(t);
+  const ThreadPixels<V, kHalo<K, V>> at(t);
   const int first = blockIdx.y * t.channels;
   const int last = min(first + t.channels, t.group_channels);
   for (int c = first; c < last; c += N) {
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       const int y = at.h - i + before;
       if (!at.exists || y < 0 || y >= t.H) continue;
       Pack<T, V> taps[K];
-      const T* kernel = weight.at(i * K, at.b, at.g, y, at.w);
+      const T* tap_weight = weight.at(i * K, at.b, at.g, y, at.w);
 #pragma unroll
-      for (int j = 0; j < K; ++j, kernel += weight.s.tap) taps[j] = load_once<V>(kernel);
+      for (int j = 0; j < K; ++j, tap_weight += weight.s.tap) taps[j] = load_once<V>(tap_weight);
       const T* row = grad.at(at.b, channel, y, at.w);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
@@ -101,14 +101,14 @@ Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilatio
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
-      Tiles tiles;
-      const dim3 grid = grid_for<Place<V, kHalo<K, V>>>(p, V, N, tiles);
-      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), kernels<T>(weight),
-                                                              mutable_image<T>(out), tiles);
+      Tiling tiling;
+      const dim3 grid = grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, N, tiling);
+      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), weights<T>(weight),
+                                                              mutable_image<T>(out), tiling);
     });
     if (!done)
       naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-          image<T>(grad), kernels<T>(weight), mutable_image<T>(out), p);
+          image<T>(grad), weights<T>(weight), mutable_image<T>(out), p);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

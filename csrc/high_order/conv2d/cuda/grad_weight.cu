@@ -11,7 +11,7 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T>
-__global__ void naive(Image<const T> grad, Image<const T> x, Kernels<T> out, Problem p) {
+__global__ void naive(Image<const T> grad, Image<const T> x, Weights<T> out, Problem p) {
   using A = acc_t<T>;
   const int64_t n_channels = p.C / p.G;
   const int64_t total = p.k * p.k * p.B * p.G * p.H * p.W;
@@ -33,10 +33,10 @@ __global__ void naive(Image<const T> grad, Image<const T> x, Kernels<T> out, Pro
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
-    tuned(Image<const T> grad, Image<const T> x, Kernels<T> out, Tiles t) {
+    tuned(Image<const T> grad, Image<const T> x, Weights<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
-  const Place<V> at(t);
+  const ThreadPixels<V> at(t);
   if (!at.exists) return;
   T* target = out.at(0, at.b, at.g, at.h, at.w);
 #pragma unroll 1
@@ -74,15 +74,15 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
-      Tiles tiles;
-      dim3 grid = grid_for<Place<V>>(p, V, N, tiles);
+      Tiling tiling;
+      dim3 grid = grid_for<ThreadPixels<V>>(p, V, N, tiling);
       grid.y = 1;  // every channel is in the sum
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
-                                                              mutable_kernels<T>(out), tiles);
+                                                              mutable_weights<T>(out), tiling);
     });
     if (!done)
       naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
-                                                                        mutable_kernels<T>(out), p);
+                                                                        mutable_weights<T>(out), p);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

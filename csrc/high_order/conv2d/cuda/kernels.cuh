@@ -30,14 +30,14 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of an image and group, all images
 // and groups after each other; blockIdx.y the parts of the channels, multiples of N.
-struct Tiles {
+struct Tiling {
   int H, W, columns;  // columns: groups of V pixels in a row
   int blocks, G;      // blocks an image
   int group_channels, channels;
 };
 
 template <typename T>
-struct Kernels {  // the weights, or their gradient
+struct Weights {  // the weights, or their gradient
   T* data;
   WeightStrides s;
   __device__ T* at(int64_t tap, int64_t b, int64_t g, int64_t h, int64_t w) const {
@@ -46,24 +46,24 @@ struct Kernels {  // the weights, or their gradient
 };
 
 template <typename T>
-Kernels<const T> kernels(const Tensor& t) {
+Weights<const T> weights(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), weight_strides(t)};
 }
 template <typename T>
-Kernels<T> mutable_kernels(Tensor& t) {
+Weights<T> mutable_weights(Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
 }
 
 // What a thread of a tuned kernel owns: V pixels of row h from column w on, the `column`th of that
 // row. A warp's outermost `Halo` lanes on either side own pixels that another warp keeps.
 template <int V, int Halo = 0>
-struct Place {
+struct ThreadPixels {
   static constexpr int kept = 32 - 2 * Halo;  // a warp
   static constexpr int kept_per_block = kThreads / 32 * kept;
   int lane, b, g, h, column, w;
   bool exists, keeps;
 
-  __device__ explicit Place(const Tiles& t) {
+  __device__ explicit ThreadPixels(const Tiling& t) {
     const int image = blockIdx.x / t.blocks, block = blockIdx.x - image * t.blocks;
     b = image / t.G, g = image - b * t.G;
     lane = threadIdx.x % 32;
@@ -158,17 +158,16 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
 
 // The grid of a tuned kernel. Channels are split over blocks only where the pixels alone do not
 // fill the GPU.
-template <typename Place>
-dim3 grid_for(const Problem& p, int V, int N, Tiles& tiles) {
-  constexpr int64_t enough = 1024;
-  tiles.H = p.H, tiles.W = p.W, tiles.columns = p.W / V, tiles.G = p.G;
-  tiles.group_channels = p.group_channels();
-  tiles.blocks = (p.H * tiles.columns + Place::kept_per_block - 1) / Place::kept_per_block;
-  const int64_t x = tiles.blocks * p.B * p.G;
-  const int64_t parts = std::max(1, tiles.group_channels / N);  // that share the weights
-  const int64_t blocks = std::clamp<int64_t>(enough / x, 1, std::min(parts, kMaxGridY));
+template <typename Pixels>
+dim3 grid_for(const Problem& p, int V, int N, Tiling& tiling) {
+  tiling.H = p.H, tiling.W = p.W, tiling.columns = p.W / V, tiling.G = p.G;
+  tiling.group_channels = p.group_channels();
+  tiling.blocks = (p.H * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
+  const int64_t x = tiling.blocks * p.B * p.G;
+  const int64_t parts = std::max(1, tiling.group_channels / N);  // that share the weights
+  const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridY));
   const int64_t parts_a_block = (parts + blocks - 1) / blocks;
-  tiles.channels = parts_a_block * N;
+  tiling.channels = parts_a_block * N;
   return dim3(x, (parts + parts_a_block - 1) / parts_a_block);
 }
 

@@ -40,14 +40,14 @@ namespace {
 constexpr int64_t kStripBytes = int64_t{1} << 15;  // of what a block of sums reads; L1 cache
 
 template <typename T>
-struct View {
+struct Image {
   T* data;
   ImageStrides s;
 
-  explicit View(const Tensor& t)
+  explicit Image(const Tensor& t)
       : data(static_cast<T*>(const_cast<void*>(t.const_data_ptr()))), s(image_strides(t)) {}
-  T* image(int64_t b) const { return data + b * s.b; }
-  T* row(int64_t b, int64_t c, int64_t h) const { return image(b) + c * s.c + h * s.h; }
+  T* first_row(int64_t b) const { return data + b * s.b; }
+  T* row(int64_t b, int64_t c, int64_t h) const { return first_row(b) + c * s.c + h * s.h; }
 };
 
 // What a thread works in.
@@ -58,16 +58,16 @@ struct Worker {
 
   const Layer& p;
   const Parameters<A>& parameters;
-  const int64_t rows;    // of a strip
-  PaddedImage<T> x;      // a strip, with all rows that its pixels see
-  PaddedRows<A> kernel;  // a row of one group's weights
+  const int64_t rows;        // of a strip
+  PaddedImage<T> x;          // a strip, with all rows that its pixels see
+  PaddedRows<A> weight_row;  // a row of one group's weights
 
   Worker(const Layer& p, const Parameters<A>& parameters)
       : p(p),
         parameters(parameters),
         rows(strip_rows(p)),
         x(p.C, rows + p.top + p.bottom, p.W, p.left, p.right),
-        kernel(p.K, 1, p.W, round_up(p.right, V::size), p.left) {}
+        weight_row(p.K, 1, p.W, round_up(p.right, V::size), p.left) {}
 
   static int64_t strip_rows(const Layer& p) {
     const int64_t columns = std::max<int64_t>(p.W + p.left + p.right, 1);
@@ -75,8 +75,8 @@ struct Worker {
     return std::clamp<int64_t>(kStripBytes / row, 1, std::max<int64_t>(p.H, 1));
   }
 
-  void load_x(const View<const T>& image, int64_t b, int64_t first, int64_t count) {
-    x.fill(image.image(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
+  void load_x(const Image<const T>& image, int64_t b, int64_t first, int64_t count) {
+    x.fill(image.first_row(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
   }
 
   // Channel c of x as row r of the strip sees it: `up` rows above and `left` columns to the left.
@@ -88,25 +88,25 @@ struct Worker {
   void generate(int64_t g, int64_t r) {
     Window window = parameters.generator;
     window.next_plane = x.plane(), window.next_line = x.width;
-    A* out = kernel.row(0, 0) + kernel.left;
-    convolve(out, kernel.plane(), p.K, p.registers, parameters.bias.data() + g * p.K,
+    A* out = weight_row.row(0, 0) + weight_row.left;
+    convolve(out, weight_row.plane(), p.K, p.registers, parameters.bias.data() + g * p.K,
              seen(0, r, p.generator_before, p.generator_before), window,
              parameters.weight.data() + g * p.K * window.size());
-    if (p.softmax) softmax(out, kernel.plane(), p.K, p.registers);
+    if (p.softmax) softmax(out, weight_row.plane(), p.K, p.registers);
   }
 };
 
 template <typename T>
 struct Forward : Worker<T> {
   using A = acc_t<T>;
-  using Worker<T>::p, Worker<T>::x, Worker<T>::kernel;
+  using Worker<T>::p, Worker<T>::x, Worker<T>::weight_row;
   PaddedRows<A> out;  // a row
 
   Forward(const Layer& p, const Parameters<A>& parameters)
       : Worker<T>(p, parameters), out(p.C, 1, p.W, 0, 0) {}
 
   // Rows first .. last of the output of image b.
-  void run(const View<const T>& image, const View<T>& output, int64_t b, int64_t first,
+  void run(const Image<const T>& image, const Image<T>& output, int64_t b, int64_t first,
            int64_t last) {
     for (int64_t start = first; start < last; start += this->rows) {
       const int64_t count = std::min(this->rows, last - start);
@@ -122,9 +122,9 @@ struct Forward : Worker<T> {
           const int64_t c = g * p.group_channels();
           this->generate(g, r);
           apply(out.row(c, 0), out.plane(), p.group_channels(), p.registers,
-                kernel.row(0, 0) + kernel.left, this->seen(c, r, p.down.before, p.across.before),
-                x.plane(),
-                {p.k, p.k, kernel.plane(), p.down.dilation * x.width, p.across.dilation});
+                weight_row.row(0, 0) + weight_row.left,
+                this->seen(c, r, p.down.before, p.across.before), x.plane(),
+                {p.k, p.k, weight_row.plane(), p.down.dilation * x.width, p.across.dilation});
         }
         for (int64_t c = 0; c < p.C; ++c)
           store_row<T>(output.row(b, c, start + r), output.s.w, out.row(c, 0), p.W);
@@ -137,7 +137,7 @@ template <typename T>
 struct Backward : Worker<T> {
   using A = acc_t<T>;
   using V = Vec<A>;
-  using Worker<T>::p, Worker<T>::x, Worker<T>::kernel, Worker<T>::parameters;
+  using Worker<T>::p, Worker<T>::x, Worker<T>::weight_row, Worker<T>::parameters;
   PaddedImage<T> grad;         // the output's, of a strip
   PaddedRows<A> grad_kernel;   // the weights' of one group, of a strip
   const int64_t above, below;  // rows around a strip to whose gradient its pixels add
@@ -158,7 +158,7 @@ struct Backward : Worker<T> {
   typename V::type* bias_sums() { return weight_sums() + p.parameters(); }
 
   // The gradient of rows first .. last of x; adds their share of the parameters' gradients to sums.
-  void run(const View<const T>& grad_out, const View<const T>& image, const View<T>& grad_image,
+  void run(const Image<const T>& grad_out, const Image<const T>& image, const Image<T>& grad_image,
            int64_t b, int64_t first, int64_t last) {
     // The rows whose pixels add to those rows.
     const int64_t begin = std::max<int64_t>(0, first - p.bottom), end = std::min(p.H, last + p.top);
@@ -169,7 +169,7 @@ struct Backward : Worker<T> {
       const int64_t limit = start < first ? first : within ? last : end;
       const int64_t count = std::min(this->rows, limit - start);
       this->load_x(image, b, start, count);
-      grad.fill(grad_out.image(b), grad_out.s, start, count, p.H, p.W);
+      grad.fill(grad_out.first_row(b), grad_out.s, start, count, p.H, p.W);
       for (int64_t g = 0; g < p.G; ++g) {
         for (int64_t r = 0; r < count; ++r) add_grad_x(g, r, first - start, last - start);
         if (within) add_parameters(g, count);
@@ -195,7 +195,7 @@ struct Backward : Worker<T> {
   // first .. last of it only. Leaves the gradient of the row's weights in grad_kernel.
   void add_grad_x(int64_t g, int64_t r, int64_t first, int64_t last) {
     const int64_t k = p.k, channels = p.group_channels(), c = g * channels;
-    A* weights = kernel.row(0, 0) + kernel.left;
+    A* weights = weight_row.row(0, 0) + weight_row.left;
     A* grads = grad_kernel.row(0, r) + grad_kernel.left;
     const A* pixels = grad.row(c, r) + grad.left;
 
@@ -209,11 +209,11 @@ struct Backward : Worker<T> {
                                x.plane());
       });
     if (p.softmax)
-      softmax_backward(grads, grad_kernel.plane(), weights, kernel.plane(), p.K, p.registers);
+      softmax_backward(grads, grad_kernel.plane(), weights, weight_row.plane(), p.K, p.registers);
     // From here on they are read beyond the last column.
     const int64_t rest = p.registers * V::size - p.W;
     for (int64_t tap = 0; tap < p.K; ++tap) {
-      std::fill_n(weights + tap * kernel.plane() + p.W, rest, A(0));
+      std::fill_n(weights + tap * weight_row.plane() + p.W, rest, A(0));
       std::fill_n(grads + tap * grad_kernel.plane() + p.W, rest, A(0));
     }
 
@@ -223,8 +223,8 @@ struct Backward : Worker<T> {
       const int64_t h = r + i * p.down.dilation - p.down.before;
       if (h >= first && h < last)
         apply(grad_x.row(above + h, c), grad_x.width, channels, p.registers,
-              weights + i * k * kernel.plane() + p.across.before, pixels + p.across.before,
-              grad.plane(), {1, k, kernel.plane() - p.across.dilation, 0, -p.across.dilation});
+              weights + i * k * weight_row.plane() + p.across.before, pixels + p.across.before,
+              grad.plane(), {1, k, weight_row.plane() - p.across.dilation, 0, -p.across.dilation});
     }
     if (p.residual)
       for (int64_t n = 0; n < channels; ++n)
@@ -272,7 +272,7 @@ struct Backward : Worker<T> {
 template <typename T>
 Parameters<acc_t<T>> load_parameters(const Layer& p, const Tensor& weight,
                                      const std::optional<Tensor>& bias, bool backward) {
-  const View<const T> w(weight);
+  const Image<const T> w(weight);
   const T* b = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
   return {p, w.data, w.s, b, bias ? bias->stride(0) : 0, backward};
 }
@@ -286,8 +286,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
     const auto parameters = load_parameters<T>(p, weight, bias, false);
-    const View<const T> image(x);
-    const View<T> output(out);
+    const Image<const T> image(x);
+    const Image<T> output(out);
     torch::stable::parallel_for(0, tasks.count, 1, [&](int64_t begin, int64_t end) {
       Forward<T> worker(p, parameters);
       for (int64_t task = begin; task < end; ++task)
@@ -315,8 +315,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
     using T = decltype(zero);
     using A = acc_t<T>;
     const auto parameters = load_parameters<T>(p, weight, bias, true);
-    const View<const T> image(x), grad_out(grad);
-    const View<T> grad_image(grad_x), grad_w(grad_weight);
+    const Image<const T> image(x), grad_out(grad);
+    const Image<T> grad_image(grad_x), grad_w(grad_weight);
     const int64_t share = p.parameters() + p.K * p.G;
     std::vector<A> shares(tasks.count * share);
     torch::stable::parallel_for(0, tasks.count, 1, [&](int64_t begin, int64_t end) {

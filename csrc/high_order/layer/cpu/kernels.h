@@ -89,7 +89,7 @@ struct Taps {
 };
 
 template <typename A, int64_t N, int64_t U>
-inline void apply_block(A* out, int64_t next_output, const A* kernel, const A* image,
+inline void apply_block(A* out, int64_t next_output, const A* weights, const A* image,
                         int64_t next_channel, const Taps& taps) {
   using V = Vec<A>;
   typename V::type sum[N][U];
@@ -98,9 +98,9 @@ inline void apply_block(A* out, int64_t next_output, const A* kernel, const A* i
   for (int64_t i = 0; i < taps.lines; ++i) {
     const A* pixels = image + i * taps.next_line;
     for (int64_t j = 0; j < taps.columns;
-         ++j, kernel += taps.next_tap, pixels += taps.next_column) {
+         ++j, weights += taps.next_tap, pixels += taps.next_column) {
       for (int64_t u = 0; u < U; ++u) {
-        const auto weight = V::load(kernel + u * V::size);
+        const auto weight = V::load(weights + u * V::size);
         for (int64_t n = 0; n < N; ++n)
           sum[n][u] += weight * V::load(pixels + n * next_channel + u * V::size);
       }
@@ -112,13 +112,13 @@ inline void apply_block(A* out, int64_t next_output, const A* kernel, const A* i
 
 // out[c, w] += sum over taps of kernel[tap, w] * image[c, tap, w]
 template <typename A>
-void apply(A* out, int64_t next_output, int64_t channels, int64_t registers, const A* kernel,
+void apply(A* out, int64_t next_output, int64_t channels, int64_t registers, const A* weights,
            const A* image, int64_t next_channel, const Taps& taps) {
   for_each_block<kChannelBlock>(channels, [&](int64_t c, auto block) {
     constexpr int64_t N = block;
     for_each_block<2>(registers, [&](int64_t v, auto U) {
       const int64_t w = v * Vec<A>::size;
-      apply_block<A, N, U>(out + c * next_output + w, next_output, kernel + w,
+      apply_block<A, N, U>(out + c * next_output + w, next_output, weights + w,
                            image + c * next_channel + w, next_channel, taps);
     });
   });
@@ -220,10 +220,10 @@ void add_up(typename Vec<A>::type* sums, int64_t taps, const A* grad, int64_t ne
 
 // Turns each column of `taps` rows into its softmax.
 template <typename A>
-void softmax(A* kernel, int64_t next_tap, int64_t taps, int64_t registers) {
+void softmax(A* weights, int64_t next_tap, int64_t taps, int64_t registers) {
   using V = Vec<A>;
   for (int64_t v = 0; v < registers; ++v) {
-    A* first = kernel + v * V::size;
+    A* first = weights + v * V::size;
     A* last = first + taps * next_tap;
     auto largest = V::load(first);
     for (A* p = first; p != last; p += next_tap) {
@@ -243,12 +243,12 @@ void softmax(A* kernel, int64_t next_tap, int64_t taps, int64_t registers) {
 
 // Turns the gradient of each column's softmax into that of what the softmax was taken of.
 template <typename A>
-void softmax_backward(A* grad, int64_t next_grad, const A* kernel, int64_t next_tap, int64_t taps,
+void softmax_backward(A* grad, int64_t next_grad, const A* weights, int64_t next_tap, int64_t taps,
                       int64_t registers) {
   using V = Vec<A>;
   for (int64_t v = 0; v < registers; ++v) {
     A* g = grad + v * V::size;
-    const A* s = kernel + v * V::size;
+    const A* s = weights + v * V::size;
     typename V::type mean = {};
     for (int64_t t = 0; t < taps; ++t)
       mean += V::load(g + t * next_grad) * V::load(s + t * next_tap);

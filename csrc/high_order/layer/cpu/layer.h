@@ -16,7 +16,11 @@
 
 namespace hoconv::high_order::layer::cpu {
 
+// Not the number of threads, on which no sum may depend. 64 tasks keep up to 64 threads busy, and
+// fewer of them evenly; each task has its own copy of the parameters' gradients.
 constexpr int64_t kTasks = 64;
+// A task has at least this many times the rows that its backward pass generates once more.
+constexpr int64_t kRowsPerRepeatedRow = 4;
 
 struct Layer : conv2d::Problem {
   int64_t K, s;
@@ -101,7 +105,7 @@ struct Tasks {
   int64_t count = kTasks, rows;
 
   explicit Tasks(const Layer& p) : rows(p.W == 0 ? 0 : p.B * p.H) {
-    while (count > 1 && rows < count * 4 * (p.top + p.bottom)) count /= 2;
+    while (count > 1 && rows < count * kRowsPerRepeatedRow * (p.top + p.bottom)) count /= 2;
   }
 
   // Calls run(b, first, last) for the parts of images that make up a task.

@@ -16,6 +16,8 @@
 
 namespace hoconv::high_order::layer {
 
+constexpr int kMostReach = 8;  // pixels from the centre to the farthest tap
+
 struct Layer {
   int64_t B;
   int C, G, H, W, k, s, dilation;
@@ -46,8 +48,8 @@ struct Layer {
       STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
                       "generator_bias: expected (k * k * G)");
     }
-    STD_TORCH_CHECK(dilation_ >= 1 && dilation_ * (k - 1) / 2 <= 8,
-                    "dilation: expected taps that reach up to 8 pixels");
+    STD_TORCH_CHECK(dilation_ >= 1 && dilation_ * (k - 1) / 2 <= kMostReach,
+                    "dilation: expected taps that reach up to ", kMostReach, " pixels");
     dilation = dilation_, group_channels = C / G;
     generator_reach = s / 2, tap_reach = dilation * (k / 2);
     reach = std::max(generator_reach, tap_reach);
@@ -119,15 +121,17 @@ template <typename F>
 void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
   switch (x.scalar_type()) {
     case ScalarType::Half:
-      return f(Half<__half>{});
+      return f(HalfPrecision<__half>{});
     case ScalarType::BFloat16:
-      return f(Half<__nv_bfloat16>{});
+      return f(HalfPrecision<__nv_bfloat16>{});
     case ScalarType::Float:
       return l.allow_tf32 ? f(TF32{}) : f(Float32{});
     default:
       STD_TORCH_CHECK(false, "x: expected float32, float16 or bfloat16");
   }
 }
+
+constexpr int kReservedShared = 1024;  // bytes of every block that CUDA keeps for itself
 
 // Bytes that a block may have on the current device.
 inline int most_shared_memory() {

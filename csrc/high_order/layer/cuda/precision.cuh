@@ -45,11 +45,11 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4],
 
 // float16 and bfloat16, summed in float32.
 template <typename Element>
-struct Half {
+struct HalfPrecision {
   using T = Element;
   static constexpr int elements = 2;  // a word
   static constexpr int terms = 1;     // of an operand
-  static constexpr int apart = 1, pitch_remainder = 19;
+  static constexpr int apart = 1, pitch_banks = 19;
   __device__ static int first(int g) { return 2 * g; }
   struct A {
     uint32_t w[terms][4];
@@ -138,7 +138,7 @@ struct TF32 {
   using T = float;
   static constexpr int elements = 1;
   static constexpr int terms = 1;
-  static constexpr int apart = 8, pitch_remainder = 12;
+  static constexpr int apart = 8, pitch_banks = 12;
   __device__ static int first(int g) { return g; }
   struct A {
     uint32_t w[terms][4];
@@ -189,7 +189,7 @@ struct Float32 {
   using T = float;
   static constexpr int elements = 1;
   static constexpr int terms = 2;
-  static constexpr int apart = 8, pitch_remainder = 12;
+  static constexpr int apart = 8, pitch_banks = 12;
   __device__ static int first(int g) { return g; }
   struct A {
     uint32_t w[terms][4];

@@ -9,6 +9,8 @@
 
 namespace hoconv::high_order::layer {
 
+constexpr int kFewestRows = 8;  // of a segment, but the last and one of a lower image
+
 struct Segments {
   int rows, down;  // of a segment; segments down a strip
 };
@@ -18,7 +20,7 @@ struct Segments {
 inline Segments cut_strips(int H, int64_t strips, int around, int64_t slots) {
   Segments best{};
   double least = INFINITY;
-  for (int down = 1; down <= std::max(1, H / 8); ++down) {
+  for (int down = 1; down <= std::max(1, H / kFewestRows); ++down) {
     const int rows = (H + down - 1) / down, segments = (H + rows - 1) / rows;
     const int64_t rounds = (strips * segments + slots - 1) / slots;
     const double cost = double(rounds) * (rows + around);

@@ -36,8 +36,8 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
     const int most = p.region() - 2 * l.reach;
     p.across = (l.W + most - 1) / most, p.columns = (l.W + p.across - 1) / p.across;
     p.kept = l.reach + l.tap_reach + 1, p.delayed = l.reach - l.generator_reach + 1;
-    p.window = make_window<P>(2 * (2 * l.reach + 1), p.region() + 2 * l.reach);
-    shared_bytes = 4 * Shared<P, N, Q>(l, p, parameters.steps).total;
+    p.halo = make_halo_tile<P>(2 * (2 * l.reach + 1), p.region() + 2 * l.reach);
+    shared_bytes = 4 * BackwardShared<P, N, Q>(l, p, parameters.steps).total;
     if (shared_bytes <= most_shared_memory()) break;
     p.warps -= 1;
     STD_TORCH_CHECK(p.region() > 2 * l.reach, "x: too many channels for the fused kernel");
@@ -65,13 +65,13 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
         image<T>(grad), image<T>(x), parameters, transposed, out, l, p, group);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     const int columns = 8 * N;
-    sum_weight<T, Q><<<dim3((rows * columns + kSumColumns - 1) / kSumColumns, chunks),
-                       dim3(kSumColumns, kSumParts), 0, stream>>>(
+    sum_weight<T, Q><<<dim3(sum_blocks(rows * columns), chunks), sum_threads(), 0, stream>>>(
         weight_sums, static_cast<T*>(grad_weight.mutable_data_ptr()), image_strides(grad_weight), l,
         blocks, p.warps, rows, columns, group);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    sum_bias<T><<<1, 64, 0, stream>>>(bias_sums, static_cast<T*>(grad_bias.mutable_data_ptr()), l,
-                                      blocks * p.warps, columns, group);
+    sum_bias<T><<<1, kBiasThreads, 0, stream>>>(bias_sums,
+                                                static_cast<T*>(grad_bias.mutable_data_ptr()), l,
+                                                blocks * p.warps, columns, group);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }

@@ -2,8 +2,8 @@
 
 namespace hoconv::high_order::layer::sm80 {
 
-template void run_backward<Half<__half>>(const Tensor&, const Tensor&, const Tensor&,
-                                         const std::optional<Tensor>&, const Layer&, Tensor&,
-                                         Tensor&, Tensor&, cudaStream_t);
+template void run_backward<HalfPrecision<__half>>(const Tensor&, const Tensor&, const Tensor&,
+                                                  const std::optional<Tensor>&, const Layer&,
+                                                  Tensor&, Tensor&, Tensor&, cudaStream_t);
 
 }  // namespace hoconv::high_order::layer::sm80

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   using T = typename P::T;
   constexpr int N = columns_of<k>, taps = k * k;
   using Order = Transposed<P, N, S, Q>;
-  using Memory = Shared<P, N, Q>;
+  using Memory = BackwardShared<P, N, Q>;
   constexpr int rows16 = (Q * S * S + 15) / 16;  // tiles of rows of the generator's gradient
   constexpr int pixel_steps = P::elements == 2 ? 1 : 2;
   constexpr int staged_words = Memory::staged_words();
@@ -72,12 +72,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   extern __shared__ uint32_t shared[];
   const Memory at(l, p, parameters.steps);
   int* offsets = reinterpret_cast<int*>(shared + at.offsets);
-  uint32_t* window_rows = shared + at.window;
+  uint32_t* x_rows = shared + at.x;
   float* grads = reinterpret_cast<float*>(shared + at.grad);
   float* through = reinterpret_cast<float*>(shared + at.through);
   uint32_t* weights = shared + at.weights;
-  const Window& w = p.window;
-  const int plane = w.plane(l), reach = l.reach, region = p.region(), kept_rows = 2 * reach + 1;
+  const HaloTile& halo = p.halo;
+  const int plane = halo.plane(l), reach = l.reach, region = p.region(), kept_rows = 2 * reach + 1;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int chunk = blockIdx.y, first_channel = chunk * Q;
@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   transposed += (int64_t{group} * gridDim.y + chunk) * Order::chunk + lane;
 
   for (int n = threadIdx.x; n < 8 * parameters.steps; n += blockDim.x)
-    offsets[n] = word_offset<P>(l, w, n);
+    offsets[n] = word_offset<P>(l, halo, n);
   int tap_offsets[N][2];
 #pragma unroll
   for (int j = 0; j < N; ++j)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) tap_offsets[j][e] = tap_offset<k>(l, w, 8 * j + 2 * t + e);
+    for (int e = 0; e < 2; ++e) tap_offsets[j][e] = tap_offset<k>(l, halo, 8 * j + 2 * t + e);
   // Of the generator's gradient: where x lies that a row sums. Rows that do not exist sum anything.
   int entries[rows16][2];
 #pragma unroll
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       const int n = 16 * m + 8 * r + g, c = first_channel + n / (S * S);
       const int dy = n / S % S, dx = n % S, shift = reach - S / 2;
       const bool exists = n < Q * S * S && c < l.C;
-      entries[m][r] = exists ? c * w.channel() + (shift + dy) * w.pitch + shift + dx : 0;
+      entries[m][r] = exists ? c * halo.channel() + (shift + dy) * halo.pitch + shift + dx : 0;
     }
 
   float sum_weight[rows16][N][4] = {};
@@ -135,10 +135,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       x_row.store([&](int c, int q, T value, T next) {
         uint32_t zeroth, first;
         P::planes(value, next, zeroth, first);
-        uint32_t* word = window_rows + c * w.channel() + slot * w.pitch + q;
-        word[0] = word[kept_rows * w.pitch] = zeroth;
+        uint32_t* word = x_rows + c * halo.channel() + slot * halo.pitch + q;
+        word[0] = word[kept_rows * halo.pitch] = zeroth;
         word += plane;
-        word[0] = word[kept_rows * w.pitch] = first;
+        word[0] = word[kept_rows * halo.pitch] = first;
       });
     };
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       grad_row.load();
 
       x_slot = x_slot + 1 == kept_rows ? 0 : x_slot + 1;  // of the window's first row
-      const uint32_t* window = window_rows + x_slot * w.pitch + 16 * warp;
+      const uint32_t* window = x_rows + x_slot * halo.pitch + 16 * warp;
       const bool inside = y >= 0 && y < l.H, owned = y >= top && y < bottom;
       float dw[N][4] = {};
       {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
         for (int j = 0; j < N; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            pixels[j][e] = window + group_first * w.channel() + P::first(g) + tap_offsets[j][e];
+            pixels[j][e] = window + group_first * halo.channel() + P::first(g) + tap_offsets[j][e];
         for (int c = 0; c < l.group_channels; ++c) {
           const float first = gradient[0], second = gradient[P::apart];
 #pragma unroll
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 #pragma unroll
           for (int j = 0; j < N; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) pixels[j][e] += w.channel();
+            for (int e = 0; e < 2; ++e) pixels[j][e] += halo.channel();
         }
         if (l.softmax) softmax_gradient<N>(dw, weight[0]);
 

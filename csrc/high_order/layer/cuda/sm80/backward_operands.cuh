@@ -76,7 +76,7 @@ __device__ __forceinline__ typename P::A taps_operand(const float (&w)[N][4], in
 // Taps 8j to 8j + 7 of staged dW as the right-hand side of a product whose depth is pixels.
 template <typename P, int N>
 __device__ __forceinline__ typename P::B pixels_operand(const uint32_t* staged, int step, int j) {
-  constexpr int pitch = Shared<P, N, 1>::staged_words();
+  constexpr int pitch = BackwardShared<P, N, 1>::staged_words();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   typename P::B b;
   if constexpr (P::elements == 2) {

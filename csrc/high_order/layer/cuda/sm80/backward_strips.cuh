@@ -24,14 +24,14 @@ struct Strips {
   int columns, rows;        // of a strip and segment, written
   int kept;                 // rows of weights in shared memory
   int delayed;              // rows of x's gradient through the generator that wait
-  Window window;
+  HaloTile halo;
   __host__ __device__ int region() const { return 16 * warps; }
 };
 
 // Shared memory, in words.
 template <typename P, int N, int Q>
-struct Shared {
-  int offsets, window, grad, weights, staged, through, total;
+struct BackwardShared {
+  int offsets, x, grad, weights, staged, through, total;
 
   // Odd, so that the weights of neighbouring pixels are in different banks.
   __host__ __device__ static constexpr int weight_words(int taps) {
@@ -42,7 +42,7 @@ struct Shared {
   }
   __host__ __device__ static constexpr int through_words(int s) { return (Q * s + 7) / 8 * 8 + 1; }
 
-  __host__ __device__ Shared(const Layer& l, const Strips& p, int steps) {
+  __host__ __device__ BackwardShared(const Layer& l, const Strips& p, int steps) {
     int at = 0;
     const auto take = [&at](int words) {
       const int begin = at;
@@ -51,7 +51,7 @@ struct Shared {
     };
     staged = take(p.warps * 16 * staged_words());
     offsets = take(8 * steps);
-    window = take(p.window.words(l));
+    x = take(p.halo.words(l));
     grad = take(l.group_channels * p.kept * p.region());
     weights = take(p.kept * p.region() * weight_words(l.taps));
     through = take(p.delayed * p.region() * through_words(l.s));

@@ -3,29 +3,24 @@
 #pragma once
 
 #include "high_order/layer/cuda/layer.cuh"
+#include "high_order/layer/cuda/sums.cuh"
 
 namespace hoconv::high_order::layer::sm80 {
 
-constexpr int kSumColumns = 32, kSumParts = 8;
+constexpr int kBiasThreads = 64;  // a tap each, of up to 49
 
 // Adds up the warps' sums of the generator's gradient, in double. A chunk a blockIdx.y; its parts
 // are `blocks` times `warps`, with those of other chunks between.
 template <typename T, int Q>
 __global__ void sum_weight(const float* sums, T* out, ImageStrides strides, Layer l, int blocks,
                            int warps, int rows, int columns, int group) {
-  __shared__ double shared[kSumParts][kSumColumns];
   const int chunks = gridDim.y, chunk = blockIdx.y;
-  const int64_t size = int64_t{rows} * columns, n = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
-  double sum = 0;
-  if (n < size)
-    for (int part = threadIdx.y; part < blocks * warps; part += kSumParts) {
-      const int64_t block = part / warps, warp = part % warps;
-      sum += sums[((block * chunks + chunk) * warps + warp) * size + n];
-    }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
+  const int64_t size = int64_t{rows} * columns, n = sum_index();
+  const double sum = sum_parts(blocks * warps, n < size, [&](int part) {
+    const int64_t block = part / warps, warp = part % warps;
+    return sums[((block * chunks + chunk) * warps + warp) * size + n];
+  });
   if (threadIdx.y || n >= size) return;
-  for (int part = 1; part < kSumParts; ++part) sum += shared[part][threadIdx.x];
   const int row = n / columns, tap = n % columns, s2 = l.s * l.s;
   const int c = chunk * Q + row / s2, dy = row / l.s % l.s, dx = row % l.s;
   if (row < Q * s2 && c < l.C && tap < l.taps)

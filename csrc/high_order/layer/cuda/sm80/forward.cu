@@ -16,32 +16,35 @@ namespace hoconv::high_order::layer::sm80 {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kChunks = 3;  // of 32 columns: the widest window
+constexpr int kChunks = 3;  // of 32 columns: the widest halo tile
+// Measured, in units of the time that a pixel takes: the time to load one element of the halo tile,
+// and the fixed time of a block (its start, the offsets, the barrier).
+constexpr double kLoadCost = 0.35, kBlockCost = 64;
 
 // How an image is cut: warps * M tiles of 16 pixels a block, `columns` pixels wide.
-struct Cut {
+struct Tiling {
   int warps, columns, rows, across, down;
-  Window window;
+  HaloTile halo;
   int64_t shared_bytes;
 };
 
 template <typename P>
-Cut cut_image(const Layer& l, int M, int most_shared) {
-  Cut best{};
+Tiling choose_tiling(const Layer& l, int M, int most_shared) {
+  Tiling best{};
   double least = INFINITY;
   for (int warps = kMostThreads / 32; warps >= 1; warps /= 2) {
     for (int side = 1; side <= 2 && side <= warps; ++side) {  // warps next to each other in a row
-      Cut cut{warps, 16 * M * side, warps / side};
-      cut.across = (l.W + cut.columns - 1) / cut.columns;
-      cut.down = (l.H + cut.rows - 1) / cut.rows;
-      cut.window = make_window<P>(cut.rows + 2 * l.reach, cut.columns + 2 * l.reach);
-      cut.shared_bytes = 4 * (8 * int64_t{depth_steps<P>(l)} + cut.window.words(l));
-      if (cut.shared_bytes > most_shared || cut.window.columns > 32 * kChunks) continue;
-      // Pixels are computed, the window is loaded: measured in the time of a pixel.
-      const int pixels = cut.columns * cut.rows;
-      const double window = double(cut.window.rows) * cut.window.columns;
-      const double cost = double(cut.across) * cut.down * (pixels + 0.35 * window + 64);
-      if (cost < least) least = cost, best = cut;
+      Tiling tiling{warps, 16 * M * side, warps / side};
+      tiling.across = (l.W + tiling.columns - 1) / tiling.columns;
+      tiling.down = (l.H + tiling.rows - 1) / tiling.rows;
+      tiling.halo = make_halo_tile<P>(tiling.rows + 2 * l.reach, tiling.columns + 2 * l.reach);
+      tiling.shared_bytes = 4 * (8 * int64_t{depth_steps<P>(l)} + tiling.halo.words(l));
+      if (tiling.shared_bytes > most_shared || tiling.halo.columns > 32 * kChunks) continue;
+      const int pixels = tiling.columns * tiling.rows;
+      const double loads = double(tiling.halo.rows) * tiling.halo.columns;
+      const double block = pixels + kLoadCost * loads + kBlockCost;
+      const double cost = double(tiling.across) * tiling.down * block;
+      if (cost < least) least = cost, best = tiling;
     }
   }
   return best;
@@ -50,17 +53,17 @@ Cut cut_image(const Layer& l, int M, int most_shared) {
 // x with its halo, from row `top` and column `left` on. Loads of several rows are under way at
 // once.
 template <typename P, bool Contiguous>
-__device__ __forceinline__ void load_window(const Image<const typename P::T>& x, const Layer& l,
-                                            const Cut& cut, uint32_t* window, int64_t b, int top,
-                                            int left) {
+__device__ __forceinline__ void load_halo_tile(const Image<const typename P::T>& x, const Layer& l,
+                                               const Tiling& tiling, uint32_t* shared_x, int64_t b,
+                                               int top, int left) {
   using T = typename P::T;
   constexpr int at_once = 5;
-  const Window& w = cut.window;
+  const HaloTile& halo = tiling.halo;
   const T zero = narrow<T>(0.0f);
-  const int lane = threadIdx.x % 32, lines = l.C * w.rows, columns = w.columns;
+  const int lane = threadIdx.x % 32, lines = l.C * halo.rows, columns = halo.columns;
   const int64_t next_column = Contiguous ? 1 : x.s.w;
   const T* corner = x.at(b, 0, 0, 0);
-  const float per_row = 1.0f / w.rows;
+  const float per_row = 1.0f / halo.rows;
   bool exists[kChunks], next_exists[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -68,11 +71,12 @@ __device__ __forceinline__ void load_window(const Image<const typename P::T>& x,
     exists[i] = q < columns && column >= 0 && column < l.W;
     next_exists[i] = P::elements == 2 && q < columns && column + 1 >= 0 && column + 1 < l.W;
   }
-  for (int first = threadIdx.x / 32; first < lines; first += at_once * cut.warps) {
+  for (int first = threadIdx.x / 32; first < lines; first += at_once * tiling.warps) {
     T value[at_once][kChunks], next[at_once][kChunks];
 #pragma unroll
     for (int u = 0; u < at_once; ++u) {
-      const int line = first + u * cut.warps, c = (line + 0.5f) * per_row, row = line - c * w.rows;
+      const int line = first + u * tiling.warps, c = (line + 0.5f) * per_row,
+                row = line - c * halo.rows;
       const bool inside = line < lines && top + row >= 0 && top + row < l.H;
       const T* from = corner + c * x.s.c + (top + row) * x.s.h + (left + lane) * next_column;
 #pragma unroll
@@ -84,12 +88,12 @@ __device__ __forceinline__ void load_window(const Image<const typename P::T>& x,
     }
 #pragma unroll
     for (int u = 0; u < at_once; ++u) {
-      const int line = first + u * cut.warps;
-      uint32_t* to = window + line * w.pitch + lane;
+      const int line = first + u * tiling.warps;
+      uint32_t* to = shared_x + line * halo.pitch + lane;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
         if (line < lines && 32 * i + lane < columns)
-          P::planes(value[u][i], next[u][i], to[32 * i], to[32 * i + w.plane(l)]);
+          P::planes(value[u][i], next[u][i], to[32 * i], to[32 * i + halo.plane(l)]);
     }
   }
 }
@@ -103,29 +107,30 @@ template <typename P, int k, int M>
 __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
                                         const Parameters<P>& parameters,
                                         const Image<typename P::T>& out, bool pairs, const Layer& l,
-                                        const Window& w, int64_t b, int group, int h, int column) {
+                                        const HaloTile& halo, int64_t b, int group, int h,
+                                        int column) {
   using T = typename P::T;
   constexpr int N = columns_of<k>;
   const int t = threadIdx.x % 4;
   float weight[M][N][4];
-  generate<P, N, M>(weight, at, offsets, w.plane(l), parameters.of_group(group),
+  generate<P, N, M>(weight, at, offsets, halo.plane(l), parameters.of_group(group),
                     parameters.bias + group * 8 * N, parameters.steps);
   if (l.softmax)
 #pragma unroll
     for (int m = 0; m < M; ++m)
       softmax_taps(weight[m], [t](int j, int e) { return 8 * j + 2 * t + e < k * k; });
 
-  at += group * l.group_channels * w.channel();
+  at += group * l.group_channels * halo.channel();
   const uint32_t* pixels[N][2];  // that the lane's taps look at
 #pragma unroll
   for (int j = 0; j < N; ++j)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) pixels[j][e] = at + tap_offset<k>(l, w, 8 * j + 2 * t + e);
+    for (int e = 0; e < 2; ++e) pixels[j][e] = at + tap_offset<k>(l, halo, 8 * j + 2 * t + e);
   // The tile that the lane writes, if any.
   const int tile = M == 4 ? t : t % 2;
   column += 16 * tile;
   const bool writes = t < M && h < l.H && column < l.W;
-  const uint32_t* centre = at + l.reach * w.pitch + l.reach + 16 * tile;
+  const uint32_t* centre = at + l.reach * halo.pitch + l.reach + 16 * tile;
   T* to = out.at(b, group * l.group_channels, h, column);
   for (int c = 0; c < l.group_channels; ++c) {
     float sum[4][2] = {};
@@ -140,7 +145,7 @@ __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
             sum[m][0] += weight[m][j][e] * pixel.x;
             sum[m][1] += weight[m][j][e + 2] * pixel.y;
           }
-        pixels[j][e] += w.channel();
+        pixels[j][e] += halo.channel();
       }
 
     // Lane t ends with tile t: four lanes add up what they have, giving away half of it at a time.
@@ -165,40 +170,40 @@ __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
         if (column + P::apart < l.W) to[P::apart * out.s.w] = narrow<T>(mine[1]);
       }
     }
-    centre += w.channel(), to += out.s.c;
+    centre += halo.channel(), to += out.s.c;
   }
 }
 
 template <typename P, int k, int M>
 __global__ void __launch_bounds__(kMostThreads, 2)
     forward_kernel(Image<const typename P::T> x, Parameters<P> parameters, Image<typename P::T> out,
-                   bool pairs, Layer l, Cut cut) {
+                   bool pairs, Layer l, Tiling tiling) {
   extern __shared__ uint32_t shared[];
   int* offsets = reinterpret_cast<int*>(shared);
-  uint32_t* window = shared + 8 * parameters.steps;
-  const Window& w = cut.window;
-  const int tiles = cut.across * cut.down, warp = threadIdx.x / 32, group = blockIdx.y;
+  uint32_t* shared_x = shared + 8 * parameters.steps;
+  const HaloTile& halo = tiling.halo;
+  const int tiles = tiling.across * tiling.down, warp = threadIdx.x / 32, group = blockIdx.y;
   const int64_t b = blockIdx.x / tiles;
-  const int tile = blockIdx.x - b * tiles, strip = tile / cut.across;
-  const int top = strip * cut.rows, left = (tile - strip * cut.across) * cut.columns;
+  const int tile = blockIdx.x - b * tiles, strip = tile / tiling.across;
+  const int top = strip * tiling.rows, left = (tile - strip * tiling.across) * tiling.columns;
 
   for (int n = threadIdx.x; n < 8 * parameters.steps; n += blockDim.x)
-    offsets[n] = word_offset<P>(l, w, n);
+    offsets[n] = word_offset<P>(l, halo, n);
   if (x.s.w == 1)
-    load_window<P, true>(x, l, cut, window, b, top - l.reach, left - l.reach);
+    load_halo_tile<P, true>(x, l, tiling, shared_x, b, top - l.reach, left - l.reach);
   else
-    load_window<P, false>(x, l, cut, window, b, top - l.reach, left - l.reach);
+    load_halo_tile<P, false>(x, l, tiling, shared_x, b, top - l.reach, left - l.reach);
   __syncthreads();
 
-  const int side = cut.columns / (16 * M), row = warp / side, first = warp % side * 16 * M;
+  const int side = tiling.columns / (16 * M), row = warp / side, first = warp % side * 16 * M;
   const int q = first + P::first(threadIdx.x % 32 / 4);  // of the lane's first pixel
-  const uint32_t* at = window + row * w.pitch + q;
+  const uint32_t* at = shared_x + row * halo.pitch + q;
   if (top + row >= l.H || left + first >= l.W) return;
   if (M > 1 && left + first + 8 * M >= l.W)  // half of the tiles would be past the row
-    compute<P, k, (M > 1 ? M / 2 : 1)>(at, offsets, parameters, out, pairs, l, w, b, group,
+    compute<P, k, (M > 1 ? M / 2 : 1)>(at, offsets, parameters, out, pairs, l, halo, b, group,
                                        top + row, left + q);
   else
-    compute<P, k, M>(at, offsets, parameters, out, pairs, l, w, b, group, top + row, left + q);
+    compute<P, k, M>(at, offsets, parameters, out, pairs, l, halo, b, group, top + row, left + q);
 }
 
 }  // namespace
@@ -216,14 +221,16 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
       const auto with_tiles = [&](auto tiles) {
         constexpr int M = decltype(tiles)::value;
         const int most_shared = most_shared_memory();
-        Cut cut = cut_image<P>(l, M, most_shared / 2 - 1024);  // two blocks a multiprocessor
-        if (!cut.warps) cut = cut_image<P>(l, M, most_shared);
-        STD_TORCH_CHECK(cut.warps, "x: too many channels for the fused kernel");
-        const int64_t blocks = l.B * cut.across * cut.down;
+        Tiling tiling = choose_tiling<P>(
+            l, M, most_shared / 2 - kReservedShared);  // two blocks a multiprocessor
+        if (!tiling.warps) tiling = choose_tiling<P>(l, M, most_shared);
+        STD_TORCH_CHECK(tiling.warps, "x: too many channels for the fused kernel");
+        const int64_t blocks = l.B * tiling.across * tiling.down;
         STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridY, "x: too large");
-        allow_shared_memory(forward_kernel<P, size, M>, cut.shared_bytes);
-        forward_kernel<P, size, M><<<dim3(blocks, l.G), 32 * cut.warps, cut.shared_bytes, stream>>>(
-            image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, cut);
+        allow_shared_memory(forward_kernel<P, size, M>, tiling.shared_bytes);
+        forward_kernel<P, size, M>
+            <<<dim3(blocks, l.G), 32 * tiling.warps, tiling.shared_bytes, stream>>>(
+                image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, tiling);
       };
       // Wide tiles read the parameters less often, narrow ones fit narrow images.
       if (l.W > 8 * most)

@@ -12,7 +12,7 @@
 namespace hoconv::high_order::layer::sm80 {
 
 // Rows of x in shared memory, two planes of words, with zeros outside the image.
-struct Window {
+struct HaloTile {
   int rows, columns, pitch;
   __host__ __device__ int channel() const { return rows * pitch; }
   __host__ __device__ int plane(const Layer& l) const { return l.C * channel(); }
@@ -20,8 +20,8 @@ struct Window {
 };
 
 template <typename P>
-Window make_window(int rows, int columns) {
-  return {rows, columns, (columns - P::pitch_remainder + 31) / 32 * 32 + P::pitch_remainder};
+HaloTile make_halo_tile(int rows, int columns) {
+  return {rows, columns, (columns - P::pitch_banks + 31) / 32 * 32 + P::pitch_banks};
 }
 
 // The depth of the product that generates the weights: words of the window of s rows, channel by
@@ -38,20 +38,20 @@ __host__ __device__ int depth_steps(const Layer& l) {
 // Where word `n` of the depth lies, from the window's corner `reach` rows and columns before the
 // pixel; -1 past the last.
 template <typename P>
-__device__ int word_offset(const Layer& l, const Window& w, int n) {
+__device__ int word_offset(const Layer& l, const HaloTile& halo, int n) {
   const int per_row = row_words<P>(l), row = n / per_row, dx = (n - row * per_row) * P::elements;
   const int c = row / l.s, dy = row - c * l.s, shift = l.reach - l.generator_reach;
   if (c >= l.C) return -1;
   // A last element without a partner: the plane of single ones.
-  const int plane = P::elements == 2 && dx + 1 == l.s ? w.plane(l) : 0;
-  return plane + c * w.channel() + (shift + dy) * w.pitch + shift + dx;
+  const int plane = P::elements == 2 && dx + 1 == l.s ? halo.plane(l) : 0;
+  return plane + c * halo.channel() + (shift + dy) * halo.pitch + shift + dx;
 }
 
 // Where the pixel that a tap looks at lies, likewise.
 template <int k>
-__device__ __forceinline__ int tap_offset(const Layer& l, const Window& w, int tap) {
+__device__ __forceinline__ int tap_offset(const Layer& l, const HaloTile& halo, int tap) {
   const int i = tap / k, j = tap - i * k, shift = l.reach - l.tap_reach;
-  return (shift + i * l.dilation) * w.pitch + shift + j * l.dilation;
+  return (shift + i * l.dilation) * halo.pitch + shift + j * l.dilation;
 }
 
 // The parameters in the order of reading: for every group, step, eight columns and term, what each

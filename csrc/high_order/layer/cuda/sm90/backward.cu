@@ -18,6 +18,7 @@
 #include "high_order/layer/cuda/segments.cuh"
 #include "high_order/layer/cuda/sm90/backward_operands.cuh"
 #include "high_order/layer/cuda/sm90/launch.cuh"
+#include "high_order/layer/cuda/sums.cuh"
 
 namespace hoconv::high_order::layer::sm90 {
 namespace {
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using P = typename S::P;
   using T = typename S::T;
-  using B = Backward<S>;
-  using W = typename B::W;
+  using B = BackwardShared<S>;
+  using Halo = typename B::Halo;
   using Columns = Grid<S>;
   constexpr int N = S::k, reach = S::reach;
   constexpr int M = (B::rows + 63) / 64;  // tiles of rows of the parameters' gradient
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   // numbers that are added one after the other much would be lost to rounding.
   constexpr int rows_of_sum = 16;
   extern __shared__ __align__(128) uint32_t shared[];
-  uint32_t* window = shared + B::window;
+  uint32_t* shared_x = shared + B::x;
   float* grads = reinterpret_cast<float*>(shared + B::grad);
   float* through = reinterpret_cast<float*>(shared + B::through);
 
@@ -57,15 +58,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   uint32_t one[P::terms];
   P::split(1.0f, 1.0f, one);
   for (int n = threadIdx.x; n < B::grad - B::ones; n += blockDim.x) shared[B::ones + n] = one[0];
-  const ArrangedSteps<P, N> operand{operand_descriptor(shared + B::operand, 128, 256)};
-  const ArrangedSteps<P, N> transposed{operand_descriptor(shared + B::transposed, 128, 256)};
+  const ArrangedSteps<P, N> operand{
+      operand_descriptor(shared + B::operand, kBlockBytes, 2 * kBlockBytes)};
+  const ArrangedSteps<P, N> transposed{
+      operand_descriptor(shared + B::transposed, kBlockBytes, 2 * kBlockBytes)};
   const Steps<2 * Staged<S>::depth_stride, Staged<S>::term> staged{
-      operand_descriptor(shared + B::staged, 4 * Staged<S>::depth_stride, 128)};
+      operand_descriptor(shared + B::staged, 4 * Staged<S>::depth_stride, kBlockBytes)};
   uint32_t* stage = shared + B::staged +
                     (16 / P::elements * warp + g) / 4 * Staged<S>::depth_stride +
                     (S::pairs ? 8 : 4) * t + g % 4;
-  const Places<S, Columns, W> places(window + warp * W::tile_words);
-  const typename B::Depth depth(window + warp * W::tile_words);
+  const TapPointers<S, Columns, Halo> tap_pointers(shared_x + warp * Halo::tile_words);
+  const typename B::Depth depth(shared_x + warp * Halo::tile_words);
 
   // Of the parameters' gradient: the words that a row sums, of x or ones. Rows that do not exist
   // sum anything.
@@ -76,16 +79,16 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     for (int r = 0; r < 2; ++r) {
       const int n = 64 * m + 16 * warp + 8 * r + g, c = n / S::taps, tap = n % S::taps;
       const int of_x =
-          B::window + c * W::channel + tap / S::k * W::pitch + W::at(tap % S::k - reach);
+          B::x + c * Halo::channel + tap / S::k * Halo::pitch + Halo::at(tap % S::k - reach);
       entries[m][r] = shared + (n < S::C * S::taps ? of_x : B::ones) + t;
     }
 
   // The item of a row of x or of the output's gradient that this thread loads.
   constexpr int grad_items = kRegion / 4, first_of_grad = 64;
-  static_assert(S::C * W::items <= first_of_grad &&
+  static_assert(S::C * Halo::items <= first_of_grad &&
                 first_of_grad + S::C * grad_items <= 32 * kWarps);
   const bool loads_grad = threadIdx.x >= first_of_grad;
-  const int per_row = loads_grad ? grad_items : W::items;
+  const int per_row = loads_grad ? grad_items : Halo::items;
   const int item_n = threadIdx.x - (loads_grad ? first_of_grad : 0), item_c = item_n / per_row;
   const int item_q = item_n - item_c * per_row;
   const bool loads = item_c < S::C;
@@ -138,9 +141,9 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     };
     const auto store_x = [&](int slot) {  // twice: any rows that follow each other are a window
       if (!loads || loads_grad) return;
-      uint32_t* to = window + item_c * W::channel + slot * W::pitch;
-      item.template store<W>(to, item_q);
-      item.template store<W>(to + B::slots * W::pitch, item_q);
+      uint32_t* to = shared_x + item_c * Halo::channel + slot * Halo::pitch;
+      item.template store<Halo>(to, item_q);
+      item.template store<Halo>(to + B::slots * Halo::pitch, item_q);
     };
 
     __syncthreads();
@@ -162,15 +165,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       __syncthreads();
       load();
 
-      const int shift = slot * W::pitch;
+      const int shift = slot * Halo::pitch;
       const bool owned = y >= top && y < bottom;
       float weights[1][N][4], dw[N][4] = {}, gradient[S::C][2];
       auto& weight = weights[0];
-      Pixels<S, Columns, W> pixels[S::C];
+      Pixels<S, Columns, Halo> pixels[S::C];
       const auto visit = [&](int c) {
         gradient[c][0] = grads[c * kRegion + my_first];
         gradient[c][1] = grads[c * kRegion + my_first + P::apart];
-        pixels[c].load(places, shift, c);
+        pixels[c].load(tap_pointers, shift, c);
 #pragma unroll
         for (int j = 0; j < N; ++j)
 #pragma unroll
@@ -208,21 +211,21 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
         if (l.residual) {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if (Columns::place(reach, t, i % 2).column == reach)
+            if (Columns::position(reach, t, i % 2).column == reach)
               sum_rows[c][reach][i] += gradient[c][i / 2];
         }
       }
       if constexpr (softmax) softmax_gradient(dw, weight);
 
       // x's gradient through the generator; the parameters' needs dW of all pixels.
-      const Gradient<S> dw_operand(dw);
+      const GradientOperand<S> dw_operand(dw);
       if (owned) dw_operand.stage(stage, dw, mine);
-      sum_products<P, Gradient<S>::steps, Gradient<S>::steps, false>(
-          sum_rows, [&](int) -> const Words<P, Gradient<S>::steps>& { return dw_operand; },
-          [&](int c) { return transposed.from(c * Gradient<S>::steps); }, publish_operands);
+      sum_products<P, GradientOperand<S>::steps, GradientOperand<S>::steps, false>(
+          sum_rows, [&](int) -> const Words<P, GradientOperand<S>::steps>& { return dw_operand; },
+          [&](int c) { return transposed.from(c * GradientOperand<S>::steps); }, publish_operands);
 #pragma unroll
       for (int c = 0; c < S::C; ++c) {
-        const Place first = Columns::place(0, t, 0), second = Columns::place(0, t, 1);
+        const TapPosition first = Columns::position(0, t, 0), second = Columns::position(0, t, 1);
         float* to = through + (S::k * c + first.column) * B::through_pitch + my_first;
 #pragma unroll
         for (int e = 0; e < 2; ++e)
@@ -301,23 +304,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #endif
 }
 
-constexpr int kSumColumns = 32, kSumParts = 8;
-
 // Adds up the blocks' sums of the parameters' gradient, in double.
 template <typename S>
 __global__ void sum_parameters(const float* sums, typename S::T* weight, ImageStrides strides,
                                typename S::T* bias, int blocks) {
-  constexpr int columns = 8 * Staged<S>::N, size = Backward<S>::rows * columns;
-  __shared__ double shared[kSumParts][kSumColumns];
-  const int n = blockIdx.x * kSumColumns + threadIdx.x;
-  double sum = 0;
-  if (n < size)
-    for (int part = threadIdx.y; part < blocks; part += kSumParts)
-      sum += sums[int64_t{part} * size + n];
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
+  constexpr int columns = 8 * Staged<S>::N, size = BackwardShared<S>::rows * columns;
+  const int n = sum_index();
+  const double sum =
+      sum_parts(blocks, n < size, [&](int part) { return sums[int64_t{part} * size + n]; });
   if (threadIdx.y || n >= size) return;
-  for (int part = 1; part < kSumParts; ++part) sum += shared[part][threadIdx.x];
   const int row = n / columns, c = row / S::taps, at = row % S::taps, tap = n % columns;
   if (tap >= S::taps) return;
   const auto value = narrow<typename S::T>(static_cast<float>(sum));
@@ -332,7 +327,7 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
          const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x, Tensor& grad_weight,
          Tensor& grad_bias, cudaStream_t stream) {
   using T = typename S::T;
-  using B = Backward<S>;
+  using B = BackwardShared<S>;
   const auto kernel = l.softmax ? backward_kernel<S, true> : backward_kernel<S, false>;
   constexpr int bytes = 4 * B::words;
   allow_shared_memory(kernel, bytes);
@@ -358,10 +353,9 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
       image<T>(grad), image<T>(x), vectorizable(x, 4) && vectorizable(grad, 4), arranged,
       mutable_image<T>(grad_x), sums, l, strips);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  sum_parameters<S>
-      <<<(size + kSumColumns - 1) / kSumColumns, dim3(kSumColumns, kSumParts), 0, stream>>>(
-          sums, static_cast<T*>(grad_weight.mutable_data_ptr()), image_strides(grad_weight),
-          static_cast<T*>(grad_bias.mutable_data_ptr()), blocks);
+  sum_parameters<S><<<sum_blocks(size), sum_threads(), 0, stream>>>(
+      sums, static_cast<T*>(grad_weight.mutable_data_ptr()), image_strides(grad_weight),
+      static_cast<T*>(grad_bias.mutable_data_ptr()), blocks);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

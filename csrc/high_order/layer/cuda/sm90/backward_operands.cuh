@@ -42,35 +42,36 @@ struct Staged {
 
 // Shared memory, in words.
 template <typename S>
-struct Backward {
+struct BackwardShared {
   using Columns = Grid<S>;
   static constexpr int slots = S::k + 1;  // rows of x in the ring, each stored twice
-  using W = Window<S, 2 * slots>;
-  using Depth = std::conditional_t<S::pairs, ColumnDepth<S, Columns>, RowDepth<S, W>>;
+  using Halo = HaloTile<S, 2 * slots>;
+  using Depth = std::conditional_t<S::pairs, ColumnDepth<S, Columns>, RowDepth<S, Halo>>;
   using Operand = GeneratorOperand<S, Columns, Depth>;
   using Transposed = TransposedOperand<S>;
   static constexpr int rows = S::C * S::taps + 1;  // of the parameters' gradient; the last: bias
   static constexpr int through_pitch = kRegion + (S::pairs ? 4 : 8);
   static constexpr int operand = 0, transposed = operand + Operand::words;
   static constexpr int staged = transposed + Transposed::words;
-  static constexpr int window = staged + Staged<S>::words;
-  static constexpr int ones = window + (W::words + 3) / 4 * 4;
-  static constexpr int grad = ones + slots * W::pitch + kRegion;
+  static constexpr int x = staged + Staged<S>::words;
+  static constexpr int ones = x + (Halo::words + 3) / 4 * 4;
+  static constexpr int grad = ones + slots * Halo::pitch + kRegion;
   static constexpr int through = grad + S::C * kRegion;
   static constexpr int totals = through + S::C * S::k * through_pitch;
   static constexpr int words = totals + (rows + 15) / 16 * Staged<S>::N * 4 * 32;
-  static_assert(4 * words <= 113 * 1024, "two blocks share a multiprocessor");
+  static_assert(4 * words <= kSharedOfMultiprocessor / 2 - kReservedShared,
+                "two blocks share a multiprocessor");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // dW of the lane's pixels as A of a product whose depth is taps.
 template <typename S>
-struct Gradient : Words<typename S::P, Grid<S>::blocks / S::P::elements> {
+struct GradientOperand : Words<typename S::P, Grid<S>::blocks / S::P::elements> {
   using P = typename S::P;
   static constexpr int steps = Grid<S>::blocks / P::elements;
 
-  __device__ explicit Gradient(const float (&dw)[S::k][4]) {
+  __device__ explicit GradientOperand(const float (&dw)[S::k][4]) {
 #pragma unroll
     for (int step = 0; step < steps; ++step)
 #pragma unroll

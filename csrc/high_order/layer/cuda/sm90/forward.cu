@@ -14,24 +14,24 @@ namespace {
 constexpr int kMostRows = 16;
 
 template <typename S>
-struct Forward {
-  using W = Window<S, kMostRows + 2 * S::reach>;
+struct ForwardShared {
+  using Halo = HaloTile<S, kMostRows + 2 * S::reach>;
   using Columns = Compact<S>;
   using Depth = ColumnDepth<S, Columns>;
   using Operand = GeneratorOperand<S, Columns, Depth>;
-  static constexpr int words = Operand::words + W::words;
+  static constexpr int words = Operand::words + Halo::words;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // x with its halo, from column `left` and row `top` on. All loads are under way at once.
 template <typename S>
-__device__ __forceinline__ void load_window(const Image<const typename S::T>& x, bool vectors,
-                                            const Layer& l, uint32_t* window, int64_t b, int top,
-                                            int left, int rows) {
-  using W = typename Forward<S>::W;
-  constexpr int at_once = 32 * kWarps / W::items, passes = (W::rows + at_once - 1) / at_once;
-  const int q = threadIdx.x % W::items, first = threadIdx.x / W::items;
+__device__ __forceinline__ void load_halo_tile(const Image<const typename S::T>& x, bool vectors,
+                                               const Layer& l, uint32_t* shared_x, int64_t b,
+                                               int top, int left, int rows) {
+  using Halo = typename ForwardShared<S>::Halo;
+  constexpr int at_once = 32 * kWarps / Halo::items, passes = (Halo::rows + at_once - 1) / at_once;
+  const int q = threadIdx.x % Halo::items, first = threadIdx.x / Halo::items;
   const typename Item<S>::Guard guard(left + 4 * q, l.W, vectors);
   const typename S::T* from = x.at(b, 0, top + first, guard.column);
   Item<S> item[passes][S::C];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_window(const Image<const typename S::T>& x,
     if (first < at_once && row < rows)
 #pragma unroll
       for (int c = 0; c < S::C; ++c)
-        item[pass][c].template store<W>(window + c * W::channel + row * W::pitch, q);
+        item[pass][c].template store<Halo>(shared_x + c * Halo::channel + row * Halo::pitch, q);
   }
 }
 
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
     forward_kernel(Image<const typename S::T> x, bool vectors, const uint32_t* arranged,
                    Image<typename S::T> out, Layer l, int rows, int across, int down) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using F = Forward<S>;
-  using W = typename F::W;
+  using F = ForwardShared<S>;
+  using Halo = typename F::Halo;
   using Columns = typename F::Columns;
   constexpr int N = Columns::N;
   extern __shared__ __align__(128) uint32_t shared[];
@@ -77,25 +77,27 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
   const int top = strip * rows, left = (block - strip * across) * kRegion;
 
   copy_operand<F::Operand::words>(shared, arranged);
-  uint32_t* window = shared + F::Operand::words;
-  load_window<S>(x, vectors, l, window, b, top - S::reach, left - kBefore, rows + 2 * S::reach);
+  uint32_t* shared_x = shared + F::Operand::words;
+  load_halo_tile<S>(x, vectors, l, shared_x, b, top - S::reach, left - kBefore,
+                    rows + 2 * S::reach);
   __syncthreads();
 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tiles = (min(l.W - left, kRegion) + 15) / 16;
   // Of the pixels that a lane has, the one that it writes.
   const int mine = t / 2, first = left + S::P::first(g) + mine * S::P::apart;
-  const Places<S, Columns, W> places(window);
-  const typename F::Depth depth(window);
+  const TapPointers<S, Columns, Halo> tap_pointers(shared_x);
+  const typename F::Depth depth(shared_x);
   constexpr int steps = F::Depth::steps, group = S::P::terms > 1 ? 2 : steps;
-  const ArrangedSteps<typename S::P, N> operand{operand_descriptor(shared, 128, 256)};
+  const ArrangedSteps<typename S::P, N> operand{
+      operand_descriptor(shared, kBlockBytes, 2 * kBlockBytes)};
   for (int row = warp; top + row - warp < l.H && row < rows; row += kWarps) {
     typename S::T* to = out.at(b, 0, top + row, first);
     for (int tile = 0; tile < tiles; ++tile, to += 16 * out.s.w) {
-      const int shift = row * W::pitch + tile * W::tile_words;
-      Pixels<S, Columns, W> pixels[S::C];
+      const int shift = row * Halo::pitch + tile * Halo::tile_words;
+      Pixels<S, Columns, Halo> pixels[S::C];
 #pragma unroll
-      for (int c = 0; c < S::C; ++c) pixels[c].load(places, shift, c);
+      for (int c = 0; c < S::C; ++c) pixels[c].load(tap_pointers, shift, c);
       float weights[1][N][4];
       auto& weight = weights[0];
       Words<typename S::P, group> words[2];
@@ -132,8 +134,8 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
         float value = exchange(sum[c], sum[c + 1 < S::C ? c + 1 : c], 1);
         if (!writes || (t % 2 && !odd)) continue;
         if (l.residual) {
-          const float2 pixel = S::P::pixels(window + shift + g + S::reach * W::pitch + W::at(0) +
-                                            (c + odd) * W::channel);
+          const float2 pixel = S::P::pixels(shared_x + shift + g + S::reach * Halo::pitch +
+                                            Halo::at(0) + (c + odd) * Halo::channel);
           value += mine ? pixel.y : pixel.x;
         }
         to[(c + odd) * out.s.c] = narrow<typename S::T>(value);
@@ -150,19 +152,19 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
   dispatch_sizes(x, l, [&](auto sizes) {
     using S = decltype(sizes);
     using T = typename S::T;
-    using Operand = typename Forward<S>::Operand;
+    using Operand = typename ForwardShared<S>::Operand;
     Tensor memory = scratch(weight, Operand::words);
     auto* operand = static_cast<uint32_t*>(memory.mutable_data_ptr());
     arrange(generator_operand<Operand>(weight, bias), operand, stream);
     const int across = (l.W + kRegion - 1) / kRegion;
-    int rows = kMostRows;  // fewer where that would leave multiprocessors idle
+    int rows = kMostRows;  // fewer where that would leave multiprocessors with less than two blocks
     const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
     while (rows > kWarps && l.B * across * ((l.H + rows - 1) / rows) < 2 * multiprocessors)
       rows /= 2;
     const int down = (l.H + rows - 1) / rows;
     const int64_t blocks = l.B * across * down;
     STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "x: too large");
-    constexpr int bytes = 4 * Forward<S>::words;
+    constexpr int bytes = 4 * ForwardShared<S>::words;
     const auto kernel = l.softmax ? forward_kernel<S, true> : forward_kernel<S, false>;
     allow_shared_memory(kernel, bytes);
     kernel<<<blocks, 32 * kWarps, bytes, stream>>>(image<T>(x), vectorizable(x, 4), operand,

@@ -19,6 +19,7 @@ namespace hoconv::high_order::layer::sm90 {
 constexpr int kRegion = 64;  // columns of pixels of a block
 constexpr int kBefore = 4;   // columns of x before and after them, so that vectors are aligned
 constexpr int kWarps = 4;    // a warpgroup
+constexpr int kSharedOfMultiprocessor = 228 * 1024;  // bytes
 
 template <typename Precision, int kernel_size, int channels>
 struct Sizes {
@@ -31,7 +32,7 @@ struct Sizes {
 
 // Where taps are in the columns of a product: blocks of 8, of which 2t and 2t + 1 belong to a
 // lane's t. Where words are pairs of neighbours, so are blocks, with an empty one if need be.
-struct Place {
+struct TapPosition {
   int row, column;  // of a tap; there is none from k on
 };
 template <typename S>
@@ -44,7 +45,7 @@ struct Compact {
   static constexpr int row = S::pairs ? S::k + 1 : S::k;  // columns of a product
   static constexpr int N = (row * S::k + 7) / 8, blocks = even_if_pairs<S>(N);
   static constexpr int high = row * S::k, low = high + 1;
-  __host__ __device__ static constexpr Place place(int j, int t, int e) {
+  __host__ __device__ static constexpr TapPosition position(int j, int t, int e) {
     const int n = 8 * j + 2 * t + e;
     return {n / row, n % row};
   }
@@ -54,20 +55,20 @@ template <typename S>
 struct Grid {
   static constexpr int N = S::k, blocks = even_if_pairs<S>(N);
   static constexpr int high = 8 * N, low = high + 1;
-  __host__ __device__ static constexpr Place place(int j, int t, int e) {
+  __host__ __device__ static constexpr TapPosition position(int j, int t, int e) {
     return {j, S::pairs ? 2 * t + e : t + 4 * e};
   }
 };
 
 template <typename S, typename Columns>
 __host__ __device__ constexpr bool is_tap(int j, int t, int e) {
-  const Place p = Columns::place(j, t, e);
+  const TapPosition p = Columns::position(j, t, e);
   return p.row < S::k && p.column < S::k;
 }
 template <typename S, typename Columns>
 __host__ __device__ constexpr int tap_of(int column) {  // or -1
   const int j = column / 8, t = column % 8 / 2, e = column % 2;
-  const Place p = Columns::place(j, t, e);
+  const TapPosition p = Columns::position(j, t, e);
   return is_tap<S, Columns>(j, t, e) ? p.row * S::k + p.column : -1;
 }
 
@@ -75,13 +76,24 @@ __host__ __device__ constexpr int tap_of(int column) {  // or -1
 // neighbours; in array 0 the first of them is even, in array 1 odd, and in arrays 2 and 3 the
 // second is zero, which ends a row of odd size. So neighbouring pixels of a product are
 // neighbouring words; the pitch and the distance of arrays spread a load over the banks.
+//
+// A warp loads a word of 8 neighbouring pixels for each of 4 taps at once. Neighbouring taps of a
+// row share words, so that a row's take 8 to 11 banks; taps of the next row are kPitchBanks
+// further, an odd row's last tap, in array 2 or 3, is 2 * kArrayBanks further. With 12 and 10 no
+// load of k = 3 or 5 has a bank conflict, nor any of k = 7 in 16 bits; floats of k = 7 in Compact's
+// order take two cycles. Pitches must be a multiple of 4 words, distances of arrays of 2, for the
+// vectors stored.
+constexpr int kPitchBanks = 12, kArrayBanks = 10;
+// The least number of words from `words` on that begins at a bank.
+constexpr int round_up_to(int words, int bank) { return (words - bank + 31) / 32 * 32 + bank; }
+
 template <typename S, int rows_>
-struct Window {
+struct HaloTile {
   static constexpr int rows = rows_, columns = kRegion + 2 * kBefore;
   static constexpr int row_words = columns / S::P::elements;
-  static constexpr int pitch = (row_words - 12 + 31) / 32 * 32 + 12;
+  static constexpr int pitch = round_up_to(row_words, kPitchBanks);
   static constexpr int channel = rows * pitch;
-  static constexpr int array = S::pairs ? (S::C * channel - 10 + 31) / 32 * 32 + 10 : 0;
+  static constexpr int array = S::pairs ? round_up_to(S::C * channel, kArrayBanks) : 0;
   static constexpr int words = S::pairs ? 4 * array : S::C * channel;
   static constexpr int items = columns / 4;               // of four elements, in a row
   static constexpr int tile_words = 16 / S::P::elements;  // 16 pixels
@@ -94,7 +106,7 @@ struct Window {
   static constexpr int second = S::pairs ? (kBefore - S::reach) % 2 ? 1 - array : array : 8;
 
   // The word of a tap from the corner of a pixel's window.
-  __device__ static int of(Place p) {
+  __device__ static int of(TapPosition p) {
     const bool last = S::pairs && p.column + 1 == S::k;
     return p.row * pitch + at(p.column - S::reach) + (last ? 2 * array : 0);
   }
@@ -172,7 +184,7 @@ struct Item {
   }
 
   // `to`: of its row in array 0, `q` the number of the item in the row.
-  template <typename Window>
+  template <typename Halo>
   __device__ void store(uint32_t* to, int q) const {
     const Item& value = *this;
     if constexpr (S::pairs) {
@@ -184,9 +196,9 @@ struct Item {
         S::P::planes(value[e], e < 3 ? value[e + 1] : after, pair[e], single[e]);
       to += 2 * q;
       *reinterpret_cast<uint2*>(to) = {pair[0], pair[2]};
-      *reinterpret_cast<uint2*>(to + Window::array) = {pair[1], pair[3]};
-      *reinterpret_cast<uint2*>(to + 2 * Window::array) = {single[0], single[2]};
-      *reinterpret_cast<uint2*>(to + 3 * Window::array) = {single[1], single[3]};
+      *reinterpret_cast<uint2*>(to + Halo::array) = {pair[1], pair[3]};
+      *reinterpret_cast<uint2*>(to + 2 * Halo::array) = {single[0], single[2]};
+      *reinterpret_cast<uint2*>(to + 3 * Halo::array) = {single[1], single[3]};
     } else {
       *reinterpret_cast<float4*>(to + 4 * q) = {roundable(value[0]), roundable(value[1]),
                                                 roundable(value[2]), roundable(value[3])};
@@ -220,22 +232,23 @@ void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
 
 // Where in the window the words are that a lane's taps look at, if there are any, for its first
 // pixel.
-template <typename S, typename Columns, typename W>
-struct Places {
+template <typename S, typename Columns, typename Halo>
+struct TapPointers {
   static constexpr int words = S::pairs ? 1 : 2;
   const uint32_t* of[Columns::N][words];
 
-  __device__ explicit Places(const uint32_t* window) {
+  __device__ explicit TapPointers(const uint32_t* shared_x) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < Columns::N; ++j)
 #pragma unroll
-      for (int e = 0; e < words; ++e) of[j][e] = window + W::of(Columns::place(j, t, e)) + g;
+      for (int e = 0; e < words; ++e)
+        of[j][e] = shared_x + Halo::of(Columns::position(j, t, e)) + g;
   }
 };
 
 // What a lane's taps look at in a channel, of its two pixels. Where there is no tap, zeros.
-template <typename S, typename Columns, typename W>
+template <typename S, typename Columns, typename Halo>
 struct Pixels {
   using P = typename S::P;
   static constexpr int words = S::pairs ? 1 : 2;
@@ -243,7 +256,7 @@ struct Pixels {
   uint32_t a[steps][4];                                        // as operands of a product
 
   // Of the pixels `shift` words after the window's first.
-  __device__ void load(const Places<S, Columns, W>& places, int shift, int c) {
+  __device__ void load(const TapPointers<S, Columns, Halo>& tap_pointers, int shift, int c) {
 #pragma unroll
     for (int j = 0; j < Columns::blocks; ++j)
 #pragma unroll
@@ -254,13 +267,13 @@ struct Pixels {
         const bool all = is_tap<S, Columns>(j, 0, e) && is_tap<S, Columns>(j, 1, e) &&
                          is_tap<S, Columns>(j, 2, e) && is_tap<S, Columns>(j, 3, e);
         const bool exists = is_tap<S, Columns>(j, threadIdx.x % 4, e);
-        const uint32_t* from = places.of[j < Columns::N ? j : 0][e];
+        const uint32_t* from = tap_pointers.of[j < Columns::N ? j : 0][e];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t& word = S::pairs ? a[j / P::elements][j % P::elements * 2 + i]
                                     : a[j / P::elements][e * 2 + i];
           word = 0;
-          if (any && (all || exists)) word = from[shift + c * W::channel + i * W::second];
+          if (any && (all || exists)) word = from[shift + c * Halo::channel + i * Halo::second];
         }
       }
   }

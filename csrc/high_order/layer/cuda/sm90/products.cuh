@@ -45,7 +45,7 @@ struct ColumnDepth {
 
   uint32_t ones[2];  // of the bias, where a lane has no tap
 
-  __device__ explicit ColumnDepth(const uint32_t* /*window*/) {
+  __device__ explicit ColumnDepth(const uint32_t* /*shared_x*/) {
     uint32_t one[P::terms];
     P::split(1.0f, 1.0f, one);
 #pragma unroll
@@ -68,7 +68,7 @@ struct ColumnDepth {
 // A depth of words that are floats, in Grid's columns: halves of a step, a word for each t. First
 // the first four columns of a row, row by row for every channel, which a lane loads anyway; then
 // the columns after them, of as many rows as fit a half. What is free takes the bias.
-template <typename S, typename W>
+template <typename S, typename Halo>
 struct RowDepth {
   static constexpr int firsts = S::C * S::k;
   static constexpr int more = S::k > 4 ? S::k - 4 : 1;  // columns after the fourth, if any
@@ -103,13 +103,13 @@ struct RowDepth {
 
   const uint32_t* rest[rests + 1];  // where a lane's words of them are, for its first pixel
 
-  __device__ explicit RowDepth(const uint32_t* window) {
+  __device__ explicit RowDepth(const uint32_t* shared_x) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < rests; ++n) {
       const Word at = tap(firsts + n, t);
       const int row = at.row < 0 ? 0 : at.row;
-      rest[n] = window + row / S::k * W::channel + W::of({row % S::k, at.column}) + g;
+      rest[n] = shared_x + row / S::k * Halo::channel + Halo::of({row % S::k, at.column}) + g;
     }
   }
   static constexpr int channels(int step) {
@@ -122,7 +122,7 @@ struct RowDepth {
     if (half < firsts)
       word = pixels[half / S::k].a[half % S::k][i % 2];
     else if (half < firsts + rests && (tap(half, 3).row >= 0 || tap(half, t).row >= 0))
-      word = rest[half - firsts][shift + i % 2 * W::second];
+      word = rest[half - firsts][shift + i % 2 * Halo::second];
     if (4 * half + t == free_word(0) || 4 * half + t == free_word(1)) word = __float_as_uint(1.0f);
     return word;
   }

@@ -29,6 +29,8 @@ __device__ __forceinline__ void publish_operands() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+constexpr int kBlockBytes = 128;  // 8 columns of 16 bytes
+
 // Of blocks `depth_stride` bytes apart along the depth and `column_stride` along the columns.
 __device__ __forceinline__ uint64_t operand_descriptor(const void* blocks, int depth_stride,
                                                        int column_stride) {

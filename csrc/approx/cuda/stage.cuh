@@ -9,7 +9,7 @@
 namespace hoconv::approx {
 
 constexpr int kDepth = 16;
-constexpr int kFound = 32;  // depths whose places are found out at a time
+constexpr int kPrefetchedDepths = 32;  // depths whose places are found out at a time
 
 constexpr int kThreads = 128;
 constexpr int kBlocks = 3;  // on a multiprocessor, so that some multiply while others wait
@@ -38,30 +38,31 @@ struct alignas(2 * sizeof(Left)) Pair {
 
 // kDepth rows of each operand, prepared; the padding spreads depths over the banks.
 template <typename Multiplier, typename T>
-struct Slab {
+struct Stage {
   using L = Lane<Multiplier>;
   static constexpr int left_pitch = T::rows + 2, right_pitch = T::columns + 1;
   // One depth more, which is read but not used.
   alignas(16) typename L::Left left[(kDepth + 1) * left_pitch];
   alignas(16) typename L::Right right[(kDepth + 1) * right_pitch];
 };
-constexpr int kSlabs = 2;  // one multiplied, one on its way
+constexpr int kStages = 2;  // one multiplied, one on its way
 template <typename Multiplier, typename T>
 struct Shared {
-  Slab<Multiplier, T> slabs[kSlabs];
-  Part rows[T::rows], columns[T::columns];             // of the tile
-  Part depths[2][2 * kFound];                          // of the left and the right operand, in turn
+  Stage<Multiplier, T> stages[kStages];
+  Coordinate rows[T::rows], columns[T::columns];       // of the tile
+  Coordinate depths[2][2 * kPrefetchedDepths];         // of the left and the right operand, in turn
   int64_t out_rows[T::rows], out_columns[T::columns];  // in the result; -1: outside of it
   int range[4];
 };
 
 // Of a row or column that does not exist.
-__device__ __forceinline__ Part nowhere() { return {0, -kFar, -kFar}; }
+__device__ __forceinline__ Coordinate nowhere() { return {0, -kFar, -kFar}; }
 // With an offset in bytes, from address 0.
 template <typename Word>
-__device__ __forceinline__ Part addressed(Part part, const Word* base = nullptr) {
-  part.offset = part.offset * static_cast<int>(sizeof(Word)) + reinterpret_cast<int64_t>(base);
-  return part;
+__device__ __forceinline__ Coordinate addressed(Coordinate coordinate, const Word* base = nullptr) {
+  coordinate.offset =
+      coordinate.offset * static_cast<int>(sizeof(Word)) + reinterpret_cast<int64_t>(base);
+  return coordinate;
 }
 
 // What a thread reads of an operand: kDepth columns k of `count` rows, whichever lie next to each
@@ -73,7 +74,7 @@ struct Reader {
   static constexpr int each = count * kDepth / kThreads;
   static_assert(kThreads % count == 0 && kThreads % kDepth == 0 && count * kDepth % kThreads == 0);
   const View& view;
-  const Part *rows, *depths;
+  const Coordinate *rows, *depths;
 
   // Starts to copy. What does not exist is zero; where it matters that it is left out, see
   // add_special.
@@ -96,10 +97,10 @@ struct Reader {
     const int row = along ? threadIdx.x / kDepth : threadIdx.x % count;
     const int depth = along ? threadIdx.x % kDepth : threadIdx.x / count;
     constexpr int step = along ? kThreads / kDepth : kThreads / count;
-    const Part* row_parts = rows + row;
-    const Part* depth_parts = depths + first_depth + depth;
-    const Part fixed = loaded(along ? depth_parts : row_parts);
-    const Part* moving = along ? row_parts : depth_parts;
+    const Coordinate* row_coordinates = rows + row;
+    const Coordinate* depth_coordinates = depths + first_depth + depth;
+    const Coordinate fixed = loaded(along ? depth_coordinates : row_coordinates);
+    const Coordinate* moving = along ? row_coordinates : depth_coordinates;
     const auto first = static_cast<unsigned>(__cvta_generic_to_shared(to + depth * pitch + row));
     constexpr int stride = sizeof(Word) * (along ? step : step * pitch);
     constexpr int together = each < 8 ? each : 8;  // as registers allow
@@ -119,7 +120,7 @@ struct Reader {
             "l"(from[i]), "n"(sizeof(Word)), "r"(exists[i] ? int{sizeof(Word)} : 0));
     }
   }
-  __device__ static Part loaded(const Part* part) {  // in one access
+  __device__ static Coordinate loaded(const Coordinate* part) {  // in one access
     const int4 words = *reinterpret_cast<const int4*>(part);
     return {int64_t{words.y} << 32 | static_cast<uint32_t>(words.x), words.z, words.w};
   }
