@@ -1,7 +1,7 @@
-// Every multiplier's definition, one product at a time, for the CPU and the GPU.
+// The definition of every multiplier, one product at a time, for the CPU and the GPU.
 //
-// The ground truth of the kernels; the twin in Python is hoconv/approx/multipliers.py. A new
-// multiplier is a type with `multiply` and `derivative`, and a line in with_multiplier.
+// The ground truth of the kernels; hoconv/approx/multipliers.py is its twin in Python. A new
+// multiplier is a type with `multiply` and `derivative` and a line in with_multiplier.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -30,8 +30,8 @@ HOCONV_HD inline float bits_float(int32_t bits) {
 }
 HOCONV_HD inline int32_t exponent(int32_t bits) { return (bits >> 23) & 0xff; }
 
-// Makes the compiler round a product, a float or a register of them, where it would fuse it with an
-// addition that follows.
+// Keeps the compiler from fusing a product (a float or a register of them) with a later addition,
+// which would not round it.
 template <typename T>
 inline void keep_rounded(T& product) {
 #if defined(__x86_64__)
@@ -57,7 +57,7 @@ HOCONV_HD inline float rounded_product(float a, float b) {
 // IEEE multiplication.
 struct Exact {
   HOCONV_HD static float multiply(float a, float b) { return rounded_product(a, b); }
-  // Of the product with respect to a.
+  // The derivative of the product with respect to a.
   HOCONV_HD static float derivative(float, float b) { return b; }
 };
 
@@ -67,7 +67,8 @@ template <int keep, bool corrected>
 struct Logarithmic {
   static constexpr int32_t kMantissa = 0x7fffff;
   static constexpr int32_t kKept = kMantissa >> (23 - keep) << (23 - keep);
-  // The lowest kept bit, which is set where bits are cut off, to the middle of what they can be.
+  // The lowest kept bit. Where bits are cut off it is set, which is the middle of the values that
+  // they can have.
   static constexpr int32_t kSet = corrected && keep < 23 ? 1 << (23 - keep) : 0;
   static constexpr int32_t kCorrection = corrected ? 0xA0000 : 0;  // 2^-4 + 2^-6
 
@@ -76,7 +77,7 @@ struct Logarithmic {
   HOCONV_HD static float multiply(float a, float b) {
     const int32_t bits_a = float_bits(a), bits_b = float_bits(b);
     const int32_t ea = exponent(bits_a), eb = exponent(bits_b);
-    if (ea == 255 || eb == 255) return a * b;  // infinite or NaN: nothing is rounded
+    if (ea == 255 || eb == 255) return a * b;  // infinite or NaN: the exact product
     if (ea == 0 || eb == 0) return 0;
     const int32_t sum = mantissa(bits_a) + mantissa(bits_b);
     const int32_t carry = sum >> 23, fraction = sum & kMantissa;
@@ -91,7 +92,8 @@ struct Logarithmic {
     return bits_float(sign | (e >= 255 ? 255 << 23 : e << 23 | (m & kKept)));
   }
 
-  // Of the product with respect to a, except where it jumps: sign(b) 2^e(b) (1 + carry).
+  // The derivative of the product with respect to a, except where the product jumps: sign(b) 2^e(b)
+  // (1 + carry).
   HOCONV_HD static float derivative(float a, float b) {
     const int32_t bits_a = float_bits(a), bits_b = float_bits(b);
     const int32_t ea = exponent(bits_a), eb = exponent(bits_b);

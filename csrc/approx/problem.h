@@ -1,5 +1,5 @@
-// The sizes of the approximate products, read off their tensors and checked, and the order in which
-// products are added.
+// The sizes of the approximate products, taken from their tensors and checked, and the order of
+// their sums.
 //
 // B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW
 // of the output, R x S the kernel.
@@ -12,8 +12,9 @@
 
 namespace hoconv::approx {
 
-// A sum over k is cut into chunks of so many consecutive k. A chunk is added from +0 in ascending
-// order, then the chunks are, in ascending order. Terms that are left out count as k too.
+// A sum over k is cut into chunks of this many consecutive k. A chunk is summed from +0 in
+// ascending order, then the chunks are summed in ascending order. Terms that are left out count as
+// k too.
 constexpr int64_t kChunk = 1024;
 
 using Ints = std::vector<int64_t>;
@@ -45,7 +46,7 @@ struct Matmul {
   }
 };
 
-// Of 8-bit integers, whose products are a table's.
+// A matrix product of 8-bit integers whose products come from a table.
 struct TableMatmul {
   int64_t batch, M, K, N;
 
@@ -73,7 +74,7 @@ struct Conv2d {
   int64_t in_channels() const { return C / G; }  // of a group
   int64_t out_channels() const { return O / G; }
 
-  // `input` is the sizes of x (B, C, H, W), `kernel` of the weight (O, C / G, R, S).
+  // `input` are the sizes of x (B, C, H, W), `kernel` those of the weight (O, C / G, R, S).
   Conv2d(const Ints& input, const Ints& kernel, const Ints& stride_, const Ints& padding_,
          const Ints& dilation_, int64_t groups)
       : G(groups) {

@@ -19,7 +19,7 @@ inline Tensor multiply(const Tensor& a, const Tensor& b) {
 
 inline Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
 
-// Half precision is accumulated in float.
+// float16 and bfloat16 as float32, in which sums are accumulated; other dtypes as they are.
 inline Tensor widen(const Tensor& t) {
   const bool half = t.element_size() < 4;
   return half ? torch::stable::to(t, ScalarType::Float) : t;

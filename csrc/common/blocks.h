@@ -1,4 +1,4 @@
-// Work cut into blocks of sizes that are known when compiling, so that a block's sums stay in
+// Cuts work into blocks whose sizes the compiler knows, so that the sums of a block stay in
 // registers.
 #pragma once
 
@@ -11,7 +11,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// Calls f(N), N a std::integral_constant of the value n, from 1 to Max.
+// Calls f(N) with n as a std::integral_constant N. n is from 1 to Max.
 template <int64_t Max, typename F>
 inline void with_constant(int64_t n, F&& f) {
   if constexpr (Max > 1)
@@ -19,7 +19,8 @@ inline void with_constant(int64_t n, F&& f) {
   f(std::integral_constant<int64_t, Max>{});
 }
 
-// Calls f(begin, N) for blocks of N <= Max, as equal as they can be, that cover n.
+// Cuts n into as few blocks of at most Max as possible, of nearly equal sizes, and calls f(begin,
+// N) for each.
 template <int64_t Max, typename F>
 inline void for_each_block(int64_t n, F&& f) {
   int64_t begin = 0;

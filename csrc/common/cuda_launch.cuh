@@ -1,4 +1,5 @@
-// What a launch needs, and vectors of elements as one register-sized access.
+// The device and stream of a launch, conversions of elements, and vectors of elements that one
+// instruction loads or stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +16,8 @@
 
 namespace hoconv {
 
-// The device and stream of a tensor, current while this lives.
+// Makes the device of a tensor the current one while it lives, and gives the current stream of that
+// device.
 class Launch {
  public:
   explicit Launch(const torch::stable::Tensor& t) : guard_(t.get_device_index()) {
@@ -30,7 +32,7 @@ class Launch {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-// Of the current device.
+// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device, value;
   STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -38,12 +40,12 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// A launch of this many blocks of 128 threads fills a GPU: its work is not split further. The 132
-// multiprocessors of an H100 run 528 to 660 of them at once, four or five each; the others follow
-// as those end, so that no multiprocessor idles for long.
+// Work is split over at most this many blocks of 128 threads, which fill a GPU: the 132
+// multiprocessors of an H100 run 528 to 660 such blocks at once, four or five each, and the rest as
+// those end.
 constexpr int64_t kEnoughBlocks = 1024;
 
-// Calls f with the CUDA type of the elements.
+// Calls f with a zero of the CUDA type of the tensor's elements.
 template <typename F>
 void dispatch_cuda(const Tensor& t, F&& f) {
   dispatch_floating(t, [&](auto zero) {
@@ -80,7 +82,7 @@ __device__ __forceinline__ T narrow(A value) {
     return value;
 }
 
-// V elements, loaded and stored at once; their address is a multiple of their size.
+// V elements that one instruction loads or stores. Their address is a multiple of their size.
 template <typename T, int V>
 struct alignas(sizeof(T) * V) Pack {
   T e[V];
@@ -100,7 +102,7 @@ __device__ __forceinline__ Pack<T, V> load(const T* p) {
   return pack;
 }
 
-// Of what is read or written once: it does not displace what is read again from the caches.
+// For data that is read or written once: it does not evict from the caches what is read again.
 template <int V, typename T>
 __device__ __forceinline__ Pack<T, V> load_once(const T* p) {
   Pack<T, V> pack;
@@ -114,7 +116,7 @@ __device__ __forceinline__ void store_once(T* p, const Pack<T, V>& pack) {
   __stcs(reinterpret_cast<Bits*>(p), *reinterpret_cast<const Bits*>(&pack));
 }
 
-// Sums in the type computed in, rounded to T.
+// Rounds V sums to T and stores them.
 template <int V, typename T, typename A>
 __device__ __forceinline__ void store_sum(T* p, const A (&sum)[V]) {
   Pack<T, V> pack;

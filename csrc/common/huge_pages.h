@@ -1,5 +1,5 @@
-// Outputs of hundreds of megabytes: the first touch of each of their pages costs more than filling
-// it, unless the pages are large.
+// Huge pages for outputs of hundreds of megabytes. The first touch of a 4 KiB page costs more than
+// filling it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,8 +12,8 @@
 
 namespace hoconv {
 
-// Asks for 2 MiB pages under a tensor that was just allocated, where the system leaves that to the
-// program. A hint: nothing depends on it.
+// Asks the system for 2 MiB pages for a tensor that was just allocated. This is only a hint, which
+// a system may ignore.
 inline void prefer_huge_pages(const torch::stable::Tensor& t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t page = uintptr_t{1} << 21;

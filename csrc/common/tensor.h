@@ -1,4 +1,4 @@
-// What the kernels of every operator ask of their tensors.
+// Checks of tensors and dispatch on their dtypes, for the kernels of every operator.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -32,7 +32,7 @@ inline void check_same_sizes(const Tensor& a, const Tensor& b, const char* name)
     STD_TORCH_CHECK(a.size(i) == b.size(i), name, ": expected the shape of x");
 }
 
-// Uninitialised, with the dtype and device of `like`.
+// An uninitialised tensor with the dtype and device of `like`.
 inline Tensor empty_strided_like(const Tensor& like, const std::vector<int64_t>& size,
                                  const std::vector<int64_t>& stride) {
   int32_t dtype, device_type;
@@ -46,7 +46,7 @@ inline Tensor empty_strided_like(const Tensor& like, const std::vector<int64_t>&
   return Tensor(handle);
 }
 
-// Calls f with a value of the tensor's element type, one of the four of check_floating.
+// Calls f with a zero of the tensor's element type. The tensor has passed check_floating.
 template <typename F>
 void dispatch_floating(const Tensor& t, F&& f) {
   switch (t.scalar_type()) {

@@ -1,5 +1,5 @@
-// A SIMD register of the machine compiled for, and the conversion of rows of a tensor from and to
-// the type that is computed in: float for half precision and float, double for double.
+// A SIMD register of the target machine, and conversions of rows of a tensor to and from the type
+// of the arithmetic: float for float16, bfloat16 and float32, double for float64.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -15,8 +15,8 @@
 
 namespace hoconv {
 
-// Also with AVX-512, which here means twice the registers: a 64-byte load that is not aligned
-// always crosses a cache line, and that costs more than the wider register saves.
+// 32 bytes with AVX-512 too, which then only doubles the number of registers: an unaligned 64-byte
+// load always crosses a cache line, which costs more than the wider register saves.
 #if defined(__AVX__)
 constexpr int kVecBytes = 32;
 #else
@@ -32,12 +32,12 @@ using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename A>
 struct Vec {
   typedef A type __attribute__((vector_size(kVecBytes)));
-  // Of each lane; all ones or zero in the result of a comparison.
+  // The bits of a lane. A comparison gives all ones or all zeros.
   typedef std::conditional_t<sizeof(A) == 4, int32_t, int64_t> lane_bits;
   typedef lane_bits bits __attribute__((vector_size(kVecBytes)));
   static constexpr int64_t size = kVecBytes / sizeof(A);
 
-  // Whether a lane is among the first n.
+  // A mask of the first n lanes.
   static bits first(int64_t n) {
     bits lanes;
     for (int64_t i = 0; i < size; ++i) lanes[i] = i < n ? -1 : 0;
@@ -51,7 +51,8 @@ struct Vec {
   }
   static void store(A* p, type v) { std::memcpy(p, &v, sizeof v); }
 
-  // Past the caches: for output too large to be read again from them. `p` is aligned to kVecBytes.
+  // Stores past the caches, for output too large to be read from them again. `p` is aligned to
+  // kVecBytes.
   static void stream(A* p, type v) {
 #if defined(__AVX__)
     if constexpr (std::is_same_v<A, float>)
@@ -129,7 +130,7 @@ void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   for (; i < n; ++i) dst[i] = static_cast<T>(src[i]);
 }
 
-// As store_row, past the caches where the row allows it.
+// As store_row, but past the caches if the row is aligned.
 template <typename T>
 void stream_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   using A = acc_t<T>;

@@ -1,4 +1,5 @@
-// The dynamic 1-D convolution's sizes and strides, read off its tensors and checked.
+// The sizes and strides of a call of the dynamic 1-D convolution, taken from its tensors and
+// checked.
 //
 // B batch, C channels, H heads, K taps, T time steps.
 #pragma once
@@ -13,7 +14,7 @@ namespace hoconv::dynamic_conv1d {
 struct Strides {
   int64_t b, c, t;
 };
-// Of the weights (B or 1, H, K, T or 1): 0 where they are shared.
+// Element strides of the weights (B or 1, H, K, T or 1). The stride of a shared dimension is 0.
 struct WeightStrides {
   int64_t b, h, k, t;
 };
@@ -27,13 +28,14 @@ inline WeightStrides weight_strides(const Tensor& t) {
 struct Problem {
   int64_t B, C, T, H, K;
   int64_t before;                  // zeros before the first step
-  bool batch_shared, time_shared;  // whether the weights are
+  bool batch_shared, time_shared;  // whether sequences, or steps, share the weights
 
   int64_t head_channels() const { return C / H; }
 
   int64_t weight_batch() const { return batch_shared ? 1 : B; }
 
-  // `x` is x or the output's gradient, with the weights' sizes (B or 1, H, K, T or 1).
+  // `x` is x or the output's gradient; `weight` are the sizes of the weights (B or 1, H, K, T or
+  // 1).
   template <typename Sizes>
   Problem(const Tensor& x, const Sizes& weight, int64_t padding) {
     STD_TORCH_CHECK(x.dim() == 3, "x: expected 3 dimensions (B, C, T), got ", x.dim());
@@ -52,8 +54,8 @@ struct Problem {
     before = padding;
   }
 
-  // The input gradient is a convolution of the output's gradient, with the taps mirrored: that many
-  // zeros before its first step.
+  // The input gradient is a convolution of the output's gradient with mirrored taps, which has this
+  // many zeros before its first step.
   int64_t mirrored_before() const { return K - 1 - before; }
 };
 

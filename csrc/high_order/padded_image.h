@@ -1,5 +1,5 @@
-// Rows of an image as the CPU's inner loops read them: of the type that is computed in, with zeros
-// around them, so that the loops know neither borders, strides nor dtypes.
+// Rows of an image for the inner loops of the CPU: converted to the type of the arithmetic and
+// padded with zeros, so that the loops know no borders, strides or dtypes.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ struct Scratch {  // aligned, zeroed
   }
 };
 
-// Rows of several channels, with margins of zeros: column w of row r of channel c is at
-// data[(c * rows + r) * width + left + w]. A register from the last column on ends within the row.
+// Rows of several channels, padded with zeros: column w of row r of channel c is at data[(c * rows
+// + r) * width + left + w]. A register that starts at the last column ends within the row.
 template <typename A>
 struct PaddedRows {
   int64_t channels, rows, width, left;
@@ -45,7 +45,7 @@ template <typename T>
 struct PaddedImage : PaddedRows<acc_t<T>> {
   using PaddedRows<acc_t<T>>::PaddedRows;
 
-  // Copies rows first .. first + count of an image of H x W; rows outside it become zero.
+  // Copies rows first to first + count - 1 of an image of H x W. Rows out of range become zero.
   void fill(const T* image, const ImageStrides& s, int64_t first, int64_t count, int64_t H,
             int64_t W) {
     for (int64_t c = 0; c < this->channels; ++c) {

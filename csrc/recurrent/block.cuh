@@ -1,5 +1,5 @@
-// What generated CUDA kernels call: types, and sums over the threads of a block. Compiled at run
-// time by NVRTC, without any header of a CUDA toolkit or a C++ library.
+// The types and block-wide reductions that generated CUDA kernels call. NVRTC compiles this file at
+// run time, without any header of a CUDA toolkit or a C++ library.
 #pragma once
 
 using int32_t = int;
@@ -11,7 +11,7 @@ using uint64_t = unsigned long long;
 
 namespace hoconv::recurrent {
 
-// Half precision is loaded, stored and converted, to the nearest even; float computes.
+// 16-bit types that only load, store and convert, rounding to nearest even; arithmetic is in float.
 struct BFloat16 {
   unsigned short bits;
   BFloat16() = default;
@@ -30,9 +30,9 @@ struct Half {
   }
 };
 
-// Each of N values over the threads of the block, the same in every thread, and the same bits every
-// time: lanes, then warps, in a fixed order. All threads call it; the block is a whole number of
-// warps.
+// Reduces each of N values over the threads of the block. All threads call it and get the result,
+// in the same bits in every run: lanes, then warps, in a fixed order. The block is a whole number
+// of warps.
 template <typename A, int N, typename F>
 __device__ void block_reduce(A (&values)[N], A neutral, F combine) {
   __shared__ A warps[N][32];
@@ -48,7 +48,7 @@ __device__ void block_reduce(A (&values)[N], A neutral, F combine) {
   for (int lanes = 16; lanes > 0; lanes /= 2)
     for (int n = 0; n < N; ++n)
       values[n] = combine(values[n], __shfl_xor_sync(0xffffffffu, values[n], lanes));
-  __syncthreads();  // `warps` may be written again
+  __syncthreads();  // until `warps` is read, since the next call writes it
 }
 
 template <typename A, typename... Rest>

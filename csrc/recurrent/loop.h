@@ -1,5 +1,6 @@
-// What generated time loops call: PyTorch's products and threads, through its C interface. Nothing
-// of C++'s library is included: a generated file is to compile in a second.
+// The matrix products and threads of PyTorch that generated time loops call, through its C
+// interface. No header of the C++ library is included, so that a generated file compiles in a
+// second.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -10,8 +11,9 @@
 
 #include "recurrent/math.h"
 
-// oneDNN's x W^T, which compiled models call by this name. Its header is not for libraries that are
-// to load on later versions of PyTorch. Null where PyTorch was built without oneDNN.
+// oneDNN's x W^T, declared here under the name by which compiled models call it, since its header
+// is not for libraries that must load beside later versions of PyTorch. Null if PyTorch was built
+// without oneDNN.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
     AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, const char* function,
     const double** scalars, int64_t scalars_length, const char** algorithm,
@@ -22,7 +24,7 @@ namespace hoconv::recurrent {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-// Owns one of PyTorch's tensors, or none where PyTorch failed.
+// Owns a tensor of PyTorch, or none if PyTorch failed to make it.
 class Tensor {
  public:
   Tensor() = default;
@@ -39,7 +41,7 @@ class Tensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// A matrix in memory that belongs to somebody else.
+// A matrix in memory that it does not own.
 class Matrix : public Tensor {
  public:
   Matrix(void* data, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride,
@@ -50,15 +52,16 @@ class Matrix : public Tensor {
   }
 };
 
-// A matrix (inner, columns) that every step multiplies by. In float32 oneDNN's product is the
-// fastest where the matrix is large; it is copied, once, into the order in which oneDNN reads it.
+// A matrix (inner, columns) that every step multiplies by. For a large float32 matrix oneDNN's
+// product is the fastest; its constructor packs the matrix once, in the order in which oneDNN reads
+// it.
 template <typename T>
 class Factor {
  public:
   Factor(void* data, int64_t inner, int64_t columns, int64_t row_stride, int64_t column_stride,
          int32_t dtype, bool onednn, int64_t steps)
       : plain_(data, inner, columns, row_stride, column_stride, dtype) {
-    // With less, PyTorch's own product, which is called sooner and needs no copy, is as fast.
+    // Below these, PyTorch's own product is as fast: its call is cheaper and it needs no copy.
     constexpr int64_t kLarge = 1 << 18, kOften = 16;
     if (!onednn || sizeof(T) != 4 || inner * columns < kLarge || steps < kOften) return;
     if (&aoti_torch_cpu__linear_pointwise == nullptr) return;
@@ -70,14 +73,14 @@ class Factor {
                                  weight.put()) != 0 ||
         aoti_torch_copy_(weight.get(), given.get(), 0) != 0)
       return;
-    AtenTensorHandle passed = nullptr;  // the call takes it
+    AtenTensorHandle passed = nullptr;  // the call below takes ownership
     if (aoti_torch_new_tensor_handle(weight.get(), &passed) != 0) return;
     StableIValue stack[]{reinterpret_cast<StableIValue>(passed), 0};
     if (torch_call_dispatcher("mkldnn::_reorder_linear_weight", "", stack, TORCH_ABI_VERSION) == 0)
       *packed_.put() = reinterpret_cast<AtenTensorHandle>(stack[0]);
   }
 
-  // Of oneDNN, if any.
+  // The matrix as oneDNN packed it, or null.
   AtenTensorHandle packed() const { return packed_.get(); }
   AtenTensorHandle plain() const { return plain_.get(); }
 
@@ -86,7 +89,8 @@ class Factor {
   Tensor packed_;
 };
 
-// Calls f(begin, end) for ranges that cover n rows, on PyTorch's threads.
+// Calls f(begin, end) for ranges that cover n rows, on the threads of PyTorch. Returns whether it
+// succeeded.
 template <typename F>
 bool for_rows(int64_t n, int64_t grain, const F& f) {
   return torch_parallel_for(
@@ -97,8 +101,8 @@ bool for_rows(int64_t n, int64_t grain, const F& f) {
              const_cast<F*>(&f)) == 0;
 }
 
-// out (rows, columns) = x (rows, inner) times a matrix (inner, columns), plus a bias (columns) if
-// there is one; whether it succeeded.
+// out (rows, columns) = x (rows, inner) times a matrix (inner, columns), plus `bias` (columns)
+// unless it is null. Returns whether it succeeded.
 template <typename T>
 bool multiply(T* out, const T* x, const Factor<T>& by, T* bias, int64_t rows, int64_t inner,
               int64_t columns, int32_t dtype) {
@@ -112,7 +116,7 @@ bool multiply(T* out, const T* x, const Factor<T>& by, T* bias, int64_t rows, in
     return added.get() != nullptr &&
            aoti_torch_cpu_addmm_out(result.get(), added.get(), a.get(), by.plain(), 1.0, 1.0) == 0;
   }
-  Tensor made;  // no form of oneDNN's writes to a tensor that is given
+  Tensor made;  // oneDNN's call cannot write to a given tensor
   void* data;
   if (aoti_torch_cpu__linear_pointwise(a.get(), by.packed(), nullptr, "none", nullptr, 0, nullptr,
                                        made.put()) != 0 ||

@@ -1,8 +1,8 @@
 // The functions that generated kernels call, for C++ and CUDA.
 //
-// On a CPU exponentials are written out, without branches, so that loops over them become vector
-// instructions; the relative error is a few units in the last place. Philox4x32-10 (Salmon et al.,
-// SC 2011) is that of hoconv/recurrent/random.py.
+// On a CPU the exponentials are written out without branches, so that the compiler vectorises loops
+// over them; their relative error is a few units in the last place. Philox4x32-10 (Salmon et al.,
+// SC 2011) is the generator of hoconv/recurrent/ir/random.py.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -32,7 +32,7 @@ HOCONV_INLINE uint32_t philox(int64_t seed, int64_t feature, int64_t row, int64_
   return c0;
 }
 
-// As in PyTorch, NaN wins.
+// As in PyTorch, the result is NaN if an operand is.
 template <typename A>
 HOCONV_INLINE A minimum(A a, A b) {
   return a < b || a != a ? a : b;
@@ -98,8 +98,8 @@ HOCONV_INLINE A error_function(A x) {
   return std::erf(x);
 }
 
-// exp(x) = scale * (1 + rest), with scale a power of two in two factors: none of them overflows
-// where their product does not.
+// exp(x) = first * second * (1 + rest). The scale is a power of two in two factors, neither of
+// which overflows if their product does not.
 template <typename A>
 struct Power {
   A first, second, rest;
@@ -154,7 +154,7 @@ HOCONV_INLINE A exponential(A x) {
   return (e.first + e.first * e.rest) * e.second;
 }
 
-// (exp(2|x|) - 1) / (exp(2|x|) + 1): the small numerator without cancellation.
+// (exp(2|x|) - 1) / (exp(2|x|) + 1), whose numerator is computed without cancellation.
 template <typename A>
 HOCONV_INLINE A hyperbolic_tangent(A x) {
   const A y = absolute(x) > A(20) ? A(40) : A(2) * absolute(x);

@@ -1,5 +1,6 @@
-// The approximate convolution and its two gradients as matrix products over images that are padded
-// where need be: an element of a window is at the sum of an offset of its pixel and one of its tap.
+// The approximate convolution and its two gradients as matrix products over images, which are
+// padded if necessary. The offset of a window's element is the sum of an offset of its pixel and
+// one of its tap.
 //
 // B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW
 // of the output, R x S the kernel.
@@ -17,7 +18,7 @@
 namespace hoconv::approx {
 namespace {
 
-// Images that windows are read from: (B, channels, height, width) by strides, without borders.
+// Images (B, channels, height, width) by strides, without borders, in which windows lie.
 struct Images {
   const float* data;
   int64_t strides[4];
@@ -33,7 +34,7 @@ struct Images {
   }
 };
 
-// x between zeros.
+// x padded with zeros.
 Images padded(const Conv2d& p, const Tensor& x) {
   if (p.padding[0] == 0 && p.padding[1] == 0) return Images(x);
   const Images from(x);
@@ -51,14 +52,14 @@ Images padded(const Conv2d& p, const Tensor& x) {
   return to;
 }
 
-// The output's gradient as the transposed convolution reads it: its pixels a stride apart, and so
-// much around them that every tap of every pixel of x finds an element. Those of them that are no
-// output's are marked as left out.
+// The output's gradient as the transposed convolution reads it: its pixels are `stride` apart, and
+// so many are added around them that every tap of every pixel of x reads an element. Elements that
+// are not an output's are marked as left out.
 Images spread(const Conv2d& p, const Tensor& grad) {
   const Images from(grad);
   const int64_t height = p.H + p.dilation[0] * (p.R - 1), width = p.W + p.dilation[1] * (p.S - 1);
   Images to(p.B, p.O, height, width, -0.0f);
-  // Of the first output; negative where padding is wider than the kernel.
+  // The position of the first output; negative where the padding is wider than the kernel.
   const int64_t top = p.dilation[0] * (p.R - 1) - p.padding[0];
   const int64_t left = p.dilation[1] * (p.S - 1) - p.padding[1];
   torch::stable::parallel_for(0, p.B * p.O, 1, [&](int64_t begin, int64_t end) {
@@ -80,7 +81,8 @@ Images spread(const Conv2d& p, const Tensor& grad) {
   return to;
 }
 
-// Of the windows' first elements, (B, OH, OW), and of their elements from there, (C / G, R, S).
+// The offsets of the windows' first elements (B, OH, OW), and of a window's elements from there (C
+// / G, R, S).
 Ints pixels(const Conv2d& p, const Images& x) {
   return nested(p.B, x.strides[0], p.OH, p.stride[0] * x.strides[2], p.OW,
                 p.stride[1] * x.strides[3]);

@@ -1,12 +1,12 @@
-// Matrix products whose multiplications are approximate, of operands that are given by offsets:
-// every convolution and its gradients are one, over an image that is padded, not unfolded.
+// Matrix products with approximate multiplications, of operands given by offsets. Every convolution
+// and its gradients are such products, over an image that is padded but not unfolded.
 //
-// A tile of the output is up to kRows rows by kPanels times kLanes columns. For kDepth k at a time
-// the numbers of the tile's rows of the left operand that are not zero are listed; then kLanes
-// columns of the right operand at a time are prepared into a panel that fits the L1 cache, and the
-// lists are multiplied with the panel's rows, in ascending k. What a multiplier makes of both, and
-// when its fast form holds, are its lanes' business (lanes.h); everything else goes through the
-// multiplier's definition, one product at a time: same bits.
+// A tile of the output is up to kRows rows by kPanels * kLanes columns. For kDepth k at a time a
+// thread lists the nonzero numbers of the tile's rows of the left operand. Then it packs kLanes
+// columns of the right operand at a time into a panel that fits the L1 cache, and multiplies the
+// lists with the panel's rows in ascending k. Lanes (lanes.h) know how a multiplier packs both and
+// where its fast form holds; all other products go through the multiplier's definition, one at a
+// time, with the same bits.
 //
 // M, N rows and columns of the output, K what is summed over.
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace hoconv::approx {
 
-// The offsets of the elements of three nested dimensions, of sizes n and strides s.
+// The offsets of the elements of three nested dimensions of sizes n and strides s.
 inline Ints nested(int64_t n0, int64_t s0, int64_t n1, int64_t s1, int64_t n2, int64_t s2,
                    int64_t start = 0) {
   Ints offsets;
@@ -41,7 +41,7 @@ template <typename T>
 struct Offsets {
   T* data;
   Ints batch, row, column;
-  bool gaps = false;  // a negative zero is no element: products with it are left out
+  bool gaps = false;  // a negative zero marks a missing element, whose products are left out
 
   Offsets transposed() const { return {data, batch, column, row, gaps}; }
   bool left_out(float value) const { return gaps && float_bits(value) == INT32_MIN; }
@@ -71,7 +71,8 @@ class Gemm {
     const int64_t row_tiles = (M + kRows - 1) / kRows, panels = (N + kLanes - 1) / kLanes;
     const int64_t lines = static_cast<int64_t>(out.batch.size()) * row_tiles;
     if (lines * panels == 0) return;
-    // Rows are listed once a tile, so that tiles are as wide as leaves enough for all threads.
+    // Rows are listed once for each tile, so tiles are as wide as leaves enough of them for all
+    // threads.
     const int64_t wanted = kTilesAThread * torch::stable::get_num_threads();
     const int64_t wide = std::clamp<int64_t>(lines * panels / wanted, 1, kPanels);
     const int64_t column_tiles = (panels + wide - 1) / wide;
@@ -84,7 +85,7 @@ class Gemm {
     };
     const int64_t tiles = lines * column_tiles, size = kRows * columns;
     const int64_t chunks = std::max<int64_t>((K + kChunk - 1) / kChunk, 1);
-    // Where there are few tiles, threads share them by chunks, a wave of chunks at a time.
+    // Where there are few tiles, threads also share out their chunks, a wave of chunks at a time.
     const int64_t wave = std::clamp<int64_t>(wanted / tiles, 1, chunks);
     std::vector<float> sums(wave > 1 ? tiles * wave * size : 0);
     for (int64_t first = 0; first < chunks; first += wave) {
@@ -118,12 +119,12 @@ class Gemm {
     int64_t matrix, row, column, rows, columns;
   };
 
-  // Where the sums of a row and kLanes columns of a tile are.
+  // The offset of the sums of a row and kLanes columns of a tile.
   static int64_t sums_at(int64_t row, int64_t column) {
     return (column / kLanes * kRows + row) * kLanes;
   }
 
-  // Adds a chunk's sums to the output, or writes the first.
+  // Adds the sums of a chunk to the output, or writes the first.
   void add(const Tile& tile, bool first, const float* sums) const {
     float* target = out.data + out.batch[tile.matrix];
     for (int64_t m = 0; m < tile.rows; ++m) {
@@ -137,26 +138,26 @@ class Gemm {
     }
   }
 
-  // What a thread works in.
+  // The buffers of a thread.
   struct Worker {
     // Some rows of the left operand.
     struct Rows {
       int64_t count;
-      alignas(64) float numbers[kRowsAtOnce][kDepth];  // as they came
+      alignas(64) float numbers[kRowsAtOnce][kDepth];  // not packed
       typename Lanes::List lists[kRowsAtOnce];
       Range range;
-      bool whole;  // kRowsAtOnce of them, with no zeros
+      bool whole;  // kRowsAtOnce rows without zeros
     };
 
     const Gemm& g;
     std::vector<float> tile;
     std::vector<Rows> groups;
     typename Lanes::Panel panel;
-    alignas(64) float values[kDepth][kLanes] = {};  // of the panel, as they came
+    alignas(64) float values[kDepth][kLanes] = {};  // of the panel, not packed
 
     Worker(const Gemm& g, int64_t size) : g(g), tile(size), groups(kRows / kRowsAtOnce) {}
 
-    // The sums of a chunk, at sums_at.
+    // Computes the sums of a chunk, laid out by sums_at.
     void sum(const Tile& t, int64_t chunk, float* sums) {
       std::fill(sums, sums + sums_at(0, round_up(t.columns, kLanes)), 0.0f);
       const int64_t last = std::min(g.K, (chunk + 1) * kChunk);
@@ -195,7 +196,7 @@ class Gemm {
         std::copy_n(data + column[d] + row[0], columns, values[d]);
       for (int64_t n = 0; n < columns && !consecutive; ++n)
         for (int64_t d = 0; d < depth; ++d) values[d][n] = data[row[n] + column[d]];
-      for (int64_t d = 0; d < depth; ++d)  // not zeros, of which a panel is better free
+      for (int64_t d = 0; d < depth; ++d)  // no zeros, without which a panel is faster
         std::fill(values[d] + columns, values[d] + round_up(columns, kVector),
                   values[d][columns - 1]);
       g.lanes.pack(panel, values, depth, round_up(columns, kVector));
@@ -221,13 +222,14 @@ class Gemm {
       }
     }
 
-    // Zeros after the last.
+    // Loads a row, with zeros after its last number.
     void load_row(const Tile& t, int64_t m, int64_t k, int64_t depth, float* target) const {
       const float* row = g.left.data + g.left.batch[t.matrix] + g.left.row[t.row + m];
       const int64_t* column = g.left.column.data() + k;
       if (g.consecutive[k / kDepth]) {
         std::memcpy(target, row + column[0], kDepth * sizeof(float));
-        __builtin_prefetch(row + column[0] + kDepth);  // rows are too far apart for the hardware's
+        __builtin_prefetch(row + column[0] +
+                           kDepth);  // the hardware does not prefetch rows this far apart
       } else if (depth == kDepth) {
         for (int64_t d = 0; d < kDepth; ++d) target[d] = row[column[d]];
       } else {
@@ -236,7 +238,7 @@ class Gemm {
       }
     }
 
-    // As fast as each number of the left operand allows.
+    // Adds the products of each number in the fastest form that holds for it.
     void add_one_by_one(const typename Lanes::List& list, int64_t columns, float* sums) const {
       for (int64_t i = 0; i < list.count; ++i) {
         const int64_t d = list.depth[i];
@@ -248,7 +250,7 @@ class Gemm {
       }
     }
 
-    // By the definition.
+    // Adds the products of a number by the definition.
     void add_products(float value, int64_t d, int64_t columns, float* sums) const {
       if (g.left.left_out(value)) return;
       for (int64_t n = 0; n < columns; ++n)
@@ -260,10 +262,10 @@ class Gemm {
   const Offsets<const float> left, right;
   const Offsets<float> out;
   const int64_t M, N, K;
-  std::vector<char> consecutive;  // whether kDepth numbers of a row of the left operand are
+  std::vector<char> consecutive;  // kDepth numbers of a row of the left operand are neighbours
 };
 
-// The share of numbers that are not zero, of those that a coarse grid finds.
+// The share of nonzero numbers, estimated on a coarse grid.
 inline double density(const Offsets<const float>& t) {
   constexpr int64_t kSamples = 64;
   const int64_t rows = t.row.size(), columns = t.column.size();
@@ -276,10 +278,10 @@ inline double density(const Offsets<const float>& t) {
   return found == 0 ? 1 : static_cast<double>(nonzero) / found;
 }
 
-// The time, about, of M rows on the left, of which only numbers that are not zero count, and N
-// lanes on the right, in units of a register of kVector products: packing a number of the right
-// operand takes one unit, listing one of the left kListCost. Where rows have zeros, one is
-// multiplied at a time instead of kRowsAtOnce, and a register takes kOneRowCost.
+// The estimated time of M rows on the left, of which only nonzero numbers count, and N lanes on the
+// right. The unit is the time of a register of kVector products, which packing a number of the
+// right operand takes too. Listing a number of the left operand takes kListCost. Where rows have
+// zeros, one row is multiplied at a time instead of kRowsAtOnce, and a register takes kOneRowCost.
 constexpr double kListCost = 1.5, kOneRowCost = 1.5;
 inline double cost(int64_t M, int64_t N, double density) {
   const double row = density == 1 ? 1 : kOneRowCost * density;

@@ -1,18 +1,19 @@
-// One number times a row of kLanes numbers, added to kLanes sums: the inner loop of the approximate
-// matrix products, for each kind of multiplier, where no operand is infinite or NaN.
+// The inner loop of the approximate matrix products for each kind of multiplier: one number times a
+// row of kLanes numbers, added to kLanes sums. No operand is infinite or NaN.
 //
-// The logarithmic product of normal numbers a and b, with no overflow or underflow, is with the
-// bits A and B of the numbers after their mantissas are cut and set, and m their mantissas,
+// The logarithmic product of normal numbers a and b, without overflow or underflow: let A and B be
+// the bits of the numbers after their mantissas are cut and set, and m(a) and m(b) these mantissas.
+// The product is
 //   base = A + B - (127 << 23)
-// read as a float, plus 2^e(a) 2^e(b) times the correction C, rounded toward zero: the sum of
-// mantissas carries into the exponent by itself, which doubles the unit of the mantissa and so
+// read as a float, plus 2^e(a) 2^e(b) times the correction C, rounded toward zero. The sum of the
+// mantissas carries into the exponent by itself; this doubles the unit of the mantissa and so
 // halves the correction, as the definition does. Only where m(a) + m(b) >= 2^24 - C / 2 does the
-// definition drop the correction. With AVX-512, whose multiply-add rounds as it is told, that is an
-// integer addition, a multiply-add, and the addition to the sum; and for the few a, about one in
-// forty, whose mantissa is so large that any b could drop the correction, a comparison that masks
-// the multiply-add. Bits below the kept ones are zero by themselves: the operands' lowest kept bit
-// is set in both, so their sum, and the correction, are even in units of it, also after a halving.
-// Elsewhere the correction is added to the integer.
+// definition drop the correction. With AVX-512, whose multiply-add can round toward zero, a product
+// is an integer addition, a multiply-add, and the addition to the sum. For about one a in forty the
+// mantissa is so large that some b drops the correction; there a comparison masks the multiply-add.
+// Bits below the kept ones are zero without further work: the lowest kept bit is set in both
+// operands, so that their sum, and the correction, are even in units of it, even after a halving.
+// Without AVX-512 the correction is added to the integer.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +26,17 @@
 namespace hoconv::approx {
 
 #if defined(__AVX512F__)
-constexpr int64_t kVector = 16;  // floats that are computed with at once
+constexpr int64_t kVector = 16;  // floats of an operation
 constexpr int64_t kRegisters = 32;
 #else
 constexpr int64_t kVector = Vec<float>::size;
 constexpr int64_t kRegisters = 16;
 #endif
-constexpr int64_t kLanes = 128;     // at most
-constexpr int64_t kDepth = 16;      // rows of a panel: 16 KiB with what is kept of a number
-constexpr int64_t kRowsAtOnce = 4;  // of the left operand, where none of them has zeros
+constexpr int64_t kLanes = 128;     // the most lanes of a panel
+constexpr int64_t kDepth = 16;      // rows of a panel, which takes 16 KiB
+constexpr int64_t kRowsAtOnce = 4;  // rows of the left operand, if none has zeros
 
-// Of the exponents of normal numbers: empty where there are none. 255 is infinity or NaN.
+// A range of exponents of normal numbers, empty if there are none. 255 is infinity or NaN.
 struct Range {
   int32_t least = 255, most = 0;
 
@@ -55,13 +56,15 @@ struct Range {
   }
 };
 
-// Some numbers of a row of the left operand, and the rows of the panel that they multiply.
+// Some numbers of a row of the left operand, and the rows of the panel that they are multiplied
+// with.
 struct Numbers {
   int64_t count;
   alignas(64) float value[kDepth];  // zero after the last
   alignas(64) int32_t depth[kDepth];
 
-  // Those of `values` of which a bit of `mask` is set. Branchless: zeros come as they like.
+  // Lists those of `values` that have a bit of `mask` set. Branchless, since zeros are not
+  // predictable.
   void list(const float* values, int32_t mask) {
 #if defined(__AVX512F__)
     static_assert(kDepth == 16);
@@ -93,7 +96,8 @@ inline Range range_of(const float* values, int64_t n) {
   return {least, most};
 }
 
-// Sums of rows that are kLanes apart, in registers: the loops are unrolled for that.
+// Loads and stores the sums of rows that are kLanes apart. The loops are unrolled so that the sums
+// stay in registers.
 template <int64_t rows, int64_t vectors, typename V>
 void load_sums(V (&sum)[rows][vectors], const float* sums) {
 #pragma GCC unroll 16
@@ -123,7 +127,7 @@ void multiply_add(const Lanes& lanes, float* sums, const typename Lanes::Panel& 
 }
 
 struct ExactLanes {
-  static constexpr int64_t kSums = kRegisters / 2;  // that are kept in registers
+  static constexpr int64_t kSums = kRegisters / 2;  // registers of sums
   struct Panel {
     Range all, rows[kDepth];
     alignas(64) float value[kDepth][kLanes];
@@ -131,7 +135,7 @@ struct ExactLanes {
   using List = Numbers;
 
   static float multiply(float a, float b) { return Exact::multiply(a, b); }
-  static constexpr int32_t kNonzero = INT32_MAX;  // a bit of it is set, or a product is zero
+  static constexpr int32_t kNonzero = INT32_MAX;  // without a bit of it, all products are zero
   static bool fast(const Range& a, const Range& b) { return !a.special() && !b.special(); }
   static bool underflows(const Range&, const Range&) { return false; }
 
@@ -170,7 +174,7 @@ struct ExactLanes {
   }
 };
 
-// What the lanes of all logarithmic multipliers know of theirs.
+// The lanes of all logarithmic multipliers.
 struct LogarithmicLanes {
   static constexpr int64_t kSums = 16;
   static constexpr int32_t kMantissa = 0x7fffff;
@@ -179,18 +183,19 @@ struct LogarithmicLanes {
 
   struct Panel {
     Range all, rows[kDepth];
-    bool zeros;                                // whether some of it is
-    alignas(64) int32_t bits[kDepth][kLanes];  // cut and set; 0 of a zero
-    alignas(64) float power[kDepth][kLanes];   // 2^e times the correction; 0 of a zero
+    bool zeros;                                // whether it has any
+    alignas(64) int32_t bits[kDepth][kLanes];  // cut and set; 0 for a zero
+    alignas(64) float power[kDepth][kLanes];   // 2^e times the correction; 0 for a zero
   };
   struct List : Numbers {
     alignas(64) int32_t bits[kDepth];   // cut and set, the exponents' bias subtracted
-    alignas(64) int32_t limit[kDepth];  // of the other mantissa, below which a correction is added
+    alignas(64) int32_t limit[kDepth];  // the other mantissa must be below it for a correction
     alignas(64) float power[kDepth];    // +-2^e
   };
 
-  static constexpr int32_t kNonzero = 0x7f800000;  // a bit of it is set, or a product is zero
-  // No product over- or underflows, even by a carry and a correction, and no power is subnormal.
+  static constexpr int32_t kNonzero = 0x7f800000;  // without a bit of it, all products are zero
+  // No product overflows or underflows, even with a carry and a correction, and no power is
+  // subnormal.
   static bool fast(const Range& a, const Range& b) {
     if (a.special() || b.special()) return false;
     return a.least + b.least > 127 && a.most + b.most < 127 + 252 && b.least > 8;
@@ -254,8 +259,8 @@ struct LogarithmicLanes {
     store_sums(sums, sum);
   }
 
-  // Of number i of each list. `zeros`: the panel may have some; `large`: the numbers may be so
-  // large that a correction is dropped.
+  // Adds the products of number i of each list. `zeros`: the panel may have zeros; `large`: the
+  // numbers may be so large that a correction is dropped.
   template <bool zeros, bool large, int64_t rows, int64_t vectors>
   [[gnu::always_inline]] static void add_products(__m512 (&sum)[rows][vectors], const Panel& panel,
                                                   int64_t n, const List* lists, int64_t i) {
@@ -286,8 +291,8 @@ struct LogarithmicLanes {
     }
   }
 #else
-  // The correction as an integer: with a carry half of it, or none where it would carry again;
-  // without one all of it, and where that carries, what is over is halved.
+  // Adds the correction as an integer. With a carry it is halved, or dropped where it would carry
+  // again. Without one it is whole, and where it carries, the excess is halved.
   template <int64_t rows, int64_t vectors>
   void add_block(float* sums, const Panel& panel, int64_t n, const List* lists, int64_t first,
                  int64_t last) const {

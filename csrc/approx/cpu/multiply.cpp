@@ -1,5 +1,6 @@
-// Approximate products one by one, and the matrix product of a gradient with a multiplier's own
-// derivative: the definitions, threaded, in loops that the compiler vectorises where it can.
+// The approximate product of each pair of elements, and the matrix product of a gradient with a
+// multiplier's own derivative: the definitions, on all threads, in loops that the compiler
+// vectorises if it can.
 //
 // B batch, M, K, N of a matrix product a (M, K) times b (K, N).
 

@@ -24,7 +24,7 @@ void check_sizes(const Conv2d& p) {
                     "less than 2^28");
 }
 
-// Images, or a weight's kernels; `channels` of dimension `split` belong to a group.
+// A view of images or of a weight; `channels` channels of dimension `split` belong to a group.
 View view(const Tensor& t, int split, int64_t channels, const IndexMap& row,
           const IndexMap& column) {
   return {data(t),
@@ -43,8 +43,8 @@ View view(const Tensor& t, int split, int64_t channels, const IndexMap& row,
 }
 IndexMap channel(const Tensor& t, int dimension) { return {Digits(1, 1), t.stride(dimension)}; }
 
-// The rows of a weight are the channels of one side, the columns (C / G, R, S) or (O / G, R, S) of
-// the other.
+// A view of a weight: its rows are the channels of one side, its columns (C / G, R, S) or (O / G,
+// R, S) of the other.
 View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
   View kernels = view(weight, 0, p.out_channels(), channel(weight, rows),
                       {Digits(p.R, p.S), weight.stride(columns), 1, 1});
@@ -52,7 +52,8 @@ View weights(const Conv2d& p, const Tensor& weight, int rows, int columns) {
   return kernels;
 }
 
-// Of windows of x: their pixels (B, OH, OW), and their elements (C / G, R, S).
+// The windows of x: their pixels (B, OH, OW) as one index, their elements (C / G, R, S) as the
+// other.
 IndexMap pixels(const Conv2d& p, const Tensor& x) {
   return {Digits(p.OH, p.OW),
           x.stride(0),
@@ -103,8 +104,8 @@ Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints p
   grad = compact(grad), weight = compact(weight);
   Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
   const Launch launch(grad);
-  // Where a pixel of x (B, H, W) meets an element of the weight (O / G, R, S) there is an output,
-  // or none: then the term is left out.
+  // A pixel of x (B, H, W) and an element of the weight (O / G, R, S) have one output in common or
+  // none; without one, the term is left out.
   View outputs = view(grad, 1, p.out_channels(),
                       {Digits(p.H, p.W), grad.stride(0), 1, 1, static_cast<int>(p.padding[0]),
                        static_cast<int>(p.padding[1])},

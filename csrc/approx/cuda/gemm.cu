@@ -1,13 +1,13 @@
-// The matrix product whose multiplications are approximate; every convolution and its gradients are
-// one, of views (view.cuh).
+// The matrix product with approximate multiplications. Every convolution and its gradients are
+// matrix products of views (view.cuh).
 //
-// Both operands are prepared first (lanes.cuh), where they lie. A block owns a tile of the result.
-// Of kDepth k at a time, a slab, what was prepared is copied to shared memory (slab.cuh) while the
-// slab before is multiplied (products.cuh); a thread owns rows and columns of the tile and keeps
+// A first kernel packs both operands (lanes.cuh). Then each block computes a tile of the result. It
+// copies kDepth k of the packed operands at a time, a stage, to shared memory (stage.cuh) while it
+// multiplies the stage before (products.cuh). A thread owns rows and columns of the tile and keeps
 // their sums in registers.
 //
 // The sum over k is cut into chunks, which are added in ascending order (problem.h). Where there
-// are few tiles, chunks are divided among blocks and added by a second kernel.
+// are few tiles, each chunk has a block of its own, and a second kernel adds the chunks.
 //
 // M, N rows and columns of the result, K what is summed over.
 
@@ -25,8 +25,8 @@
 namespace hoconv::approx {
 namespace {
 
-// blockIdx.x: tiles, of all matrices after each other; blockIdx.y: chunks, if they are divided:
-// then each has a result of its own in `parts`.
+// blockIdx.x counts the tiles of all matrices. If chunks are divided among blocks, blockIdx.y
+// counts those, and each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     multiply_matrices(const __grid_constant__ Product p,
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                                                                     shared.depths[1]};
 
   int my_row = T::first_row(), my_column = T::first_column();
-  asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept: threadIdx takes long to read
+  asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept in registers: threadIdx is slow to read
 
-  // A thread finds out where the elements of a column are, for all.
+  // Computes the coordinates of kPrefetchedDepths columns, one a thread, for the whole block.
   const auto find = [&](int64_t chunk, int first, int depth) {
     const int operand = threadIdx.x / kPrefetchedDepths,
               d = first + threadIdx.x % kPrefetchedDepths;
@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     left.copy(d % (2 * kPrefetchedDepths), stage.left),
         right.copy(d % (2 * kPrefetchedDepths), stage.right);
   };
-  // Votes, though all threads have the same: so that the compiler knows that branches do not
-  // diverge.
+  // A vote, although all threads have the same value: it tells the compiler that branches on it do
+  // not diverge.
   const bool check_range = __any_sync(~0u, *any_out_of_range);
-  // Waits for a slab. Returns whether a number of it is strained.
+  // Waits for a stage. Returns whether one of its numbers is out of range.
   const auto arrived = [&](const S& stage) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int64_t chunk = begin; chunk < max(end, int64_t{1}); chunk += kChunk) {
     const int depth = min(kChunk, end - chunk);
     float sum[T::R][T::C] = {};
-    __syncthreads();  // the rows and columns are there; the depths of the chunk before read no
-                      // longer
+    __syncthreads();  // until rows and columns are stored and the previous chunk's depths are read
     find(chunk, 0, depth);
     __syncthreads();
     load(0, shared.stages[0]);
@@ -147,7 +146,7 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
   }
 }
 
-// Returns the largest strain of a thread's numbers.
+// Packs the elements of one operand. Returns the largest exponent offset of this thread's.
 template <typename L, typename Word>
 __device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -161,7 +160,7 @@ __device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
   return offset;
 }
 
-// blockIdx.y: the left operand, or the right. Sets `some_strained`, which is 0 before.
+// blockIdx.y: the left or the right operand. Sets `any_out_of_range`, which must be 0 before.
 template <typename L>
 __global__ void pack_operands(const float* left, int64_t left_size, typename L::Left* left_words,
                               const float* right, int64_t right_size,
@@ -171,7 +170,7 @@ __global__ void pack_operands(const float* left, int64_t left_size, typename L::
   if (offset > L::kInRange) *any_out_of_range = 1;
 }
 
-// Blocks of the kernels whose threads take one element after another: enough to fill any GPU.
+// The most blocks of kernels whose threads loop over elements; more would not fill a GPU better.
 constexpr int64_t kMostPackBlocks = 2048, kMostAddBlocks = 4096;
 
 int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
@@ -212,7 +211,7 @@ Tensor floats(const Tensor& like, int64_t count) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size));
 }
 
-// The operands as their products take them, at the same places.
+// The packed operands, at the offsets of the elements in the tensors.
 template <typename L>
 struct Packed {
   using Left = typename L::Left;
@@ -268,7 +267,7 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Calls f with the tile that costs least.
+// Calls f with the tile of the least cost.
 template <typename... Tiles, typename F>
 void with_tile(const Product& p, int multiprocessors, const F& f) {
   const double costs[]{cost<Tiles>(p, multiprocessors)...};
@@ -284,7 +283,7 @@ void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStre
   STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
                   "a product's rows, columns and depth: expected less than 2^31 each");
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  // Fewer rows than columns; products of these multipliers do not depend on the operands' order.
+  // Fewer rows than columns: the operands are swapped, since these multipliers are commutative.
   if (p.M > p.N) {
     std::swap(p.left, p.right);
     std::swap(p.M, p.N);

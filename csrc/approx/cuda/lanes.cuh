@@ -1,12 +1,12 @@
-// What a multiplier makes of its operands before they meet, and a product of two that are prepared,
-// added to a sum: the definition's bits in a few instructions.
+// How a multiplier packs its operands, and the product of two packed operands added to a sum: the
+// bits of the definition in a few instructions.
 //
-// For the logarithmic multipliers the bits of the operands, as integers, add up to those of the
+// For the logarithmic multipliers the bits of the operands, added as integers, are those of the
 // product without its correction: exponents add, a carry of the mantissas increments the exponent,
-// signs give their exclusive or. The correction is the same real number whether there was a carry
-// or not, so adding it is one multiplication of powers of two and addition, rounded towards zero;
-// but where a carry and the correction together overflow the mantissa there is none. This holds
-// where no exponent leaves its range.
+// and signs give their exclusive or. The correction is the same real number with and without a
+// carry, so that one fused multiply-add of powers of two, rounded towards zero, adds it. Only where
+// a carry and the correction together overflow the mantissa is there no correction. All this holds
+// while no exponent leaves its range.
 #pragma once
 
 #include "approx/cuda/view.cuh"
@@ -15,7 +15,7 @@ namespace hoconv::approx {
 
 constexpr int kOne = 127 << 23;  // the bits of 1.0
 
-// Exponents of numbers that are not zero: 1 to 254; 255 is infinite or NaN.
+// The range of the exponents of numbers that are not zero: 1 to 254, and 255 for infinity and NaN.
 struct Range {
   int least = 255, most = 0;
   __device__ void include(float value) {
@@ -25,9 +25,10 @@ struct Range {
   __device__ bool special() const { return most == 255; }
 };
 
-// Left and Right are what an operand is prepared into, once and for all of its products. Those hold
-// of numbers whose `strain` is at most kPlain; of others `holds` knows. Where an operand is not
-// `large`, none of its products drops the correction.
+// Left and Right are the packed operands; each is packed once for all of its products. Numbers
+// whose `exponent_offset` is at most kInRange may always be multiplied packed. If there are others,
+// `fast` tells from the ranges of both operands whether these may. A left operand that is not
+// `large` has no product that drops the correction.
 template <typename Multiplier>
 struct Lane;
 
@@ -37,7 +38,7 @@ struct Lane<Exact> {
     float value;
   };
   using Right = Left;
-  static constexpr bool kPacked = false;  // operands are what they came as
+  static constexpr bool kPacked = false;  // operands stay as they are
   __device__ static void pack(Left& a, float value) { a.value = value; }
   static constexpr uint32_t kInRange = 0x7f7fffff;
   __device__ static uint32_t exponent_offset(const Left& a) {
@@ -62,21 +63,21 @@ struct Lane<Logarithmic<keep, corrected>> {
   static constexpr int kAfterCarry = (Definition::kCorrection >> 1) & Definition::kKept;
   static_assert(kCorrection == 2 * kAfterCarry);
 
-  // Bits of a product are those of its operands, less those of 1.0: kLess is taken off a right
-  // operand's, kOff off each sum. A sum of three is the integer units' work; one of two would be
-  // that of the units which multiply.
+  // The bits of a product are the sum of its operands' bits less the bits of 1.0: kLess is
+  // subtracted when a right operand is packed, kOff in each product. An addition of three terms
+  // runs on the integer units; one of two would take the units that multiply.
   static constexpr int kOff = 1 << 23, kLess = kOne - kOff;
 
-  // Nothing but zeros in memory, too, is a zero.
+  // Memory filled with zeros is a zero too.
   struct alignas(8) Left {
     int bits;  // the kept ones
-    // Of two, signed; 0 of a zero. Its last bit says that the number is large; what that adds to a
-    // correction is less than the last bit of any product, and cut off.
+    // A signed power of two; 0 for a zero. Its last bit marks a large number. What that bit adds to
+    // a correction is less than the last bit of any product and is cut off.
     float power;
   };
   struct alignas(8) Right {
     int bits;     // the kept ones, less kLess
-    float power;  // times the correction, if there is one
+    float power;  // a power of two times the correction, if there is one
   };
 
   __device__ static int kept(int bits) {
@@ -84,7 +85,7 @@ struct Lane<Logarithmic<keep, corrected>> {
   }
   __device__ static void pack(Left& a, float value) {
     const int bits = float_bits(value);
-    // One in twenty-five, of evenly spread mantissas.
+    // One in twenty-five of evenly distributed mantissas.
     const bool large = kCorrection != 0 && (kept(bits) & kMantissa) >= kTop - kAfterCarry + 1;
     a = {kept(bits), exponent(bits) == 0 ? 0.0f : bits_float((bits & ~kMantissa) | int{large})};
   }
@@ -94,7 +95,7 @@ struct Lane<Logarithmic<keep, corrected>> {
     b = {0, 0.0f};
     if (exponent(bits) != 0) b = {kept(bits) - kLess, bits_float(bits & ~kMantissa) * unit};
   }
-  // Exponents 64 to 190, and zeros.
+  // In range are exponents 64 to 190, of which two add up to a normal product, and zeros.
   static constexpr uint32_t kInRange = (190 - 64) << 23;
   __device__ static uint32_t exponent_offset(const Left& a) {
     return zero(a) ? 0 : exponent_offset(a.bits);
@@ -107,11 +108,11 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static bool zero(const T& operand) {
     return operand.power == 0;
   }
-  // Whether no product of such numbers leaves the range of exponents.
+  // Whether every product of numbers in these ranges is normal.
   __device__ static bool fast(const Range& a, const Range& b) {
     return a.least + b.least - 127 >= 1 && a.most + b.most - 127 + 1 <= 254;
   }
-  // A number that gives the same products, of one that is not special.
+  // A number, not infinite or NaN, that gives the same products as the packed one.
   __device__ static float original(const Left& a) { return zero(a) ? 0.0f : bits_float(a.bits); }
   __device__ static float original(const Right& b) {
     return zero(b) ? 0.0f : bits_float(b.bits + kLess);
@@ -119,16 +120,16 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static bool large(const Left& a) {
     return kCorrection != 0 && (float_bits(a.power) & 1);
   }
-  // Adds the product of a number that is not zero, and large only where `may_be_large`. b does not
-  // exist where it is zero; nothing is added then.
+  // Adds a product to the sum. `a` is not zero, and large only if `may_be_large`. `exists` is false
+  // where b is zero; then nothing is added.
   template <bool may_be_large>
   __device__ static void add(float& sum, const Left& a, const Right& b, bool exists) {
     int bits;
-    asm("{\n.reg .s32 t;\nadd.s32 t, %1, %2;\nadd.s32 %0, t, %3;\n}"  // in this order: see kOff
+    asm("{\n.reg .s32 t;\nadd.s32 t, %1, %2;\nadd.s32 %0, t, %3;\n}"  // of three terms, see kOff
         : "=r"(bits)
         : "r"(a.bits), "r"(b.bits), "n"(-kOff));
     float product = bits_float(bits);
-    if constexpr (kCorrection != 0 && may_be_large) {  // written out, so that no copy is made
+    if constexpr (kCorrection != 0 && may_be_large) {  // in assembly, which avoids a copy
       const int below = 2 * kTop - kAfterCarry - (a.bits & kMantissa);
       asm("{\n.reg .pred p;\nsetp.lt.s32 p, %1, %2;\n@p fma.rz.f32 %0, %3, %4, %0;\n}"
           : "+f"(product)

@@ -1,5 +1,5 @@
-// Approximate products one by one, and the matrix product of a gradient with a multiplier's own
-// derivative: the definitions, a thread an element.
+// The approximate product of each pair of elements, and the matrix product of a gradient with a
+// multiplier's own derivative: the definitions, one thread an element.
 //
 // M, K, N of a matrix product a (M, K) times b (K, N).
 
@@ -17,7 +17,7 @@ namespace hoconv::approx {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1 << 20;  // threads of as many take one element after another
+constexpr int64_t kMostBlocks = 1 << 20;  // more elements than threads: each thread takes several
 
 int64_t blocks_for(int64_t elements) {
   return std::clamp<int64_t>((elements + kThreads - 1) / kThreads, 1, kMostBlocks);

@@ -1,5 +1,5 @@
-// Adds the products of a slab (slab.cuh) to a thread's sums: as they were prepared (lanes.cuh), or
-// where the exponents do not allow that, by the definition, one at a time: the same bits.
+// Adds the products of a stage (stage.cuh) to a thread's sums: of packed operands (lanes.cuh) where
+// exponents allow that, else by the definition, one at a time. Both give the same bits.
 //
 // M, N rows and columns of the result, K what is summed over.
 #pragma once
@@ -11,8 +11,7 @@
 
 namespace hoconv::approx {
 
-// A column as a thread multiplies it. Where it is a zero, it is said once a number and not once a
-// product.
+// A column as a thread multiplies it. It is tested for zero once, not in each product.
 template <typename L>
 struct Column {
   typename L::Right word;
@@ -21,8 +20,8 @@ struct Column {
   __device__ explicit Column(const typename L::Right& word) : word(word), exists(!L::zero(word)) {}
 };
 
-// Which groups of rows have a zero, and which a large number: a few bits each, of lanes that look
-// at some of its rows, for all groups of the first depth, then of the second.
+// Which groups of rows have a zero, and which a large number. A group has a few bits, one for each
+// lane that tests some of its rows; the groups of the first depth come before those of the second.
 template <typename T>
 struct Groups {
   static constexpr int rows = T::R < 8 ? T::R : 8;
@@ -46,13 +45,13 @@ struct Groups {
   __device__ __forceinline__ void next_depth() {
     zeros >>= lanes * T::R / rows, large >>= lanes * T::R / rows;
   }
-  // Of the group that begins with a row.
+  // The bits of the group that begins with a row.
   __device__ static constexpr unsigned bits(int row) {
     return ((1u << lanes) - 1) << row / rows * lanes;
   }
 };
 
-// The products of a slab as they were prepared.
+// Adds the products of a stage from the packed operands.
 template <typename Multiplier, typename T>
 __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
                                            const Stage<Multiplier, T>& stage, int first_row,
@@ -64,14 +63,14 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
   const typename L::Right* right = stage.right + first_column;
   Groups<T> groups;
   groups.template find<L, S::left_pitch>(left);
-  // Operands are read long before they are needed: those of two rows while the two before are
-  // multiplied, and the next depth's columns as soon as the last rows are done with the present
-  // ones.
+  // Operands are loaded long before they are needed: those of two rows while the two rows before
+  // are multiplied, and the columns of the next depth as soon as the last rows have used the
+  // present ones.
   Column<L> y[T::C];
 #pragma unroll
   for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
   Rows x = *reinterpret_cast<const Rows*>(left);
-#pragma unroll 1  // the registers hold one depth
+#pragma unroll 1  // the registers fit one depth
   for (int d = 0; d < kDepth; ++d) {
     right += S::right_pitch;
 #pragma unroll
@@ -96,7 +95,7 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
           x = next;
         }
       };
-      // The same branch for all lanes.
+      // All lanes take the same branch.
       const unsigned here = Groups<T>::bits(group);
       if (((groups.zeros | groups.large) & here) == 0) {
         add_rows(std::false_type{});
@@ -122,7 +121,7 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
   }
 }
 
-// By the definition, of what was prepared.
+// Adds the products of a stage by the definition, from the packed operands.
 template <typename Multiplier, typename T>
 __device__ void add_by_definition(float (&sum)[T::R][T::C], const Stage<Multiplier, T>& stage) {
   using L = Lane<Multiplier>;
@@ -138,8 +137,8 @@ __device__ void add_by_definition(float (&sum)[T::R][T::C], const Stage<Multipli
     }
 }
 
-// By the definition, of the operands as they came: with infinities and NaN, and without what is
-// left out.
+// Adds the products of a stage by the definition, from the operands in global memory: with
+// infinities and NaN, and without the terms that are left out.
 template <typename Multiplier, typename T>
 __device__ void add_special(float (&sum)[T::R][T::C], const Product& p, int64_t matrix,
                             int64_t first_row, int64_t first_column, int64_t k, int64_t last) {
@@ -160,8 +159,8 @@ __device__ void add_special(float (&sum)[T::R][T::C], const Product& p, int64_t 
   }
 }
 
-// Adds a slab whose numbers are not all plain. By a call: its sums are in memory, so that they can
-// stay in registers elsewhere.
+// Adds the products of a stage some of whose numbers are out of range. A function of its own, whose
+// sums are in memory, so that they stay in registers elsewhere.
 template <typename Multiplier, typename T>
 __device__ __noinline__ void add_out_of_range(float (&sum)[T::R][T::C],
                                               Shared<Multiplier, T>& shared, int current,

@@ -1,5 +1,5 @@
-// The tiles that blocks own, and what a block has of both operands in shared memory: kDepth k at a
-// time, a slab.
+// The tiles of the result that blocks own, and the stages of both operands in shared memory: kDepth
+// k at a time.
 //
 // M, N rows and columns of the result, K what is summed over.
 #pragma once
@@ -9,12 +9,12 @@
 namespace hoconv::approx {
 
 constexpr int kDepth = 16;
-constexpr int kPrefetchedDepths = 32;  // depths whose places are found out at a time
+constexpr int kPrefetchedDepths = 32;  // depths whose coordinates are computed at a time
 
 constexpr int kThreads = 128;
-constexpr int kBlocks = 3;  // on a multiprocessor, so that some multiply while others wait
+constexpr int kBlocks = 3;  // of a multiprocessor, so that some multiply while others wait
 
-// A tile of rows x columns. The lanes of a warp share its rows, and each has every 32nd column.
+// A tile of rows x columns. The lanes of a warp share its rows, and each owns every 32nd column.
 template <int thread_rows, int thread_columns, int warp_rows>
 struct Tile {
   static constexpr int R = thread_rows, C = thread_columns;
@@ -25,39 +25,40 @@ struct Tile {
   __device__ static int first_column() {
     return threadIdx.x / 32 % warp_columns * 32 * C + threadIdx.x % 32;
   }
-  // From the first.
+  // Offsets from the first row and column.
   static constexpr int row(int i) { return i; }
   static constexpr int column(int j) { return 32 * j; }
 };
 
-// Rows of a left operand that are read at once.
+// Two rows of a left operand, for one load.
 template <typename Left>
 struct alignas(2 * sizeof(Left)) Pair {
   Left row[2];
 };
 
-// kDepth rows of each operand, prepared; the padding spreads depths over the banks.
+// kDepth packed rows of each operand. The padding spreads depths over the banks of shared memory.
 template <typename Multiplier, typename T>
 struct Stage {
   using L = Lane<Multiplier>;
   static constexpr int left_pitch = T::rows + 2, right_pitch = T::columns + 1;
-  // One depth more, which is read but not used.
+  // One more depth, which is loaded but not used.
   alignas(16) typename L::Left left[(kDepth + 1) * left_pitch];
   alignas(16) typename L::Right right[(kDepth + 1) * right_pitch];
 };
-constexpr int kStages = 2;  // one multiplied, one on its way
+constexpr int kStages = 2;  // one is multiplied while the other is copied
 template <typename Multiplier, typename T>
 struct Shared {
   Stage<Multiplier, T> stages[kStages];
-  Coordinate rows[T::rows], columns[T::columns];       // of the tile
-  Coordinate depths[2][2 * kPrefetchedDepths];         // of the left and the right operand, in turn
-  int64_t out_rows[T::rows], out_columns[T::columns];  // in the result; -1: outside of it
+  Coordinate rows[T::rows], columns[T::columns];  // of the tile
+  Coordinate
+      depths[2][2 * kPrefetchedDepths];  // of the left and the right operand: two halves in turn
+  int64_t out_rows[T::rows], out_columns[T::columns];  // in the result; -1 if out of range
   int range[4];
 };
 
-// Of a row or column that does not exist.
+// The coordinate of a row or column that does not exist.
 __device__ __forceinline__ Coordinate nowhere() { return {0, -kFar, -kFar}; }
-// With an offset in bytes, from address 0.
+// The coordinate with its offset in bytes, from address 0.
 template <typename Word>
 __device__ __forceinline__ Coordinate addressed(Coordinate coordinate, const Word* base = nullptr) {
   coordinate.offset =
@@ -65,10 +66,10 @@ __device__ __forceinline__ Coordinate addressed(Coordinate coordinate, const Wor
   return coordinate;
 }
 
-// What a thread reads of an operand: kDepth columns k of `count` rows, whichever lie next to each
-// other for neighbouring threads. The thread's elements are all in one of its columns, or one of
-// its rows. Element (row, depth) goes to depth * pitch + row. Of a row and a column, the row has an
-// address, the column adds to it.
+// Copies kDepth columns k of `count` rows of an operand to shared memory: element (row, depth) to
+// depth * pitch + row. Neighbouring threads copy neighbours in memory; the elements of one thread
+// are all in one column, or all in one row. Coordinates of rows hold an address, those of columns
+// an offset to it.
 template <typename Word, int count, int pitch>
 struct Reader {
   static constexpr int each = count * kDepth / kThreads;
@@ -76,15 +77,15 @@ struct Reader {
   const View& view;
   const Coordinate *rows, *depths;
 
-  // Starts to copy. What does not exist is zero; where it matters that it is left out, see
-  // add_special.
+  // Starts the copy. An element that does not exist becomes zero; add_special handles those that
+  // must be left out.
   __device__ __forceinline__ void copy(int first_depth, Word* to) const {
     if (view.along_columns)
       copy<true>(first_depth, to);
     else
       copy<false>(first_depth, to);
   }
-  // f(each that has arrived)
+  // Calls f(element) for a part of the elements, each thread another.
   template <typename F>
   __device__ __forceinline__ void visit(const Word* at, const F& f) const {
     for (int n = threadIdx.x; n < count * kDepth; n += kThreads)
@@ -103,11 +104,11 @@ struct Reader {
     const Coordinate* moving = along ? row_coordinates : depth_coordinates;
     const auto first = static_cast<unsigned>(__cvta_generic_to_shared(to + depth * pitch + row));
     constexpr int stride = sizeof(Word) * (along ? step : step * pitch);
-    constexpr int together = each < 8 ? each : 8;  // as registers allow
+    constexpr int together = each < 8 ? each : 8;  // as many as the registers allow
     static_assert(each % together == 0);
 #pragma unroll
     for (int n = 0; n < each; n += together) {
-      // All that is read of shared memory first: no read may overtake a copy to it.
+      // All loads from shared memory come first, since none may move above a copy to it.
       int64_t from[together];
       bool exists[together];
 #pragma unroll

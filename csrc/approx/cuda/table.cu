@@ -1,10 +1,10 @@
 // The matrix product of 8-bit integers whose products come from a table of all of them.
 //
-// A block copies the table into shared memory once, as 16-bit numbers, which products of 8-bit
-// integers are, and then computes tiles of the result, one after another. The lanes of a warp look
-// up one row of the table at a time: their banks differ by the right operand only, and lanes whose
-// operands are equal share a read. Tables of larger numbers, and those on a GPU whose shared memory
-// they do not fit, are read through the L1 cache.
+// A block copies the table into shared memory once, as 16-bit numbers, which hold every product of
+// 8-bit integers, and then computes tiles of the result one after the other. The lanes of a warp
+// look up the same row of the table at a time: their banks depend on the right operand only, and
+// lanes with equal operands share a read. Tables with larger numbers, and all tables on a GPU whose
+// shared memory is too small, are read through the L1 cache.
 //
 // M, N rows and columns of the product, K what it sums over.
 
@@ -20,8 +20,8 @@ namespace hoconv::approx {
 namespace {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kRows = 8;    // of a thread; a tile has kWarps times as many
-constexpr int kDepth = 32;  // k that are in shared memory at a time
+constexpr int kRows = 8;    // of a thread; a tile has kWarps * kRows
+constexpr int kDepth = 32;  // k in shared memory at a time
 constexpr int kTable = 256 * 256;
 
 // Element (i, k) of matrix n.
@@ -34,13 +34,13 @@ struct Bytes {
   }
 };
 
-// kDepth k of `rows` rows, from the first ones on; zeros where there are none.
+// Loads kDepth k of `rows` rows, from the first ones on; zeros out of range.
 template <int rows>
 __device__ void load(uint8_t (&target)[kDepth][rows], const Bytes& source, int64_t n,
                      int64_t first_row, int64_t row_count, int64_t first_k, int64_t K) {
 #pragma unroll 2
   for (int i = threadIdx.x; i < kDepth * rows; i += kThreads) {
-    // Neighbouring threads read what is next to each other in memory.
+    // Neighbouring threads load neighbours in memory.
     const int row = source.depth == 1 ? i / kDepth : i % rows;
     const int d = source.depth == 1 ? i % kDepth : i / rows;
     const bool exists = first_row + row < row_count && first_k + d < K;
@@ -48,11 +48,11 @@ __device__ void load(uint8_t (&target)[kDepth][rows], const Bytes& source, int64
   }
 }
 
-// `columns`: of a thread, next to each other. A tile has 32 times as many.
+// `columns` neighbouring columns belong to a thread; a tile has 32 times as many.
 template <int columns>
 struct Tiles {
   static constexpr int kHeight = kWarps * kRows, kWidth = 32 * columns;
-  // In shared memory.
+  // kDepth k of both operands in shared memory.
   struct Stage {
     alignas(16) uint8_t left[kDepth][kHeight], right[kDepth][kWidth];
   };
@@ -71,7 +71,7 @@ struct Tiles {
 
   __host__ __device__ int64_t count() const { return p.batch * down * across; }
 
-  // Those of this block; table[256 * a + b] is the product of a and b.
+  // Computes the tiles of this block; table[256 * a + b] is the product of a and b.
   template <typename T>
   __device__ void compute(const T* table, Stage& stage) const {
     for (int64_t tile = blockIdx.x; tile < count(); tile += gridDim.x)
@@ -110,7 +110,7 @@ struct Tiles {
   }
 };
 
-// `shared`: whether a block has memory for the table.
+// `shared`: the table fits the shared memory of a block.
 template <int columns, bool shared>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply(Tiles<columns> tiles, const int32_t* __restrict__ table) {

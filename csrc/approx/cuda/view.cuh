@@ -1,10 +1,10 @@
-// Operands of an approximate product, read where they lie: matrices of any strides, and windows of
-// images, which are never unfolded.
+// Operands of an approximate product, read where they lie in memory: matrices of any strides, and
+// windows of images, which are never unfolded.
 //
-// An index is up to three digits. A row's and a column's together say where an element is: the
-// first digits by their strides; the second and third, of rows and columns of an image, by a sum,
-// y = row part + column part, which may lie outside of the image, or between its pixels where those
-// are `step` apart.
+// The index of a row or column of the matrix is split into up to three digits, which give its
+// coordinate: the first digit a memory offset, the second and third a y and an x in the image. An
+// element's coordinate is the sum of its row's and its column's. y and x may be out of range, or
+// lie between the pixels of an image whose pixels are `step` apart.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -16,7 +16,7 @@
 
 namespace hoconv::approx {
 
-// Division of numbers below 2^31 by one that is known before the kernel starts.
+// Divides numbers below 2^31 by a constant of the launch, by a multiplication.
 class Divide {
  public:
   explicit Divide(int64_t divisor) : divisor_(divisor) {
@@ -34,7 +34,7 @@ class Divide {
   int bits_ = 0;
 };
 
-// An index as three digits, the last running fastest.
+// Splits an index into three digits, the last running fastest.
 struct Digits {
   Divide n1, n2;
   Digits(int64_t n1, int64_t n2) : n1(n1), n2(n2) {}
@@ -44,7 +44,7 @@ struct Digits {
   }
 };
 
-// Elements from the first of a tensor to its last.
+// The number of elements in memory from the first of a tensor to its last.
 inline int64_t span(const Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t elements = 1;
@@ -52,44 +52,46 @@ inline int64_t span(const Tensor& t) {
   return elements;
 }
 
-// The same, or a copy where much lies between the elements, which would be prepared with them.
+// The tensor, or a contiguous copy of it where most memory between its elements is unused: all of
+// it is packed.
 inline Tensor compact(const Tensor& t) {
   return span(t) > 2 * t.numel() ? torch::stable::contiguous(t) : t;
 }
 
-// What a row or a column adds to the place of an element.
+// The coordinate of a row or of a column.
 struct alignas(16) Coordinate {
   int64_t offset;
   int y, x;
 };
 
+// How an index becomes a coordinate.
 struct IndexMap {
   Digits digits;
   int64_t stride;              // of the first digit, in elements
-  int y_step = 0, x_step = 0;  // of the second and third, in rows and columns
+  int y_step = 0, x_step = 0;  // of the second and third digit, in pixels
   int y_first = 0, x_first = 0;
 };
 
-constexpr int kFar = 1 << 30;  // more than four times a number of rows or columns of an image
+constexpr int kFar = 1 << 30;  // more than four times the rows or columns of an image
 
-// Element (i, k) of matrix n. Where there is none it is zero, or with `leaves_out` it is left out
-// of the sum: -0.0, which no element is then.
+// A batch of matrices. An element that does not exist is zero or, with `leaves_out`, is left out of
+// the sum: it reads as -0.0, which no other element does then.
 struct View {
   const float* data;
-  int64_t span;   // elements from there on that hold the operand, and others between
+  int64_t span;   // elements from `data` to the last, see span()
   int64_t batch;  // strides, in elements
   int64_t y_stride, x_stride;
-  int height, width, y_every, x_every;  // of the image, and how far its pixels are apart
+  int height, width, y_every, x_every;  // of the image; the distance of its pixels
   IndexMap row, column;
   bool leaves_out;
-  bool along_columns;  // neighbouring columns are neighbours in memory, rather than rows
+  bool along_columns;  // columns, not rows, are neighbours in memory
 
   __device__ Coordinate row_coordinate(uint32_t index) const { return coordinate(row, index, 0); }
   __device__ Coordinate column_coordinate(uint32_t index) const {
     return coordinate(column, index, 1);
   }
 
-  // Whether there is an element, and where.
+  // Returns whether the element exists, and sets its offset.
   __device__ __forceinline__ bool find(const Coordinate& i, const Coordinate& k,
                                        int64_t& offset) const {
     offset = i.offset + k.offset;
@@ -104,9 +106,9 @@ struct View {
   }
 
  private:
-  // A row's y is a multiple of y_every and a rest, a column's one less a rest: the sum of two is a
-  // multiple where the rests are the same. So is x. Another sum is made to lie outside of the
-  // image.
+  // Divides y by y_every, for rows rounding down and for columns rounding up. Quotients of a row
+  // and a column add up if their remainders cancel; otherwise the element lies between pixels, and
+  // the remainders, times kFar, move its y out of range. So for x.
   __device__ Coordinate coordinate(const IndexMap& map, uint32_t index, int up) const {
     uint32_t digit[3];
     map.digits.split(index, digit);
@@ -115,8 +117,8 @@ struct View {
     const int apart_y = divide(y, y_every, up), apart_x = divide(x, x_every, up);
     return {digit[0] * map.stride + y * y_stride + x * x_stride, y + apart_y, x + apart_x};
   }
-  // Divides, rounding down or up. Returns the rest, which is from 0 to by - 1, times more than any
-  // quotient: of a row, or less than 0 of a column.
+  // Divides `value` by `by`, rounding down or up. Returns the remainder, in units that exceed any
+  // quotient: positive for a row, negative for a column.
   __device__ static int divide(int& value, int by, int up) {
     if (by == 1) return 0;
     const int whole = value / by, rest = value - whole * by;
@@ -125,7 +127,7 @@ struct View {
   }
 };
 
-// Where the elements of the result are, which has no others.
+// The result, whose elements all exist.
 struct Target {
   float* data;
   int64_t batch;

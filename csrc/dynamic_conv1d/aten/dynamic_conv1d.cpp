@@ -1,5 +1,5 @@
-// The dynamic 1-D convolution on a GPU composed of ATen ops, with its gradients written by hand:
-// what C++ brings without a kernel. It is in the CPU library: it needs no CUDA compiler.
+// The dynamic 1-D convolution on a GPU as a composition of ATen operations, with hand-written
+// gradients. It is part of the CPU library, since it needs no CUDA compiler.
 //
 // B batch, C channels, H heads, K taps, T time steps.
 
@@ -29,7 +29,7 @@ Tensor padded(const Tensor& x, const Problem& p) {
   return heads(torch::stable::pad(widen(x), {p.before, p.K - 1 - p.before}), p);
 }
 
-// What a tap sees of a padded sequence: a view
+// The steps of a padded sequence that a tap reads: a view
 Tensor shifted(Tensor padded, const Problem& p, int64_t tap) { return narrow(padded, 3, tap, p.T); }
 
 // The weights of a tap, (B or 1, H, 1, T or 1)

@@ -1,13 +1,14 @@
 // The dynamic 1-D convolution on the CPU, forward and backward.
 //
-// The work is cut into strips of time of one sequence and head. A strip's weights are copied, tap
-// by tap, and its sequences, a few channels at a time, zero-padded, to the type that is computed
-// in, so that the inner loops know neither borders, strides, shared weights nor dtypes. All
-// channels of the head use the copied weights, which stay in the L2 cache.
+// The work is cut into strips: some steps of one sequence and head. A worker copies the weights of
+// a strip, tap by tap, and a few channels of its sequence at a time, both padded with zeros and
+// converted to the type of the arithmetic. The inner loops therefore know no borders, strides,
+// shared weights or dtypes. All channels of the head read the copied weights, which stay in the L2
+// cache.
 //
 // The input gradient is the same loop: a convolution of the output's gradient, with mirrored taps
 // and the weights of the step that is read. Strips depend on sizes only and every sum has a fixed
-// order: results do not depend on the number of threads.
+// order, so that the result does not depend on the number of threads.
 //
 // B batch, C channels, H heads, K taps, T time steps.
 
@@ -25,9 +26,10 @@
 namespace hoconv::dynamic_conv1d {
 namespace {
 
-constexpr int64_t kChannels = 4;   // computed at once: they share the weights' registers
-constexpr int64_t kRegisters = 2;  // of time steps at once: sums that do not wait for each other
-constexpr int64_t kTaps = 4;       // sums over time at once
+constexpr int64_t kChannels = 4;  // computed at once: they share registers of weights
+constexpr int64_t kRegisters =
+    2;                        // of steps at once: independent sums hide the latency of an addition
+constexpr int64_t kTaps = 4;  // whose sums over time are computed at once
 constexpr int64_t kStripBytes = int64_t{1} << 17;  // of weights: a small part of the L2 cache
 // Wanted, for threads to share; not their number, on which no sum may depend.
 constexpr int64_t kStrips = 64;
@@ -38,7 +40,7 @@ constexpr int64_t kFewestSteps = 64, kMostSteps = 1024;
 template <typename A>
 constexpr int64_t kBlock = kRegisters * Vec<A>::size;  // steps computed at once
 
-// Rows of numbers that registers are loaded from past their ends.
+// Rows of numbers, padded so that a register may be loaded past the end of one.
 template <typename A>
 struct Rows {
   int64_t width;
@@ -75,7 +77,7 @@ void load_padded(acc_t<T>* dst, const T* src, int64_t stride, int64_t first, int
     load_row<T>(dst + begin, src + (first + begin) * stride, stride, end - begin);
 }
 
-// What a thread works in.
+// The buffers and loops of one thread.
 template <typename T>
 struct Worker {
   using A = acc_t<T>;
@@ -138,7 +140,7 @@ struct Worker {
       load<N>(in, x + c * xs.c, xs, first - p.before, steps + p.K - 1);
       load<N>(out, grad + c * gs.c, gs, first, steps);
       for (int64_t j = 0; j < p.K; j += kTaps) {
-        // Taps past the last are computed, from what is there, and dropped.
+        // Taps past the last are computed from whatever lies there, and dropped.
         typename V::type sums[kTaps] = {};
         A rest[kTaps] = {};
         for (int64_t m = 0; m < N; ++m) {
@@ -158,7 +160,7 @@ struct Worker {
   }
 
  private:
-  // N channels of a sequence, from step `first` on, which may be before the first.
+  // Loads N channels of a sequence from step `first` on, which may be negative.
   template <int64_t N>
   void load(Rows<A>& rows, const T* sequence, const Strides& s, int64_t first, int64_t steps) {
     for (int64_t m = 0; m < N; ++m)
@@ -190,7 +192,7 @@ struct Worker {
   }
 };
 
-// Where the first channel of head h of sequence b, or its weights, start.
+// The first channel of head h of sequence b, and the weights of head h.
 template <typename T>
 const T* head(const Tensor& x, const Problem& p, int64_t b, int64_t h) {
   return static_cast<const T*>(x.const_data_ptr()) + b * x.stride(0) +
@@ -255,7 +257,8 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
   return out;
 }
 
-// The gradient of weights that differ from step to step, summed over the batch where they share it.
+// The gradient of weights that each step has of its own, summed over the batch where sequences
+// share them.
 template <typename T>
 void grad_weight_of_steps(const Problem& p, const Tensor& grad, const Tensor& x, Tensor& out) {
   const auto gs = strides(grad), xs = strides(x);
@@ -275,7 +278,8 @@ void grad_weight_of_steps(const Problem& p, const Tensor& grad, const Tensor& x,
                     });
 }
 
-// The gradient of weights that all steps share: the sum of each strip, then the sum of those.
+// The gradient of weights that all steps share: each strip has a partial sum, which are added in
+// order.
 template <typename T>
 void grad_weight_over_time(const Problem& p, const Tensor& grad, const Tensor& x, Tensor& out) {
   const auto gs = strides(grad), xs = strides(x);

@@ -4,12 +4,12 @@
 //   grad_x[b, c, t] = sum over i of weight[b, h, K - 1 - i, s] * grad[b, c, s],
 //   s = t + i - (K - 1 - before),
 //
-// which is the same sum with the taps `Mirrored` and the weights of the step that is read: a gather
-// too.
+// which is the same sum with mirrored taps (`Mirrored`) and with the weights of the step that is
+// read. Both gather: no thread adds to the output of another.
 //
-// The tuned kernel reads the weights from memory once for all channels of the head. A warp computes
-// N channels of the tile: per four taps 16 weights and, for each channel, the 4 of its 8 values
-// that are new go from shared memory to registers, for 16 multiply-adds a channel.
+// The tuned kernel reads the weights from global memory once for all channels of the head. A warp
+// computes N channels of the tile. Per four taps a thread loads 16 weights from shared memory, and
+// per channel the next 4 of the 8 values that its steps read, for 16 multiply-adds a channel.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,8 @@
 namespace hoconv::dynamic_conv1d {
 namespace {
 
-// Neighbouring threads have neighbouring steps, or channels where those are neighbours in memory.
+// Neighbouring threads compute neighbouring steps, or neighbouring channels where channels are
+// contiguous (`channels_last`).
 template <typename T, bool Mirrored>
 __global__ void naive(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Problem p,
                       int64_t before, bool channels_last) {
@@ -42,13 +43,13 @@ __global__ void naive(Sequences<const T> x, Weights<const T> weight, Sequences<T
   }
 }
 
-// blockIdx.x counts tiles, all sequences and heads after each other; blockIdx.y parts of a head's
+// blockIdx.x counts the tiles of all sequences and heads; blockIdx.y the parts of a head's
 // channels.
 struct Tiling {
   int T, K, before, H;
   int tiles;                    // of a sequence
-  int head_channels, channels;  // of a head; of a part, a multiple of kWarps * N
-  int row;                      // of shared memory: what a tile sees, rounded up to four taps
+  int head_channels, channels;  // of a head; of a part of it, a multiple of kWarps * N
+  int row;  // pitch in shared memory: the values that a tile reads, rounded up to four taps
 };
 
 template <typename T, bool Mirrored, int N>
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int first = blockIdx.y * g.channels, last = min(first + g.channels, g.head_channels);
   for (int c = first; c < last; c += kWarps * N) {
-    __syncthreads();  // the rows before were read
+    __syncthreads();  // until the previous rows are read
     copy_rows(rows, g.row, x.at(b, h * g.head_channels + c, 0), x.s.c, x.s.t,
               min(kWarps * N, last - c), kTile + g.K - 1, g.T, start - g.before);
     __syncthreads();
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Launches the tuned kernel for N channels a warp, or returns false: then only the naive one fits.
+// Launches the tuned kernel with N channels a warp. Returns false where only the naive one fits.
 template <typename T, bool Mirrored, int N>
 bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
                   int64_t before, cudaStream_t stream) {
@@ -142,7 +143,7 @@ Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
     using T = decltype(zero);
     bool done = false;
     if constexpr (sizeof(T) < 8) {
-      // Fewer channels than warps would leave threads idle, and the weights are most of the bytes.
+      // With fewer channels than warps, threads would idle; the weights are most of the bytes then.
       if (contiguous_in_time(x) && contiguous_in_time(out) && counts_fit(p)) {
         if (p.head_channels() >= 8 * kWarps)
           done = launch_tuned<T, Mirrored, 8>(x, weight, out, p, before, launch.stream);

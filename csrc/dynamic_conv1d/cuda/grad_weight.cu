@@ -1,10 +1,11 @@
 // grad_weight[b, h, j, t] = sum over c of grad[b, c, t] * x[b, c, t + j - before], summed over the
-// batch or the steps where the weights share them: the sums in full are never in memory.
+// batch or the steps where these share weights. The terms of that second sum are never written to
+// memory.
 //
-// A block of the tuned kernel sums kTaps taps of a tile. It takes the channels kRows at a time, and
-// where the weights are shared one tile and sequence after another; the sums stay in registers: a
-// thread has kWarpTaps taps of kSteps steps. Where steps share their weights the sum over a block's
-// threads and steps is one of several parts, which a second kernel adds.
+// A block of the tuned kernel computes kTaps taps of a tile, of which a thread has kWarpTaps taps
+// of kSteps steps in registers. It loads kRows channels at a time, and where weights are shared
+// walks over the tiles and sequences that share them. Where steps share weights, a block adds up
+// its threads and steps and writes one partial sum; a second kernel adds those.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,12 +19,12 @@ namespace {
 
 constexpr int kWarpTaps = 8;
 constexpr int kTaps = kWarps * kWarpTaps;  // of a block
-constexpr int kRows = 16;                  // channels at once in shared memory
-constexpr int kLine = kTile + kTaps;       // what a tile sees of x
+constexpr int kRows = 16;                  // channels in shared memory at once
+constexpr int kLine = kTile + kTaps;       // steps of x that a tile reads
 constexpr int64_t kMostParts = 256;
 constexpr int64_t kMostGridZ = 65535;
 
-// Weights of each step: a thread an element.
+// Each step has weights of its own: one thread an element.
 template <typename T>
 __global__ void naive_of_steps(Sequences<const T> grad, Sequences<const T> x, Weights<T> out,
                                Problem p) {
@@ -45,7 +46,7 @@ __global__ void naive_of_steps(Sequences<const T> grad, Sequences<const T> x, We
   }
 }
 
-// Weights that all steps share: a block an element.
+// All steps share the weights: one block an element.
 template <typename T>
 __global__ void naive_over_time(Sequences<const T> grad, Sequences<const T> x, Weights<T> out,
                                 Problem p) {
@@ -72,15 +73,15 @@ __global__ void naive_over_time(Sequences<const T> grad, Sequences<const T> x, W
   }
 }
 
-// blockIdx.x counts heads, all sequences and, if weights differ from step to step, tiles, after
-// each other; blockIdx.y parts of what is summed; blockIdx.z the taps, kTaps at a time.
+// blockIdx.x counts heads, sequences and, if each step has weights of its own, tiles; blockIdx.y
+// the partial sums; blockIdx.z the taps, kTaps at a time.
 struct Tiling {
   int T, K, before, H;
   int tiles;          // of a sequence
   int head_channels;  // of a head
-  int batch;          // sequences with weights of their own
-  int64_t summed;     // tiles of a sum
-  int64_t part;       // of which a block adds so many
+  int batch;          // of the weights: 1 where the sequences share them
+  int64_t summed;     // tiles that are added up
+  int64_t part;       // of which a block adds this many
   bool time_shared;
 };
 
@@ -100,14 +101,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t begin = blockIdx.y * g.part;
   const int64_t end = begin + g.part < g.summed ? begin + g.part : g.summed;
   for (int64_t n = begin; n < end; ++n) {
-    // The n-th tile of the sum: all tiles of a sequence, or the same one of all sequences, or both.
+    // The n-th tile of the sum. The sum runs over the tiles of a sequence, over the same tile of
+    // all sequences, or over both.
     const int64_t b = own_b + (g.time_shared ? n / g.tiles : n);
     const int start = (g.time_shared ? static_cast<int>(n % g.tiles) : own_tile) * kTile;
-    // Past the last step x may be there but there is no gradient to multiply.
+    // Past the last step there is no gradient, though there may be values of x.
     const int steps = g.T - start - lane * kSteps;
     for (int c = 0; c < g.head_channels; c += kRows) {
       const int rows = min(kRows, g.head_channels - c);
-      __syncthreads();  // the rows before were read
+      __syncthreads();  // until the previous rows are read
       const int64_t channel = h * g.head_channels + c;
       copy_rows(gradients, kTile, grad.at(b, channel, 0), grad.s.c, grad.s.t, rows, kTile, g.T,
                 start);
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The sum of the parts (count, batch, H, K).
+// Adds up the partial sums (count, batch, H, K), in order.
 template <typename T>
 __global__ void add_parts(const float* parts, int64_t count, Weights<T> out, int64_t batch,
                           int64_t H, int64_t K) {
@@ -164,7 +166,7 @@ __global__ void add_parts(const float* parts, int64_t count, Weights<T> out, int
   }
 }
 
-// Launches the tuned kernel or returns false: then only the naive one fits.
+// Launches the tuned kernel. Returns false where only the naive one fits.
 template <typename T>
 bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                   cudaStream_t stream) {

@@ -1,11 +1,12 @@
-// What the CUDA kernels of the dynamic 1-D convolution share.
+// Tensors and copies that the CUDA kernels of the dynamic 1-D convolution share.
 //
-// Each exists twice. The `naive` kernel is the definition: any number of taps, strides and dtype.
-// The `tuned` kernel is for sequences that are contiguous in time and all dtypes but float64. A
-// block of it owns a tile of kTile steps of one sequence and head, copies what it reads to shared
-// memory as float, zero-padded, and a thread computes kSteps neighbouring steps from registers that
-// it fills 16 bytes at a time. The copies take any strides of the weights, shared or not, and any
-// alignment: only the copying loops know of them. No atomics: results are the same bits every time.
+// There are two kernels for each operation. The `naive` kernel is the definition and takes any
+// number of taps, strides and dtype. The `tuned` kernel takes sequences that are contiguous in
+// time, of all dtypes but float64. One of its blocks owns a tile of kTile steps of one sequence and
+// head. It copies its inputs to shared memory as float, padded with zeros, and each thread computes
+// kSteps neighbouring steps from registers, which it fills with 16-byte loads. Only the copying
+// loops know strides, shared weights and alignment. There are no atomics: two runs give the same
+// bits.
 //
 // B batch, C channels, H heads, K taps, T time steps.
 #pragma once
@@ -19,13 +20,13 @@ namespace hoconv::dynamic_conv1d {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSteps = 4;  // of a thread: 16 bytes of shared memory
+constexpr int kSteps = 4;  // of a thread: one 16-byte load from shared memory
 constexpr int kTile = 32 * kSteps;
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-constexpr int64_t kMostSharedBytes = 48 * 1024;  // that need not be asked for
+constexpr int64_t kMostSharedBytes = 48 * 1024;  // without an opt-in
 
 template <typename T>
-struct Sequences {  // x, the output, or a gradient of either
+struct Sequences {  // x, the output, or the gradient of either
   T* data;
   Strides s;
   __device__ T* at(int64_t b, int64_t c, int64_t t) const {
@@ -58,15 +59,15 @@ Weights<T> mutable_weights(Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
 }
 
-// Four numbers of shared memory, at a multiple of 16 bytes.
+// Loads four floats from shared memory, at a multiple of 16 bytes.
 __device__ __forceinline__ void load_four(const float* p, float (&four)[4]) {
   const float4 bits = *reinterpret_cast<const float4*>(p);
   four[0] = bits.x, four[1] = bits.y, four[2] = bits.z, four[3] = bits.w;
 }
 
-// Copies rows to shared memory, `pitch` apart, by all threads: element i of row r is the value at
-// step first + r * shift + i of from + r * row_stride, zero where there is no such step. Several
-// loads are on their way before the first is waited for.
+// Copies rows to shared memory, `pitch` elements apart, with all threads of the block. Element i of
+// row r is the value at step first + r * shift + i of from + r * row_stride, or zero if that step
+// is out of range. A thread issues `at_once` loads before it waits for the first.
 template <typename T>
 __device__ __forceinline__ void copy_rows(float* to, int pitch, const T* from, int64_t row_stride,
                                           int64_t stride, int rows, int count, int length,
@@ -92,7 +93,7 @@ __device__ __forceinline__ void copy_rows(float* to, int pitch, const T* from, i
 
 inline bool contiguous_in_time(const Tensor& t) { return t.size(2) <= 1 || t.stride(2) == 1; }
 
-// Whether the tuned kernels, which count steps and channels in 32 bits, can.
+// Whether steps and channels fit 32 bits, in which the tuned kernels count them.
 inline bool counts_fit(const Problem& p) {
   constexpr int64_t most = int64_t{1} << 30;
   return p.T + p.K < most && p.C < most;

@@ -1,4 +1,5 @@
-// The high-order convolution's sizes and strides, read off its tensors and checked.
+// The sizes and strides of a call of the high-order convolution, taken from its tensors and
+// checked.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 #pragma once
@@ -20,11 +21,12 @@ inline WeightStrides weight_strides(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2), t.stride(3), t.stride(4)};
 }
 
-// The taps along an axis of an image: their distance, and how many zeros they see on both sides.
+// The taps along an axis of an image: the distance between two, and how many zeros pad both ends.
 struct Axis {
   int64_t dilation, before, after;
 
-  // From 2 * size on all taps but the centre see zeros, whatever the dilation.
+  // A dilation of 2 * size or more gives the same result as 2 * size: all taps but the centre read
+  // zeros.
   static Axis of(int64_t dilation, int64_t size, int64_t k) {
     dilation = std::min(dilation, 2 * size);
     const int64_t before = dilation * (k - 1) / 2;
@@ -39,7 +41,8 @@ struct Problem {
 
   int64_t group_channels() const { return C / G; }
 
-  // `image` is x or the output's gradient, with the weights' sizes (k * k, B, G, H, W).
+  // `image` is x or the output's gradient; `weight` are the sizes of the weights (k * k, B, G, H,
+  // W).
   template <typename Sizes>
   Problem(const Tensor& image, const Sizes& weight, int64_t dilation) {
     STD_TORCH_CHECK(image.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", image.dim());

@@ -1,5 +1,5 @@
-// The high-order convolution on a GPU composed of ATen ops, with its gradients written by hand:
-// what C++ brings without a kernel. It is in the CPU library: it needs no CUDA compiler.
+// The high-order convolution on a GPU as a composition of ATen operations, with hand-written
+// gradients. It is part of the CPU library, since it needs no CUDA compiler.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
@@ -31,7 +31,8 @@ Tensor padded(const Tensor& image, const Problem& p) {
                  p);
 }
 
-// What a tap sees of a padded image (B, G, C / G, H + before + after, W + before + after): a view
+// The pixels that a tap reads of a padded image (B, G, C / G, H + before + after, W + before +
+// after): a view
 Tensor shifted(Tensor image, const Problem& p, int64_t tap) {
   Tensor rows = narrow(image, 3, tap / p.k * p.down.dilation, p.H);
   return narrow(rows, 4, tap % p.k * p.across.dilation, p.W);

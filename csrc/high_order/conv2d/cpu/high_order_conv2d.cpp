@@ -1,10 +1,10 @@
 // The high-order convolution on the CPU, forward and backward.
 //
-// The work is cut into strips of rows of one image and group. A strip first copies its images
-// into zero-padded rows of the type that is computed in, so that the inner loops know neither
-// borders, strides nor dtypes, and so its weights, tap by tap, unless they can be read as they are.
-// What is copied stays in the L2 cache; while a row is computed, weights that come later are
-// fetched. Every output element is summed by one thread in a fixed order: the result does not
+// The work is cut into strips: some rows of one image and group. A worker first copies the images
+// of a strip into rows padded with zeros, in the type of the arithmetic, so that the inner loops
+// know no borders, strides or dtypes; it copies the weights likewise, tap by tap, unless the loops
+// can read them in place. The copies stay in the L2 cache. While a row is computed, later weights
+// are prefetched. One thread sums each output element in a fixed order, so that the result does not
 // depend on the number of threads.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size.
@@ -29,11 +29,12 @@ constexpr int64_t kChannelBlock = 4;               // channels that share a weig
 constexpr int64_t kTapBlock = 6;                   // weight gradients kept in registers at once
 constexpr int64_t kStripBytes = int64_t{1} << 17;  // a small part of the L2 cache
 constexpr int64_t kStripsAThread = 4;              // so that no thread waits long for the last
-constexpr int64_t kRowsAhead = 4;  // that weights read in place are fetched before their use
+constexpr int64_t kRowsAhead = 4;  // by which weights that are read in place are prefetched
 
-// Calls f(w, U) for blocks of U registers from column w on that cover a row of W: Most at once,
-// then single ones. The last one overlaps where W is no multiple, so that nothing past the row is
-// touched; a row shorter than a register is covered by one.
+// Covers a row of W columns with blocks of registers and calls f(w, U) for each: U registers from
+// column w on, U = Most first, then single ones. If W is not a multiple, the last register overlaps
+// the one before it, so that nothing past the row is touched. A row shorter than a register takes
+// one.
 template <typename V, int64_t Most, typename F>
 inline void for_each_register(int64_t W, F&& f) {
   constexpr std::integral_constant<int64_t, Most> most;
@@ -44,12 +45,12 @@ inline void for_each_register(int64_t W, F&& f) {
   if (w < W) f(std::max<int64_t>(0, W - V::size), one);
 }
 
-// How the rows of all images and groups are cut into strips, one a task.
+// How the rows of all images and groups are cut into strips, each a task.
 struct Strips {
   int64_t rows, per_image;
 
   Strips(const Problem& p, int64_t element_size) {
-    // A strip's weights and images fit the L2 cache; there are strips for every thread.
+    // The weights and images of a strip fit the L2 cache, and there are strips for every thread.
     const int64_t halo = p.across.reach();
     const int64_t image = (p.W + halo) * std::max<int64_t>(p.group_channels(), 1);
     const int64_t row_bytes = (p.k * p.k * (p.W + halo) + 2 * image) * element_size;
@@ -60,7 +61,7 @@ struct Strips {
   }
 };
 
-// What a thread works in: the images and weights of one strip.
+// The images and weights of one strip, and the loops of one thread.
 template <typename T>
 struct Worker {
   using A = acc_t<T>;
@@ -116,8 +117,7 @@ struct Worker {
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                   int64_t first, int64_t count) {
     for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
-      // The row as it is, and zeros around it, so that a shifted register reads zeros past its
-      // ends.
+      // Pads the row with zeros, which a shifted register reads past its ends.
       const int64_t dy = p.down.dilation * (tap / p.k) - p.down.before;
       for (int64_t r = 0; r < count; ++r) {
         A* row = weight_row(tap, r);
@@ -139,9 +139,9 @@ struct Worker {
     }
   }
 
-  // A row of N channels from c on: the sum over taps of kernel times image. Mirrored: the taps go
-  // backwards through the image, and the kernel is read where the image is. `next` is where weights
-  // that come later start; past the last of them it is only an address, which a prefetch may have.
+  // Computes a row of N channels from c on: the sum over taps of weights times pixels. If Mirrored,
+  // the taps go backwards through the image and the weights are read at the pixel that is read.
+  // `next` is the address of later weights, for the prefetch; it may be past the last of them.
   template <int64_t N, bool Mirrored>
   void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const A* weight_row,
              int64_t next_tap, const T* next, const WeightStrides& ws, T* out,
@@ -153,13 +153,13 @@ struct Worker {
 
     const int64_t k = p.k, step = Mirrored ? -p.across.dilation : p.across.dilation;
     const int64_t step_down = Mirrored ? -p.down.dilation : p.down.dilation;
-    // Of the taps in the padded image.
+    // The first tap's column and row in the padded image.
     const int64_t start = Mirrored ? p.across.reach() : 0, top = Mirrored ? p.down.reach() : 0;
     const int64_t next_channel = image.rows * image.width, next_line = step_down * image.width;
     const A* tap_row = weight_row + start;
     const A* image_row = image.row(c, r + top) + start;
     const int64_t next_plane = ws.tap, next_column = ws.w;
-    // Two registers at once: sums that do not wait for each other.
+    // Two registers at once: independent sums hide the latency of an addition.
     for_each_register<V, 2>(p.W, [=](int64_t w, auto U) {
       typename V::type acc[N][U] = {};
       const A* tap_weight = tap_row + w;
@@ -192,7 +192,7 @@ struct Worker {
         stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, weight_row(tap, r), p.W);
   }
 
-  // A row of the weight gradient, for N taps of row i from column j on.
+  // Computes a row of the weight gradient for N taps of row i, from column j on.
   template <int64_t N>
   void correlate(int64_t i, int64_t j, int64_t r) {
     const int64_t channels = x.channels, step = p.across.dilation, next_tap = rows * width;
@@ -213,7 +213,7 @@ struct Worker {
   }
 };
 
-// Where the first channel of group g of image b, or its weights, start.
+// The first channel of group g of image b, and the weights of group g.
 template <typename T>
 const T* group(const Tensor& image, const Problem& p, int64_t b, int64_t g) {
   return static_cast<const T*>(image.const_data_ptr()) + b * image.stride(0) +
@@ -302,7 +302,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   return out;
 }
 
-// Both gradients, strip by strip, so that the output's gradient is read from memory once.
+// Computes both gradients strip by strip, so that the output's gradient is read from memory once.
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);

@@ -1,4 +1,4 @@
-// Both gradients.
+// The op that computes both gradients.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
     const T* tap_weight = weight.at(0, at.b, at.g, at.h, at.w);
     A sum[N][V] = {};
-#pragma unroll 1  // unrolled, it needs so many registers that it is slower
+#pragma unroll 1  // unrolled, it takes so many registers that it is slower
     for (int i = 0; i < K; ++i) {
       Pack<T, V> taps[K];
 #pragma unroll

@@ -1,10 +1,10 @@
 // grad_x[b, c, h, w] = sum over taps of weight[tap, b, g, h - dy, w - dx] * grad[b, c, h - dy, w -
 // dx]
 //
-// A gather: nothing is added to memory. Weights shifted by dx cannot be read 16 bytes at a time, so
-// the tuned kernel reads them where they are aligned: a thread multiplies its own V source columns
-// and sums what falls on them and on the K - 1 columns around them in registers; what falls on a
-// neighbour's columns is handed over by warp shuffles.
+// A gather: no thread adds to the output of another. Weights shifted by dx are not aligned for
+// 16-byte loads, so the tuned kernel loads them unshifted. A thread multiplies them with the V
+// source columns that it owns, keeps the products for those columns and the K - 1 around them in
+// registers, and hands those that belong to a neighbour over by warp shuffles.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -38,7 +38,7 @@ constexpr __host__ __device__ int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
-// The reach of a kernel, in threads.
+// Threads on either side whose columns a thread adds to.
 template <int K, int V>
 constexpr int kHalo = ((K - 1) / 2 + V - 1) / V;
 
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       for (int v = 0; v < V; ++v) sum[v] = window[m][before + v];
 #pragma unroll
       for (int a = 0; a < V + K - 1; ++a) {
-        const int threads = floor_div(a - before, V);  // how far to the right the owner is
+        const int threads =
+            floor_div(a - before, V);  // between this thread and the owner, to its right
         if (threads == 0) continue;
         const A received = __shfl_sync(0xffffffff, window[m][a], (at.lane - threads) & 31);
         const bool same_row = at.column - threads >= 0 && at.column - threads < t.columns;

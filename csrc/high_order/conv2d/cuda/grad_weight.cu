@@ -1,6 +1,6 @@
 // grad_weight[tap, b, g, h, w] = sum over c of grad[b, c, h, w] * x[b, c, h + dy, w + dx]
 //
-// The tuned kernel sums one row of taps at a time in registers and writes it out.
+// The tuned kernel sums one row of taps at a time in registers, over all channels, and stores it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -1,17 +1,19 @@
-// What the three CUDA kernels of the high-order convolution share.
+// How the three CUDA kernels of the high-order convolution cut their work, and how a thread loads
+// its pixels.
 //
-// Each exists twice. The `naive` kernel is the definition: any kernel size, dilation, strides and
-// dtype; one thread an element. The `tuned` kernel is for kernel sizes 3, 5 and 7, dilation 1, rows
-// that are contiguous, and all dtypes but float64. At C = 3 and k = 5 the weights are four fifths
-// of all bytes, so it is built round them: a thread owns V neighbouring pixels of a row, reads a
-// row of their weights at a time, 16 bytes each, and uses it for N channels, whose pixels come from
-// the L1 cache and whose sums stay in registers. No shared memory, no atomics: results are the same
-// bits every time.
+// Each of the three exists twice. The `naive` kernel is the definition: any kernel size, dilation,
+// strides and dtype, and one thread an element. The `tuned` kernel takes kernel sizes 3, 5 and 7,
+// dilation 1, contiguous rows, and all dtypes but float64. At C = 3 and k = 5 four fifths of all
+// bytes are weights, so it reads them as well as it can: a thread owns V neighbouring pixels of a
+// row, loads a row of their weights, 16 bytes at a time, and applies it to N channels, whose pixels
+// come from the L1 cache and whose sums stay in registers. It uses no shared memory and no atomics:
+// two runs give the same bits.
 //
-// More channels than N read the weights again, from the L2 cache. What did not help, measured at
-// C = 3, k = 5 in bfloat16 on an H200: copying the weights to shared memory in the background (it
-// takes the L1 cache from the pixels), shuffling neighbours' pixels instead of loading them
-// (registers), prefetching, more or fewer registers than the launch bounds leave.
+// Where there are more than N channels, the weights are read again, from the L2 cache. What did not
+// help, measured at C = 3 and k = 5 in bfloat16 on an H200: to copy the weights to shared memory
+// asynchronously (it takes L1 cache from the pixels), to shuffle the neighbours' pixels instead of
+// loading them (it takes registers), to prefetch, and to leave more or fewer registers than the
+// launch bounds do.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, V pixels a
 // thread, N channels at once.
@@ -28,8 +30,8 @@ Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
 
-// How a tuned kernel's work is cut: blockIdx.x counts the blocks of an image and group, all images
-// and groups after each other; blockIdx.y the parts of the channels, multiples of N.
+// How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups;
+// blockIdx.y the parts of the channels, multiples of N.
 struct Tiling {
   int H, W, columns;  // columns: groups of V pixels in a row
   int blocks, G;      // blocks an image
@@ -54,11 +56,11 @@ Weights<T> mutable_weights(Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
 }
 
-// What a thread of a tuned kernel owns: V pixels of row h from column w on, the `column`th of that
-// row. A warp's outermost `Halo` lanes on either side own pixels that another warp keeps.
+// The V pixels of a thread: row h from column w on, the `column`th group of V in that row. The
+// outermost `Halo` lanes on either side of a warp compute pixels that another warp writes.
 template <int V, int Halo = 0>
 struct ThreadPixels {
-  static constexpr int kept = 32 - 2 * Halo;  // a warp
+  static constexpr int kept = 32 - 2 * Halo;  // lanes of a warp that write
   static constexpr int kept_per_block = kThreads / 32 * kept;
   int lane, b, g, h, column, w;
   bool exists, keeps;
@@ -76,13 +78,13 @@ struct ThreadPixels {
   }
 };
 
-// The V pixels at `p`, column w of a row of W, and K - 1 around them; zero outside the image.
+// Loads the V pixels at `p`, column w of a row of W, and the K - 1 around them; zeros out of range.
 template <int K, int V, typename T, typename A>
 __device__ __forceinline__ void load_window(const T* p, bool inside, int w, int W,
                                             A (&window)[V + K - 1]) {
   constexpr int before = (K - 1) / 2;
   constexpr int fitting = before <= 1 ? 1 : before <= 2 ? 2 : 4;
-  constexpr int side = fitting < V ? fitting : V;  // pixels loaded at once beside the V
+  constexpr int side = fitting < V ? fitting : V;  // pixels of one load beside the V
 #pragma unroll
   for (int i = 0; i < V + K - 1; ++i) window[i] = 0;
   if (!inside) return;
@@ -108,7 +110,7 @@ __device__ __forceinline__ void load_window(const T* p, bool inside, int w, int 
   }
 }
 
-// Calls f(K, V, N) with constants for a tuned kernel and returns true, or returns false: then only
+// Calls f(K, V, N) with the constants of a tuned kernel and returns true. Returns false where only
 // the naive one fits.
 template <typename T, typename F>
 bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tensors, F&& f) {
@@ -136,7 +138,7 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
         f(K, V, std::integral_constant<int, 1>{});
     };
     const auto with_pixels = [&](auto K) {
-      constexpr int V = (K > 5 ? 8 : 16) / sizeof(T);  // registers hold a row of K * V weights
+      constexpr int V = (K > 5 ? 8 : 16) / sizeof(T);  // a row of K * V weights fits the registers
       if (fits(V))
         with_channels(K, std::integral_constant<int, V>{});
       else

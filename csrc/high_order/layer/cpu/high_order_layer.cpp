@@ -1,20 +1,22 @@
-// The high-order layer on the CPU, forward and backward, without its weights ever in memory.
+// The high-order layer on the CPU, forward and backward. The weights are never written to memory in
+// full.
 //
-// A row of the image at a time, the weights are generated, turned into their softmax where that is
-// asked for, and applied. The backward pass generates them again, and of the same row computes the
-// weights' gradient; from both it adds to all rows of the gradient of x that the row's pixels
-// reach, so that a row of weights or of their gradient is needed once. Only the gradients of the
-// weights wait, for a strip of a few rows that stays in the L1 cache, in which the gradient of the
-// parameters is summed pixel by pixel. Of that sum each task has its own, and tasks do not depend
-// on the number of threads, nor then does the result.
+// The forward pass takes a row of the image at a time: it generates the weights, replaces them by
+// their softmax if asked to, and applies them. The backward pass generates them again and computes
+// their gradient for the same row. With both it adds to all rows of x's gradient that the pixels of
+// the row reach, so that a row of weights, or of their gradient, is needed once. Only the weights'
+// gradients are kept, for a strip of a few rows that fits the L1 cache, over which the parameters'
+// gradient is summed pixel by pixel. Each task has a sum of its own. Tasks do not depend on the
+// number of threads, so neither does the result.
 //
-// A pixel costs K * C * s * s multiplications a group, four times: generated in the forward and in
-// the backward pass, gradient of x, gradient of the parameters. The rest is a few per cent of it.
-// Each of the four is a block of sums in registers, as many as keep both multipliers of a core
-// busy, and all runs at nine tenths of what they can do. Registers of 64 bytes are no faster.
+// A pixel and group cost four times K * C * s * s multiplications: to generate in the forward and
+// in the backward pass, for x's gradient, and for the parameters' gradient. All else is a few per
+// cent. Each of the four is a block of sums in registers, with as many sums as keep both
+// multipliers of a core busy, and reaches nine tenths of the peak of those. Registers of 64 bytes
+// are no faster.
 //
-// At the left and right edge the gradient of x is NaN where any of the generator's weights is not
-// finite, also one that does not reach that pixel: there it is multiplied by zeros.
+// At the left and right edge, x's gradient is NaN where any of the generator's weights is not
+// finite, even one that does not reach that pixel: it is multiplied by zeros there.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator.
@@ -37,7 +39,8 @@
 namespace hoconv::high_order::layer::cpu {
 namespace {
 
-constexpr int64_t kStripBytes = int64_t{1} << 15;  // of what a block of sums reads; L1 cache
+constexpr int64_t kStripBytes = int64_t{1}
+                                << 15;  // that a block of sums reads, to fit the L1 cache
 
 template <typename T>
 struct Image {
@@ -50,7 +53,7 @@ struct Image {
   T* row(int64_t b, int64_t c, int64_t h) const { return first_row(b) + c * s.c + h * s.h; }
 };
 
-// What a thread works in.
+// The buffers of a thread.
 template <typename T>
 struct Worker {
   using A = acc_t<T>;
@@ -59,7 +62,7 @@ struct Worker {
   const Layer& p;
   const Parameters<A>& parameters;
   const int64_t rows;        // of a strip
-  PaddedImage<T> x;          // a strip, with all rows that its pixels see
+  PaddedImage<T> x;          // a strip with its halo
   PaddedRows<A> weight_row;  // a row of one group's weights
 
   Worker(const Layer& p, const Parameters<A>& parameters)
@@ -79,12 +82,12 @@ struct Worker {
     x.fill(image.first_row(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
   }
 
-  // Channel c of x as row r of the strip sees it: `up` rows above and `left` columns to the left.
+  // Channel c of x, `up` rows above row r of the strip and `left` columns to the left.
   const A* seen(int64_t c, int64_t r, int64_t up, int64_t left) const {
     return x.row(c, r + p.top - up) + x.left - left;
   }
 
-  // The weights of group g for row r of the strip.
+  // Generates the weights of group g for row r of the strip.
   void generate(int64_t g, int64_t r) {
     Window window = parameters.generator;
     window.next_plane = x.plane(), window.next_line = x.width;
@@ -105,7 +108,7 @@ struct Forward : Worker<T> {
   Forward(const Layer& p, const Parameters<A>& parameters)
       : Worker<T>(p, parameters), out(p.C, 1, p.W, 0, 0) {}
 
-  // Rows first .. last of the output of image b.
+  // Computes rows first to last - 1 of the output of image b.
   void run(const Image<const T>& image, const Image<T>& output, int64_t b, int64_t first,
            int64_t last) {
     for (int64_t start = first; start < last; start += this->rows) {
@@ -138,11 +141,11 @@ struct Backward : Worker<T> {
   using A = acc_t<T>;
   using V = Vec<A>;
   using Worker<T>::p, Worker<T>::x, Worker<T>::weight_row, Worker<T>::parameters;
-  PaddedImage<T> grad;         // the output's, of a strip
-  PaddedRows<A> grad_kernel;   // the weights' of one group, of a strip
-  const int64_t above, below;  // rows around a strip to whose gradient its pixels add
-  PaddedRows<A> grad_x;        // those rows and the strip's, the channels of a row side by side
-  Scratch<A> sums;             // of the parameters' gradients, a register each
+  PaddedImage<T> grad;         // of the output, for a strip
+  PaddedRows<A> grad_kernel;   // of the weights of one group, for a strip
+  const int64_t above, below;  // rows around a strip to which its pixels add
+  PaddedRows<A> grad_x;        // those and the strip's rows; the channels of a row side by side
+  Scratch<A> sums;             // of the parameters' gradients, one register each
 
   Backward(const Layer& p, const Parameters<A>& parameters)
       : Worker<T>(p, parameters),
@@ -157,10 +160,11 @@ struct Backward : Worker<T> {
   typename V::type* weight_sums() { return reinterpret_cast<typename V::type*>(sums.data); }
   typename V::type* bias_sums() { return weight_sums() + p.parameters(); }
 
-  // The gradient of rows first .. last of x; adds their share of the parameters' gradients to sums.
+  // Computes the gradient of rows first to last - 1 of x, and adds their share of the parameters'
+  // gradients to `sums`.
   void run(const Image<const T>& grad_out, const Image<const T>& image, const Image<T>& grad_image,
            int64_t b, int64_t first, int64_t last) {
-    // The rows whose pixels add to those rows.
+    // The rows whose pixels add to those.
     const int64_t begin = std::max<int64_t>(0, first - p.bottom), end = std::min(p.H, last + p.top);
     int64_t done = first;
     std::fill_n(grad_x.row(0, 0), grad_x.channels * grad_x.plane(), A(0));
@@ -184,15 +188,16 @@ struct Backward : Worker<T> {
     }
   }
 
-  // Makes row `count` of grad_x the first one.
+  // Moves row `count` of grad_x to the front.
   void move_up(int64_t count) {
     A* begin = grad_x.row(0, 0);
     A* end = begin + grad_x.channels * grad_x.plane();
     std::fill(std::copy(begin + count * grad_x.plane(), end, begin), end, A(0));
   }
 
-  // What row r of the strip adds to the gradient of x, by group g; of the application, to rows
-  // first .. last of it only. Leaves the gradient of the row's weights in grad_kernel.
+  // Adds to x's gradient what row r of the strip contributes to it through group g; through the
+  // application only to rows first to last - 1. Leaves the gradient of the row's weights in
+  // grad_kernel.
   void add_grad_x(int64_t g, int64_t r, int64_t first, int64_t last) {
     const int64_t k = p.k, channels = p.group_channels(), c = g * channels;
     A* weights = weight_row.row(0, 0) + weight_row.left;
@@ -210,15 +215,15 @@ struct Backward : Worker<T> {
       });
     if (p.softmax)
       softmax_backward(grads, grad_kernel.plane(), weights, weight_row.plane(), p.K, p.registers);
-    // From here on they are read beyond the last column.
+    // From here on both are read past the last column.
     const int64_t rest = p.registers * V::size - p.W;
     for (int64_t tap = 0; tap < p.K; ++tap) {
       std::fill_n(weights + tap * weight_row.plane() + p.W, rest, A(0));
       std::fill_n(grads + tap * grad_kernel.plane() + p.W, rest, A(0));
     }
 
-    // A pixel adds to the pixels that it sees, so that to find what a pixel gets one looks the
-    // other way.
+    // Gathers: a pixel adds to the pixels that its taps read, so the taps are mirrored to find
+    // which pixels add to it.
     for (int64_t i = 0; i < k; ++i) {
       const int64_t h = r + i * p.down.dilation - p.down.before;
       if (h >= first && h < last)
@@ -237,7 +242,7 @@ struct Backward : Worker<T> {
                 parameters.mirrored.data() + g * p.s * p.C * window.size());
   }
 
-  // Adds the strip's share of the gradient of group g's parameters.
+  // Adds the strip's share of the gradient of group g's parameters to `sums`.
   void add_parameters(int64_t g, int64_t count) {
     const int64_t next_sum = parameters.generator.size(), next_grad = grad_kernel.plane();
     const Area area{count, p.W, grad_kernel.width};
@@ -256,8 +261,8 @@ struct Backward : Worker<T> {
     });
   }
 
-  // Adds up the lanes of the sums, into weight and bias gradients one after the other, and clears
-  // them.
+  // Adds up the lanes of each sum into `out`, the weight's gradients and then the bias's, and
+  // clears the sums.
   void take_sums(A* out) {
     for (int64_t i = 0; i < p.parameters() + p.K * p.G; ++i) {
       A* lanes = sums.data + i * V::size;
@@ -335,7 +340,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
     };
     torch::stable::parallel_for(0, p.K * p.G, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t output = i % p.K * p.G + i / p.K;  // groups come first in the sums
+        const int64_t output =
+            i % p.K * p.G + i / p.K;  // the sums have groups first, the tensors taps
         for (int64_t c = 0, j = i * p.C * p.s * p.s; c < p.C; ++c)
           for (int64_t y = 0; y < p.s; ++y)
             for (int64_t z = 0; z < p.s; ++z, ++j)

@@ -1,7 +1,8 @@
-// The inner loops of the high-order layer on the CPU: rows of registers, sums kept in registers.
+// The inner loops of the high-order layer on the CPU, over rows of registers, with sums in
+// registers.
 //
-// A row is `registers` registers long. What lies past the image's last column in the last of them
-// must be zero or not matter; each loop says which.
+// A row is `registers` registers long. Each loop says whether the lanes past the image's last
+// column must be zero; otherwise they do not matter.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,8 @@
 
 namespace hoconv::high_order::layer::cpu {
 
-// Blocks of sums. A register holds a value that several of them need, so wide blocks load less;
-// they are as wide as the machine's registers allow, 32 with AVX-512 and 16 without.
+// Sizes of blocks of sums. A loaded register serves several sums, so that wide blocks load less.
+// They are as wide as the machine's registers allow: 32 with AVX-512, else 16.
 #if defined(__AVX512VL__)
 constexpr int64_t kOutputBlock = 6, kRegisterBlock = 4, kTapBlock = 5, kColumnBlock = 5;
 #else
@@ -22,7 +23,8 @@ constexpr int64_t kOutputBlock = 6, kRegisterBlock = 2, kTapBlock = 4, kColumnBl
 #endif
 constexpr int64_t kChannelBlock = 4;  // channels that share a register of applied weights
 
-// Where a convolution reads: `columns` neighbours in each of `lines` lines of each of `planes`.
+// The window of a convolution, which one output reads: `columns` neighbours in each of `lines`
+// lines of each of `planes` planes.
 struct Window {
   int64_t planes, lines, columns;
   int64_t next_plane, next_line;
@@ -30,8 +32,8 @@ struct Window {
   int64_t size() const { return planes * lines * columns; }
 };
 
-// The weights of a convolution in the order in which `convolve` uses them; get(output, plane, line,
-// column) is one of them.
+// Packs the weights of a convolution in the order in which `convolve` reads them; get(output,
+// plane, line, column) returns one.
 template <typename A, typename Get>
 void pack(A* packed, int64_t outputs, const Window& window, Get&& get) {
   for_each_block<kOutputBlock>(outputs, [&](int64_t begin, auto N) {
@@ -66,8 +68,8 @@ inline void convolve_block(A* out, int64_t next_output, const A* bias, const A* 
     for (int64_t u = 0; u < U; ++u) V::store(out + n * next_output + u * V::size, sum[n][u]);
 }
 
-// out[n, w] = sum over the window of packed[n] * image[plane, line, w + column], and to that adds
-// bias[n], or without a bias what was in out[n, w].
+// out[n, w] = bias[n] + sum over the window of packed[n] * image[plane, line, w + column]. Without
+// a bias the sum is added to out[n, w].
 template <typename A>
 void convolve(A* out, int64_t next_output, int64_t outputs, int64_t registers, const A* bias,
               const A* image, const Window& window, const A* packed) {
@@ -82,7 +84,7 @@ void convolve(A* out, int64_t next_output, int64_t outputs, int64_t registers, c
 }
 
 // The taps of one application: `lines` lines of `columns` taps. From one tap to the next the
-// kernels move by next_tap and the image by next_column.
+// weights advance by next_tap and the image by next_column.
 struct Taps {
   int64_t lines, columns;
   int64_t next_tap, next_line, next_column;
@@ -142,7 +144,7 @@ void correlate_pixels(A* out, int64_t next_output, int64_t step, int64_t channel
   }
 }
 
-// Rows of one image that are summed over: `rows` of them, of W columns, `width` apart.
+// Rows of an image that a sum runs over: `rows` rows of W columns, `width` apart.
 struct Area {
   int64_t rows, W, width;
 };
@@ -171,7 +173,7 @@ void correlate(typename Vec<A>::type* sums, int64_t next_sum, const A* grad, int
     const A* pixels = image + r * image_width;
     for (int64_t w = 0; w < whole; w += V::size)
       add(factors + w, pixels + w, [](const A* p) { return V::load(p); });
-    // Past the last column the gradient is zero, but a pixel may be infinite.
+    // Past the last column the gradient is zero, but a pixel may be infinite there.
     if (whole < area.W)
       add(factors + whole, pixels + whole,
           [&](const A* p) { return valid ? V::load(p) : typename V::type{}; });
@@ -180,8 +182,8 @@ void correlate(typename Vec<A>::type* sums, int64_t next_sum, const A* grad, int
     for (int64_t m = 0; m < M; ++m) sums[n * next_sum + m] = sum[n][m];
 }
 
-// exp(x) for x <= 0, zero where it is below the smallest normal number. With x = n * log(2) + r,
-// |r| <= log(2) / 2, it is 2^n times the Taylor polynomial of exp(r).
+// exp(x) for x <= 0; zero where the result would be subnormal. With x = n * log(2) + r and |r| <=
+// log(2) / 2 it is 2^n times the Taylor polynomial of exp(r).
 template <typename A>
 inline typename Vec<A>::type exp_of_negative(typename Vec<A>::type x) {
   using V = typename Vec<A>::type;
@@ -190,7 +192,7 @@ inline typename Vec<A>::type exp_of_negative(typename Vec<A>::type x) {
   constexpr int mantissa = std::numeric_limits<A>::digits - 1;
   constexpr A lowest = is_float ? -87 : -708;
   constexpr A round = A(1.5) * (int64_t(1) << mantissa);  // adding it leaves an integer
-  // The upper part of log(2) ends in zeros, so that n times it is exact.
+  // log(2) in two parts. The upper one ends in zeros, so that n times it is exact.
   constexpr A upper = is_float ? 0.693145751953125 : 6.93147180369123816490e-01;
   constexpr A lower = is_float ? 1.42860682030941723212e-6 : 1.90821492927058770002e-10;
 
@@ -204,7 +206,8 @@ inline typename Vec<A>::type exp_of_negative(typename Vec<A>::type x) {
   return x < lowest ? V{} : sum * power;
 }
 
-// sums[t] += sum over the area of grad[t], lane by lane. It must be zero past its last column.
+// sums[t] += sum over the area of grad[t], lane by lane. The gradient must be zero past its last
+// column.
 template <typename A>
 void add_up(typename Vec<A>::type* sums, int64_t taps, const A* grad, int64_t next_grad,
             const Area& area) {
@@ -241,7 +244,7 @@ void softmax(A* weights, int64_t next_tap, int64_t taps, int64_t registers) {
   }
 }
 
-// Turns the gradient of each column's softmax into that of what the softmax was taken of.
+// Turns the gradient of each column's softmax into the gradient of the softmax's input.
 template <typename A>
 void softmax_backward(A* grad, int64_t next_grad, const A* weights, int64_t next_tap, int64_t taps,
                       int64_t registers) {

@@ -1,5 +1,5 @@
-// A call of the high-order layer on the CPU: its sizes, its parameters in the order of their use,
-// and how its work is cut into tasks.
+// A call of the high-order layer on the CPU: its sizes, its packed parameters, and the tasks that
+// its work is cut into.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator.
@@ -16,17 +16,17 @@
 
 namespace hoconv::high_order::layer::cpu {
 
-// Not the number of threads, on which no sum may depend. 64 tasks keep up to 64 threads busy, and
-// fewer of them evenly; each task has its own copy of the parameters' gradients.
+// A constant, so that no sum depends on the number of threads. 64 tasks are shared by up to 64
+// threads; each has its own copy of the parameters' gradients.
 constexpr int64_t kTasks = 64;
-// A task has at least this many times the rows that its backward pass generates once more.
+// A task has at least this many times the rows that its backward pass generates twice.
 constexpr int64_t kRowsPerRepeatedRow = 4;
 
 struct Layer : conv2d::Problem {
   int64_t K, s;
   bool softmax, residual;
-  int64_t generator_before, generator_after;  // padding of each axis
-  int64_t top, bottom, left, right;           // the larger padding, of generator and application
+  int64_t generator_before, generator_after;  // padding of the generator along each axis
+  int64_t top, bottom, left, right;           // the larger padding of generator and application
   int64_t registers;                          // of a row
 
   Layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k,
@@ -48,7 +48,7 @@ struct Layer : conv2d::Problem {
 
   int64_t parameters() const { return K * G * C * s * s; }
 
-  // Of the weights as the application takes them.
+  // The sizes of the weights that are applied.
   static std::vector<int64_t> applied_sizes(const Tensor& x, const Tensor& weight,
                                             const std::optional<Tensor>& bias, int64_t k) {
     STD_TORCH_CHECK(x.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", x.dim());
@@ -68,7 +68,7 @@ struct Layer : conv2d::Problem {
   }
 };
 
-// The generator's parameters in the order of their use.
+// The generator's parameters, packed in the order in which the loops read them.
 template <typename A>
 struct Parameters {
   Window generator, transposed;  // with next_plane and next_line zero, for the worker to set
@@ -99,8 +99,8 @@ struct Parameters {
   }
 };
 
-// All rows of all images, cut into tasks of as equal a number of rows as can be. Where a task
-// begins or ends within an image, the backward pass generates a few rows of weights twice.
+// The rows of all images, cut into tasks of nearly equal numbers of rows. Where a task begins or
+// ends within an image, the backward pass generates a few rows of weights twice.
 struct Tasks {
   int64_t count = kTasks, rows;
 
@@ -108,7 +108,7 @@ struct Tasks {
     while (count > 1 && rows < count * kRowsPerRepeatedRow * (p.top + p.bottom)) count /= 2;
   }
 
-  // Calls run(b, first, last) for the parts of images that make up a task.
+  // Calls run(b, first, last) for the parts of images in a task: rows first to last - 1 of image b.
   template <typename Run>
   void for_each_part(int64_t task, int64_t H, Run&& run) const {
     const int64_t end = rows * (task + 1) / count;

@@ -22,7 +22,8 @@ struct Layer {
   int64_t B;
   int C, G, H, W, k, s, dilation;
   int taps, group_channels;
-  int generator_reach, tap_reach, reach;  // pixels from the centre; the larger of the two
+  // Pixels from the centre that the generator and the taps read; the larger of the two.
+  int generator_reach, tap_reach, reach;
   bool softmax, residual, allow_tf32;
 
   Layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k_,
@@ -62,8 +63,8 @@ inline Tensor scratch(const Tensor& like, int64_t floats) {
                                   ScalarType::Float);
 }
 
-// Softmax over the taps of each of a lane's two pixels; lanes of the same pixels differ in t.
-// `is_tap(j, e)` says whether column 8j + 2t + e is a tap.
+// Replaces the weights of each of the lane's two pixels by their softmax over the taps. The four
+// lanes that share pixels differ in t. `is_tap(j, e)`: column 8j + 2t + e is a tap.
 template <int N, typename IsTap>
 __device__ __forceinline__ void softmax_taps(float (&weight)[N][4], const IsTap& is_tap) {
 #pragma unroll
@@ -93,7 +94,8 @@ __device__ __forceinline__ void softmax_taps(float (&weight)[N][4], const IsTap&
   }
 }
 
-// Through a softmax over the taps of each of a lane's two pixels.
+// Turns dw, the gradient of the softmax `weight`, into the gradient of the softmax's input, for
+// each of the lane's two pixels.
 template <int N>
 __device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float (&weight)[N][4]) {
 #pragma unroll
@@ -110,13 +112,14 @@ __device__ __forceinline__ void softmax_gradient(float (&dw)[N][4], const float 
   }
 }
 
-// Of lanes `far` apart, the one without that bit gets the sum of `first`, the other of `second`.
+// Of two lanes `far` apart, the lane whose bit `far` is clear returns the sum of both `first`, the
+// other the sum of both `second`.
 __device__ __forceinline__ float exchange(float first, float second, int far) {
   const bool bit = threadIdx.x & far;
   return (bit ? second : first) + __shfl_xor_sync(~0u, bit ? first : second, far);
 }
 
-// Calls f with the policy of a tensor's dtype.
+// Calls f with the precision (precision.cuh) of a tensor's dtype.
 template <typename F>
 void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
   switch (x.scalar_type()) {
@@ -133,7 +136,7 @@ void dispatch_precision(const Tensor& x, const Layer& l, F&& f) {
 
 constexpr int kReservedShared = 1024;  // bytes of every block that CUDA keeps for itself
 
-// Bytes that a block may have on the current device.
+// Bytes of shared memory that a block may use on the current device.
 inline int most_shared_memory() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
@@ -143,7 +146,7 @@ void allow_shared_memory(Kernel kernel, int bytes) {
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
-// How many blocks of a kernel the current device runs at once.
+// How many blocks of a kernel the current device runs at the same time.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, int bytes) {
   int a_multiprocessor;

@@ -1,19 +1,21 @@
-// Products on tensor cores, by precision: what an operand is, how it is loaded and multiplied.
+// Products on tensor cores, by precision: the layout of an operand, its loads and the
+// multiplication.
 //
 // A word is 32 bits of an operand: two 16-bit elements, or one float. A product is m16n8 with a
-// depth of 8 words (PTX ISA, fragments of mma.m16n8k16 and mma.m16n8k8). With g = lane / 4 and
-// t = lane % 4 a lane holds
+// depth of 8 words (PTX ISA, fragments of mma.m16n8k16 and mma.m16n8k8). With g = lane / 4 and t =
+// lane % 4 a lane holds
 //   A  words t and t + 4 of rows g and g + 8
 //   B  words t and t + 4 of column g
 //   C  columns 2t and 2t + 1 of rows g and g + 8
-// Rows are pixels here: row g is pixel first(g) of 16, row g + 8 the pixel `apart` after it. Two
-// 16-bit neighbours are one word; floats are eight apart, which spreads them over the banks of
-// shared memory. So does the pitch of its rows, found by hand for k = 5.
+// Rows are pixels here: row g is pixel first(g) of 16, and row g + 8 the pixel `apart` after it. In
+// 16 bits these are neighbours, which one word holds; floats are 8 pixels apart, so that a load
+// touches different banks of shared memory. For the same reason the pitch of a row is `pitch_banks`
+// modulo 32 words; the values were found by hand for k = 5.
 //
-// x lies in shared memory as two planes of words, so that any part of an operand is one load:
+// x lies in shared memory as two planes of words, so that one load gives any part of an operand:
 //   16 bits  0: (x[w], x[w + 1])   1: (x[w], 0)
 //   TF32     0: x[w]               1: x[w] rounded to TF32
-//   float32  0: x[w]               1: what rounding x[w] to TF32 takes from it
+//   float32  0: x[w]               1: x[w] less x[w] rounded to TF32
 #pragma once
 
 #include <cstring>
@@ -22,13 +24,13 @@
 
 namespace hoconv::high_order::layer {
 
-// To nearest, halves away from zero; infinities and NaN stay.
+// Rounds to nearest, ties away from zero. Infinities and NaN stay.
 __device__ __forceinline__ uint32_t round_to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   return isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
 }
 
-// What rounding to TF32 takes from a value; nothing from infinities and NaN.
+// A value less that value rounded to TF32; zero for infinities and NaN.
 __device__ __forceinline__ float tf32_remainder(float value) {
   const float rest = value - __uint_as_float(round_to_tf32(value));
   return isfinite(value) ? rest : 0.0f;
@@ -61,9 +63,9 @@ struct HalfPrecision {
   __device__ static uint32_t pack(float low, float high) {
     return uint32_t{bits(narrow<T>(low))} | uint32_t{bits(narrow<T>(high))} << 16;
   }
-  // What a value is rounded to before it is split, where splitting does not round.
+  // Rounds a value before `split`, if `split` does not round.
   __device__ static float round(float value) { return value; }
-  // The terms of the word that holds these elements; one element a word ignores the second.
+  // Splits a word into its terms. Where a word is one element, the second argument is ignored.
   __device__ static void split(float low, float high, uint32_t (&word)[terms]) {
     word[0] = pack(low, high);
   }
@@ -71,7 +73,7 @@ struct HalfPrecision {
     first = bits(value);
     zeroth = first | uint32_t{bits(next)} << 16;
   }
-  // x of a lane's two pixels, from plane 0 at the first.
+  // x at the lane's two pixels; `at` is the first one's word in plane 0.
   __device__ static float2 pixels(const uint32_t* at) { return unpack(at[0]); }
   __device__ static float2 unpack(uint32_t word) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>)
@@ -80,8 +82,8 @@ struct HalfPrecision {
       return {widen<float>(element(word & 0xffff)), widen<float>(element(word >> 16))};
   }
 
-  // Words `o0` and `o1` of a lane's two pixels, the first at `at`. Guarded, a negative offset is a
-  // word of zeros.
+  // Loads the words at offsets `o0` and `o1` from the lane's two pixels; `at` is the first pixel.
+  // If Guarded, a negative offset gives a word of zeros.
   template <bool Guarded>
   __device__ static A load(const uint32_t* at, int o0, int o1, int /*plane*/) {
     A a;
@@ -91,8 +93,8 @@ struct HalfPrecision {
     a.w[0][3] = Guarded && o1 < 0 ? 0 : at[o1 + apart];
     return a;
   }
-  // The transposed operand: rows are words at the offsets o0 and o1 from the pixels, depth is the
-  // pixels themselves, 16 from `at` on.
+  // Loads the transposed operand: its rows are the words at offsets o0 and o1 from the pixels, its
+  // depth is 16 pixels from `at` on.
   __device__ static A load_transposed(const uint32_t* at, int o0, int o1, int t, int /*plane*/) {
     A a;
     a.w[0][0] = at[o0 + 2 * t];
@@ -133,7 +135,7 @@ struct HalfPrecision {
   }
 };
 
-// float32, one term rounded to TF32.
+// float32 as one term, rounded to TF32.
 struct TF32 {
   using T = float;
   static constexpr int elements = 1;
@@ -168,7 +170,7 @@ struct TF32 {
     a.w[0][3] = Guarded && o1 < 0 ? 0 : at[o1 + apart];
     return a;
   }
-  // Depth is 8 pixels.
+  // The depth is 8 pixels.
   __device__ static A load_transposed(const uint32_t* at, int o0, int o1, int t, int plane) {
     at += plane + t;
     A a;
@@ -183,8 +185,9 @@ struct TF32 {
   }
 };
 
-// float32, two terms of TF32: three products of them leave out what float32 does not hold. Tensor
-// cores truncate their sums, so a product is summed from zero and added in float32.
+// float32 as two terms of TF32. Three products of terms are summed; the fourth is below the
+// precision of float32. Tensor cores truncate when they add to a sum, so each product starts from
+// zero and is added in float32.
 struct Float32 {
   using T = float;
   static constexpr int elements = 1;

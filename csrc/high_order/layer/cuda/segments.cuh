@@ -1,5 +1,5 @@
-// How the strips of an image, down which the blocks of a backward kernel walk, are cut into
-// segments.
+// How the strips of an image are cut into segments. A block of a backward kernel walks down one
+// segment.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,15 @@
 
 namespace hoconv::high_order::layer {
 
-constexpr int kFewestRows = 8;  // of a segment, but the last and one of a lower image
+constexpr int kFewestRows = 8;  // of a segment, unless the image is lower
 
 struct Segments {
-  int rows, down;  // of a segment; segments down a strip
+  int rows, down;  // rows of a segment; segments of a strip
 };
 
-// So long that the rows above and below, which cost as much as `around` rows, cost little; so many
-// that no block waits long. `slots`: blocks that run at once.
+// Chooses the number of segments with the least time: rounds of blocks times the rows of a segment.
+// A segment costs `around` rows more than it has, for the rows above and below it. `slots` is the
+// number of blocks that run at the same time.
 inline Segments cut_strips(int H, int64_t strips, int around, int64_t slots) {
   Segments best{};
   double least = INFINITY;

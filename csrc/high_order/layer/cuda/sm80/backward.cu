@@ -1,5 +1,4 @@
-// Dispatches the backward pass to the kernels of a precision: backward.cuh, which
-// backward_<precision>.cu instantiate.
+// Dispatches the backward pass on the precision. backward_<precision>.cu instantiate backward.cuh.
 
 #include "high_order/layer/cuda/sm80/launch.cuh"
 

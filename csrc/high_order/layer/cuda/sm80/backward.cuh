@@ -1,5 +1,5 @@
-// Launches the backward kernel of the high-order layer, whose blocks fill the GPU, and those that
-// add up its sums.
+// Launches the backward kernel with as many blocks as the GPU runs at the same time, and the
+// kernels that add up their partial sums.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator, N = columns / 8 of the product, Q channels a chunk.
@@ -28,7 +28,7 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
       static_cast<const T*>(weight.const_data_ptr()), image_strides(weight), l, chunks, transposed);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 
-  // As many warps as the width needs; strips as even as they can be.
+  // As many warps as the width needs and shared memory fits; strips of nearly equal widths.
   Strips p{};
   p.warps = std::min((l.W + 2 * l.reach + 15) / 16, kMostWarps);
   int64_t shared_bytes;
@@ -76,7 +76,8 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   }
 }
 
-// Fills the gradients; one instantiation a source file, since they take long to compile.
+// Writes the gradients. Each precision is instantiated in a source file of its own, since it takes
+// long to compile.
 template <typename P>
 void run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,

@@ -1,24 +1,30 @@
-// The whole layer backward: the gradients of x and of the generator's parameters.
+// The backward pass of the layer in one kernel: the gradients of x and of the generator's
+// parameters.
 //
-// A block walks down a strip of an image, a row at a time; each of its warps owns 16 columns. Of
-// every row the weights are generated again, as forward, and the weights' gradient dW is summed in
-// the same registers. From there
-//   the generator's gradient is x's windows, transposed, times dW: summed over all rows in
-//   registers; x's gradient through the generator is dW times the generator's parameters: a row of
-//   dW adds to s rows of x's gradient, whose sums move through registers as the block walks down;
-//   x's gradient through the application is a gather of weights times the output's gradient, of
-//   which the last rows stay in shared memory.
-// The sums of blocks are added up by a second kernel. No atomics: the same bits every time.
+// A block walks down a strip of an image row by row; each of its warps owns 16 columns. For every
+// row it generates the weights again, as in the forward pass, and computes their gradient dW in the
+// same registers. Then
+// - the generator's gradient is the product of x's windows, transposed, and dW. Its sums over all
+// rows stay in registers.
+// - x's gradient through the generator is the product of dW and the generator's parameters. A row
+// of dW adds to s rows of x's gradient, whose sums move on through registers as the block walks
+// down.
+// - x's gradient through the application gathers weights times the output's gradient. The rows of
+// both that it still needs stay in shared memory.
+//
+// A second kernel adds up the sums of the blocks. There are no atomics: two runs give the same
+// bits.
 //
 //       columns of a block (16 a warp)
 //   |reach|   columns it writes   |reach|
 //   row y - reach       row of x's gradient that is complete and written
-//   ...                 rows of weights and of the output's gradient, kept
+//   ...                 rows of weights and of the output's gradient in shared memory
 //   row y               row that is computed
-//   row y + reach       last row of x that is loaded
+//   row y + reach       last row of x in shared memory
 //
 // Channels are cut into chunks of Q, one a block: a chunk has its own rows of the generator's
-// gradient and its own channels of x's. Groups follow each other, since all add to x's gradient.
+// gradient and its own channels of x's gradient. Groups run one after the other, since all of them
+// add to x's gradient.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator, N = columns / 8 of the product, Q channels a chunk.
@@ -29,10 +35,11 @@
 
 namespace hoconv::high_order::layer::sm80 {
 
-// A sum in float32; compensated (Kahan) it is as exact as one term, and NaN where one is infinite.
+// A sum in float32. If compensated (Kahan), its error is that of one rounding; it is NaN where a
+// term is infinite.
 template <bool compensated>
 struct Sum {
-  float sum = 0, excess = 0;  // excess: what `sum` has too much
+  float sum = 0, excess = 0;  // excess: by how much `sum` is too large
   __device__ void add(float term) {
     if constexpr (compensated) {
       const float rest = term - excess, next = sum + rest;
@@ -48,7 +55,7 @@ struct Sum {
 template <typename P>
 struct Gradients {
   Image<typename P::T> x;
-  float* x_sum;  // (B, C, H, W) over the groups so far, where there are several
+  float* x_sum;  // (B, C, H, W): the sum over the groups so far, if there are several
   bool is_first_group, is_last_group;
   float* weight;  // (block, chunk, warp, row, 8 * N)
   float* bias;    // (block, warp, 8 * N)
@@ -95,7 +102,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   for (int j = 0; j < N; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) tap_offsets[j][e] = tap_offset<k>(l, halo, 8 * j + 2 * t + e);
-  // Of the generator's gradient: where x lies that a row sums. Rows that do not exist sum anything.
+  // The offsets in x of the rows of the generator's gradient. Rows past the last sum anything.
   int entries[rows16][2];
 #pragma unroll
   for (int m = 0; m < rows16; ++m)
@@ -123,7 +130,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       column_owned[i] = q >= reach && column < right;
     }
 
-    // Of the row that is written a pixel has two lanes, which share its taps.
+    // Two lanes write a pixel of a complete row and share its taps.
     const int q = min(max(16 * warp + lane % 16, reach), region - 1 - reach), half = lane / 16;
     const bool written = q == 16 * warp + lane % 16 && left - reach + q < right;
     T* target = out.x.at(b, first_channel, 0, left - reach + q);
@@ -131,7 +138,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     Row<T, pairs> x_row(x, b, top - 2 * reach, 0, l.C, left - 2 * reach, region + 2 * reach, l);
     Row<T, false> grad_row(grad, b, top - reach, group_first, l.group_channels, left - reach,
                            region, l);
-    const auto store_x = [&](int slot) {  // twice: any window of rows is contiguous
+    const auto store_x = [&](int slot) {  // stored twice, so that any window of rows is contiguous
       x_row.store([&](int c, int q, T value, T next) {
         uint32_t zeroth, first;
         P::planes(value, next, zeroth, first);
@@ -149,8 +156,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     }
     x_row.load();
     grad_row.load();
-    // Of the row that is computed in the ring of rows that are kept, of the last row of x in its
-    // own, and of x's gradient through the generator.
+    // Slots in three rings: of the row that is computed, among the rows of weights and of the
+    // output's gradient; of the last row of x; of the last row of x's gradient through the
+    // generator.
     int slot = 0, x_slot = 2 * reach, through_slot = 0;
     float sum_rows[S][Order::columns][4] = {};  // of x's gradient through the generator
     for (int y = top - reach; y < bottom + reach; ++y) {
@@ -202,7 +210,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          // Outside the image there is no gradient, which also keeps its weights out of the gather.
+          // Outside the image dW is zero, which also keeps those weights out of the gather.
           const bool exists = inside && column_inside[i], mine = owned && column_owned[i];
           uint32_t* kept = weights + (slot * region + my_first + i * P::apart) * weight_words;
           uint32_t* stage = staged + (P::first(g) + i * P::apart) * staged_words;
@@ -245,7 +253,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
         }
       }
 
-      // x's gradient through the generator, of the rows that this row of dW adds to.
+      // x's gradient through the generator: adds to the S rows that this row of dW reaches.
 #pragma unroll
       for (int step = 0; step < Order::steps; ++step) {
         const auto a = taps_operand<P, N>(dw, step);
@@ -269,7 +277,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
             sum_rows[dy][j][i] = dy + 1 < S ? sum_rows[dy + 1 < S ? dy + 1 : 0][j][i] : 0.0f;
       __syncthreads();
 
-      // The row that is complete: `reach` rows back; through the generator, the oldest that waits.
+      // The row of x's gradient that is complete is `reach` rows back; its part through the
+      // generator is the oldest in its ring.
       const int h = y - reach;
       const int done_slot = slot - reach < 0 ? slot - reach + p.kept : slot - reach;
       slot = slot + 1 == p.kept ? 0 : slot + 1;

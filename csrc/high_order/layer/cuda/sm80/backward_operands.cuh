@@ -1,6 +1,5 @@
-// Operands of the backward kernel's products on tensor cores: the generator's parameters,
-// transposed, and dW, the gradient of the weights, once with taps and once with pixels as the
-// depth.
+// Operands of the backward kernel's products on tensor cores: the transposed parameters of the
+// generator; and dW, the gradient of the weights, once with taps and once with pixels as the depth.
 //
 // C channels, S kernel size of the generator, N = columns / 8 of the product that generates the
 // weights, Q channels a chunk.
@@ -10,8 +9,8 @@
 
 namespace hoconv::high_order::layer::sm80 {
 
-// The generator's parameters as the right-hand side of dW times parameters: a step's taps are its
-// depth, (c, dx) of a chunk its columns, for every dy.
+// The parameters as the right operand of dW times parameters. The depth of a step is taps; the
+// columns are (c, dx) of a chunk, for every dy.
 template <typename P, int N, int S, int Q>
 struct Transposed {
   static constexpr int steps = N / P::elements;
@@ -38,7 +37,8 @@ __global__ void arrange_transposed(const typename P::T* weight, ImageStrides str
     const bool exists = at < Q * S;
     uint32_t words[2][P::terms];
     for (int r = 0; r < 2; ++r) {
-      // Word t of eight is taps 2t and 2t + 1; of one-element words, t is tap 2t, t + 4 tap 2t + 1.
+      // In 16 bits, word t of a step is taps 2t and 2t + 1. In floats, word t is tap 2t and word t
+      // + 4 is tap 2t + 1.
       const int first =
           P::elements == 2 ? 16 * step + 8 * r + 2 * (lane % 4) : 8 * step + 2 * (lane % 4) + r;
       const float low = exists ? parameter<P>(weight, strides, l, g, first, c, dy, dx) : 0.0f;
@@ -50,7 +50,7 @@ __global__ void arrange_transposed(const typename P::T* weight, ImageStrides str
   }
 }
 
-// dW of a lane's pixels and taps as the left-hand side of a product whose depth is taps.
+// dW as the left operand of a product whose depth is taps.
 template <typename P, int N>
 __device__ __forceinline__ typename P::A taps_operand(const float (&w)[N][4], int step) {
   typename P::A a;
@@ -73,7 +73,7 @@ __device__ __forceinline__ typename P::A taps_operand(const float (&w)[N][4], in
   return a;
 }
 
-// Taps 8j to 8j + 7 of staged dW as the right-hand side of a product whose depth is pixels.
+// Loads taps 8j to 8j + 7 of staged dW as the right operand of a product whose depth is pixels.
 template <typename P, int N>
 __device__ __forceinline__ typename P::B pixels_operand(const uint32_t* staged, int step, int j) {
   constexpr int pitch = BackwardShared<P, N, 1>::staged_words();

@@ -1,5 +1,4 @@
-// How the backward kernel of the high-order layer cuts an image, and what a block keeps in shared
-// memory.
+// How the backward kernel cuts an image, and the layout of its shared memory.
 //
 // k kernel size, s kernel size of the generator, N = columns / 8 of the product, Q channels a
 // chunk.
@@ -11,7 +10,7 @@ namespace hoconv::high_order::layer::sm80 {
 
 constexpr int kMostWarps = 4;
 
-// How many channels of sums a warp's registers hold.
+// Channels whose sums of the generator's gradient fit the registers of a warp.
 template <int k, int s>
 constexpr int chunk_of = s == 1   ? 16
                          : k == 7 ? (s == 3 ? 3 : 1)
@@ -21,9 +20,9 @@ constexpr int chunk_of = s == 1   ? 16
 
 struct Strips {
   int warps, across, down;  // strips across an image, segments down a strip
-  int columns, rows;        // of a strip and segment, written
-  int kept;                 // rows of weights in shared memory
-  int delayed;              // rows of x's gradient through the generator that wait
+  int columns, rows;        // that a strip and a segment write
+  int kept;                 // rows of weights and of the output's gradient in shared memory
+  int delayed;  // rows of x's gradient through the generator, in the ring until they are written
   HaloTile halo;
   __host__ __device__ int region() const { return 16 * warps; }
 };

@@ -1,5 +1,5 @@
-// The kernels that add up what the warps of the backward kernel have summed of the gradients of the
-// generator's parameters. In double, and in the same order every time.
+// The kernels that add up the partial sums of the backward kernel's warps into the gradients of the
+// generator's parameters, in double and in the same order every time.
 #pragma once
 
 #include "high_order/layer/cuda/layer.cuh"
@@ -9,8 +9,8 @@ namespace hoconv::high_order::layer::sm80 {
 
 constexpr int kBiasThreads = 64;  // a tap each, of up to 49
 
-// Adds up the warps' sums of the generator's gradient, in double. A chunk a blockIdx.y; its parts
-// are `blocks` times `warps`, with those of other chunks between.
+// Adds up the generator's gradient. blockIdx.y is a chunk, which has blocks * warps partial sums of
+// (rows, columns) in (block, chunk, warp).
 template <typename T, int Q>
 __global__ void sum_weight(const float* sums, T* out, ImageStrides strides, Layer l, int blocks,
                            int warps, int rows, int columns, int group) {

@@ -1,10 +1,11 @@
-// The whole layer forward: generate the weights of a tile of pixels, apply them, write the output.
+// The forward pass of the layer in one kernel: it generates the weights of a tile of pixels,
+// applies them and writes the output.
 //
-// A block owns a tile of pixels, and x with its halo in shared memory. A warp owns M times 16
-// pixels of a row; their weights are a product on tensor cores, x's windows times the generator's
-// parameters, and stay in its registers: 16 pixels times 8 N taps, of which a lane holds those of
-// two pixels. It multiplies them with the pixels that its taps look at, and the four
-// lanes that share pixels add up what they have.
+// A block owns a tile of pixels and loads its halo tile, x with the pixels around, into shared
+// memory. A warp owns M * 16 pixels of a row. Tensor cores compute their weights as a product of
+// x's windows and the generator's parameters. The weights stay in registers: of 16 pixels times 8 N
+// taps a lane holds those of two pixels. It multiplies them with the pixels that its taps read, and
+// the four lanes that share pixels add up their sums.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, s kernel size of the
 // generator, M tiles of 16 pixels a warp, N = columns / 8 of the product.
@@ -21,7 +22,7 @@ constexpr int kChunks = 3;  // of 32 columns: the widest halo tile
 // and the fixed time of a block (its start, the offsets, the barrier).
 constexpr double kLoadCost = 0.35, kBlockCost = 64;
 
-// How an image is cut: warps * M tiles of 16 pixels a block, `columns` pixels wide.
+// How an image is cut into blocks of warps * M tiles of 16 pixels, `columns` pixels wide.
 struct Tiling {
   int warps, columns, rows, across, down;
   HaloTile halo;
@@ -33,7 +34,7 @@ Tiling choose_tiling(const Layer& l, int M, int most_shared) {
   Tiling best{};
   double least = INFINITY;
   for (int warps = kMostThreads / 32; warps >= 1; warps /= 2) {
-    for (int side = 1; side <= 2 && side <= warps; ++side) {  // warps next to each other in a row
+    for (int side = 1; side <= 2 && side <= warps; ++side) {  // warps side by side in a row
       Tiling tiling{warps, 16 * M * side, warps / side};
       tiling.across = (l.W + tiling.columns - 1) / tiling.columns;
       tiling.down = (l.H + tiling.rows - 1) / tiling.rows;
@@ -50,8 +51,8 @@ Tiling choose_tiling(const Layer& l, int M, int most_shared) {
   return best;
 }
 
-// x with its halo, from row `top` and column `left` on. Loads of several rows are under way at
-// once.
+// Loads the halo tile from row `top` and column `left` on. A warp issues the loads of `at_once`
+// rows before it waits for the first.
 template <typename P, bool Contiguous>
 __device__ __forceinline__ void load_halo_tile(const Image<const typename P::T>& x, const Layer& l,
                                                const Tiling& tiling, uint32_t* shared_x, int64_t b,
@@ -102,7 +103,8 @@ __device__ __forceinline__ float total(float value, int far) {
   return value + __shfl_xor_sync(~0u, value, far);
 }
 
-// A warp's M tiles of pixels, from row `h` and the lane's `column` on, where its window is `at`.
+// Computes the M tiles of a warp, at row `h`; `column` is that of the lane's first pixel, `at` the
+// corner of its window.
 template <typename P, int k, int M>
 __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
                                         const Parameters<P>& parameters,
@@ -121,12 +123,12 @@ __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
       softmax_taps(weight[m], [t](int j, int e) { return 8 * j + 2 * t + e < k * k; });
 
   at += group * l.group_channels * halo.channel();
-  const uint32_t* pixels[N][2];  // that the lane's taps look at
+  const uint32_t* pixels[N][2];  // that the lane's taps read
 #pragma unroll
   for (int j = 0; j < N; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) pixels[j][e] = at + tap_offset<k>(l, halo, 8 * j + 2 * t + e);
-  // The tile that the lane writes, if any.
+  // The tile of which the lane writes its pixels, if any.
   const int tile = M == 4 ? t : t % 2;
   column += 16 * tile;
   const bool writes = t < M && h < l.H && column < l.W;
@@ -148,7 +150,8 @@ __device__ __forceinline__ void compute(const uint32_t* at, const int* offsets,
         pixels[j][e] += halo.channel();
       }
 
-    // Lane t ends with tile t: four lanes add up what they have, giving away half of it at a time.
+    // The four lanes add up their sums. In each step a lane gives half of its sums away, so that
+    // lane t ends with tile t.
     float mine[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -232,7 +235,7 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
             <<<dim3(blocks, l.G), 32 * tiling.warps, tiling.shared_bytes, stream>>>(
                 image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, tiling);
       };
-      // Wide tiles read the parameters less often, narrow ones fit narrow images.
+      // More tiles a warp load the parameters less often; fewer fit narrow images.
       if (l.W > 8 * most)
         with_tiles(std::integral_constant<int, most>{});
       else

@@ -1,5 +1,6 @@
-// The product that generates the weights: its depth in shared memory, the generator's parameters in
-// the order in which it reads them, and the product itself.
+// The product that generates the weights: the halo tile of x in shared memory, from which its left
+// operand is loaded; the generator's parameters in the order in which it loads them; and the
+// product itself.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator, N = K / 8 rounded up to an even number: columns of a product.
@@ -11,7 +12,8 @@
 
 namespace hoconv::high_order::layer::sm80 {
 
-// Rows of x in shared memory, two planes of words, with zeros outside the image.
+// The halo tile: rows of x in shared memory, with zeros outside the image, as two planes of words
+// (precision.cuh).
 struct HaloTile {
   int rows, columns, pitch;
   __host__ __device__ int channel() const { return rows * pitch; }
@@ -24,8 +26,7 @@ HaloTile make_halo_tile(int rows, int columns) {
   return {rows, columns, (columns - P::pitch_banks + 31) / 32 * 32 + P::pitch_banks};
 }
 
-// The depth of the product that generates the weights: words of the window of s rows, channel by
-// channel.
+// The depth of the product: the words of a pixel's window, which is s rows of every channel.
 template <typename P>
 __host__ __device__ int row_words(const Layer& l) {
   return (l.s + P::elements - 1) / P::elements;
@@ -35,27 +36,27 @@ __host__ __device__ int depth_steps(const Layer& l) {
   return (l.C * l.s * row_words<P>(l) + 7) / 8;
 }
 
-// Where word `n` of the depth lies, from the window's corner `reach` rows and columns before the
-// pixel; -1 past the last.
+// The offset of word `n` of the depth in the halo tile, from the word `reach` rows and columns
+// before the pixel; -1 past the last word.
 template <typename P>
 __device__ int word_offset(const Layer& l, const HaloTile& halo, int n) {
   const int per_row = row_words<P>(l), row = n / per_row, dx = (n - row * per_row) * P::elements;
   const int c = row / l.s, dy = row - c * l.s, shift = l.reach - l.generator_reach;
   if (c >= l.C) return -1;
-  // A last element without a partner: the plane of single ones.
+  // The last element of an odd row is alone in its word, which plane 1 has.
   const int plane = P::elements == 2 && dx + 1 == l.s ? halo.plane(l) : 0;
   return plane + c * halo.channel() + (shift + dy) * halo.pitch + shift + dx;
 }
 
-// Where the pixel that a tap looks at lies, likewise.
+// The offset of the pixel that a tap reads, from the same word.
 template <int k>
 __device__ __forceinline__ int tap_offset(const Layer& l, const HaloTile& halo, int tap) {
   const int i = tap / k, j = tap - i * k, shift = l.reach - l.tap_reach;
   return (shift + i * l.dilation) * halo.pitch + shift + j * l.dilation;
 }
 
-// The parameters in the order of reading: for every group, step, eight columns and term, what each
-// lane holds of B. And the bias, in float.
+// The generator's parameters in the order of the loads: for every group, step, eight columns and
+// term, the words of B that each lane holds; and the bias in float.
 template <typename P>
 struct Parameters {
   const uint2* weight;
@@ -104,13 +105,13 @@ __global__ void arrange(const typename P::T* weight, ImageStrides strides,
   }
 }
 
-// N of a kernel size, as a constant.
+// N for a kernel size.
 template <int k>
 constexpr int columns_of = k == 3   ? 2
                            : k == 5 ? 4
                                     : 8;
 
-// Fills `memory`, which must live until the kernels that read it are queued.
+// Packs the parameters into `memory`, which must live until the kernels that read it are queued.
 template <typename P>
 Parameters<P> arrange_parameters(const Tensor& weight, const std::optional<Tensor>& bias,
                                  const Layer& l, int N, Tensor& memory, cudaStream_t stream) {
@@ -129,7 +130,7 @@ Parameters<P> arrange_parameters(const Tensor& weight, const std::optional<Tenso
   return {out_weight, out_bias, steps, N};
 }
 
-// What this lane holds of B; `fragments` already points at the lane's words.
+// Loads the lane's words of B; `fragments` already points at them.
 template <typename P>
 __device__ __forceinline__ typename P::B load_b(const uint2* fragments) {
   typename P::B b;
@@ -141,8 +142,8 @@ __device__ __forceinline__ typename P::B load_b(const uint2* fragments) {
   return b;
 }
 
-// The weights of M times 16 pixels of a row, from `at` on, where a lane's first pixel has its
-// window: of its two pixels of tile m, taps 8j + 2t and 8j + 2t + 1.
+// Computes the weights of M tiles of 16 pixels of a row. `at` is the corner of the window of the
+// lane's first pixel. The lane gets taps 8j + 2t and 8j + 2t + 1 of its two pixels of each tile.
 template <typename P, int N, int M>
 __device__ __forceinline__ void generate(float (&out)[M][N][4], const uint32_t* at,
                                          const int* offsets, int plane, const uint2* fragments,
@@ -172,7 +173,7 @@ __device__ __forceinline__ void generate(float (&out)[M][N][4], const uint32_t* 
   };
 #pragma unroll(M == 1 ? 2 : 1)
   for (int step = 0; step + 1 < steps; ++step) add(std::false_type{});
-  add(std::true_type{});  // only here the depth may end
+  add(std::true_type{});  // only the last step may run past the depth
 }
 
 }  // namespace hoconv::high_order::layer::sm80

@@ -1,5 +1,5 @@
-// A row of an image on its way to shared memory: loaded while the row before it is computed, then
-// stored. What more than kItems elements a thread there are is loaded when it is stored.
+// Prefetches a row of an image into registers while the row before it is computed, then stores it.
+// A thread prefetches up to kItems elements; the rest of a longer row is loaded when it is stored.
 //
 // H height, W width.
 #pragma once
@@ -14,10 +14,10 @@ template <typename T, bool WithNext>
 struct Row {
   Image<const T> image;
   int64_t b;
-  int h, first_channel, channels, first_column, columns;  // h: the row that is loaded next
+  int h, first_channel, channels, first_column, columns;  // h: the next row
   int H, W;
-  const T* from[kItems];  // in row h
-  int at[kItems];         // (channel << 16 | column), or -1: nothing to load
+  const T* from[kItems];  // the elements in row h
+  int at[kItems];         // (channel << 16 | column), or -1 for none
   unsigned exists;        // bit 2i: item i is in the image; bit 2i + 1: so is its right neighbour
   T value[kItems], next[kItems];
 
@@ -54,7 +54,8 @@ struct Row {
     }
     ++h;
   }
-  // Of the row loaded last: calls f(channel, column, value, next), counted from the first.
+  // Calls f(channel, column, value, next) for the elements of the last loaded row; channel and
+  // column count from the first.
   template <typename F>
   __device__ void store(F&& f) {
 #pragma unroll

@@ -1,17 +1,18 @@
-// The whole layer backward on Hopper: what backward_kernel.cuh does, see there, for few channels.
+// The backward pass of the layer in one kernel, on Hopper, for few channels.
+// sm80/backward_kernel.cuh describes the method.
 //
-// A block walks down a strip of an image, 64 columns wide, a row at a time; each of its warps owns
-// 16 of them. Of every row it generates the weights again and sums their gradient dW, from the same
-// words of x in registers. Columns of products are ordered by displacement (Grid), so that what a
-// pixel adds to x's gradient at a displacement, weight times the output's gradient and dW times the
-// generator's parameters, is summed in one register, row by row as the block walks down. The row
-// that is complete is summed over the displacements within it through shared memory. The
-// generator's gradient is a product of x's windows, 64 rows of it divided among the four warps, and
-// dW of the 64 pixels, which the warps hand each other in shared memory.
+// A block walks down a strip of an image, 64 columns wide, row by row; each of its warps owns 16
+// columns. For every row it generates the weights again and computes their gradient dW, from the
+// same words of x in registers. The columns of products are ordered by displacement (Grid). All
+// that a pixel adds to x's gradient at one displacement, the weight times the output's gradient and
+// dW times the generator's parameters, is therefore summed in one register, row by row as the block
+// walks down. A complete row is summed over the displacements within it through shared memory. The
+// generator's gradient is the product of x's windows, 64 rows of it shared by the four warps, and
+// dW of the 64 pixels, which the warps exchange through shared memory.
 //
 //   row y - reach  of x's gradient is complete and written
 //   row y          is computed
-//   row y + reach  is the last of x in the ring of rows in shared memory; the next is on its way
+//   row y + reach  is the last row of x in the ring in shared memory; the next row is prefetched
 //
 // B batch, C channels, H height, W width, k kernel size and that of the generator.
 
@@ -23,12 +24,12 @@
 namespace hoconv::high_order::layer::sm90 {
 namespace {
 
-constexpr int kMargin = kBefore;                 // columns on either side that others write
-constexpr int kWritten = kRegion - 2 * kMargin;  // most columns of a strip
+constexpr int kMargin = kBefore;                 // columns on either side that other blocks write
+constexpr int kWritten = kRegion - 2 * kMargin;  // the most columns of a strip
 
 struct Strips {
   int across, down;   // strips across an image, segments down a strip
-  int columns, rows;  // of a strip and segment, written
+  int columns, rows;  // that a strip and a segment write
 };
 
 template <typename S, bool softmax>
@@ -44,8 +45,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   using Columns = Grid<S>;
   constexpr int N = S::k, reach = S::reach;
   constexpr int M = (B::rows + 63) / 64;  // tiles of rows of the parameters' gradient
-  // Rows after which sums of the parameters' gradient are added to those in shared memory: of many
-  // numbers that are added one after the other much would be lost to rounding.
+  // After this many rows the sums of the parameters' gradient are added to totals in shared memory:
+  // a long sum in one register would lose precision.
   constexpr int rows_of_sum = 16;
   extern __shared__ __align__(128) uint32_t shared[];
   uint32_t* shared_x = shared + B::x;
@@ -70,8 +71,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   const TapPointers<S, Columns, Halo> tap_pointers(shared_x + warp * Halo::tile_words);
   const typename B::Depth depth(shared_x + warp * Halo::tile_words);
 
-  // Of the parameters' gradient: the words that a row sums, of x or ones. Rows that do not exist
-  // sum anything.
+  // The words, of x or ones, that the rows of the parameters' gradient sum. Rows past the last sum
+  // anything.
   const uint32_t* entries[M][2];
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       entries[m][r] = shared + (n < S::C * S::taps ? of_x : B::ones) + t;
     }
 
-  // The item of a row of x or of the output's gradient that this thread loads.
+  // The item that this thread loads, of a row of x or of the output's gradient.
   constexpr int grad_items = kRegion / 4, first_of_grad = 64;
   static_assert(S::C * Halo::items <= first_of_grad &&
                 first_of_grad + S::C * grad_items <= 32 * kWarps);
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     const bool writes = writes_q >= kMargin && left - kMargin + writes_q < right;
     T* target = grad_x.at(b, threadIdx.x / kRegion, top - 2 * reach, left - kMargin + writes_q);
 
-    int row = top - (loads_grad ? reach : 2 * reach);  // that is loaded next
+    int row = top - (loads_grad ? reach : 2 * reach);  // the next row to load
     const T* from = source.at(b, item_c, row, column);
     const typename Item<S>::Guard guard(column, l.W, vectors);
     Item<S> item;
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       item.load(from, source.s.w, guard, loads && row >= 0 && row < l.H, vectors);
       ++row, from += source.s.h;
     };
-    const auto store_x = [&](int slot) {  // twice: any rows that follow each other are a window
+    const auto store_x = [&](int slot) {  // stored twice, so that any window of rows is contiguous
       if (!loads || loads_grad) return;
       uint32_t* to = shared_x + item_c * Halo::channel + slot * Halo::pitch;
       item.template store<Halo>(to, item_q);
@@ -217,7 +218,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       }
       if constexpr (softmax) softmax_gradient(dw, weight);
 
-      // x's gradient through the generator; the parameters' needs dW of all pixels.
+      // x's gradient through the generator. The parameters' gradient needs dW of all pixels, which
+      // is staged meanwhile.
       const GradientOperand<S> dw_operand(dw);
       if (owned) dw_operand.stage(stage, dw, mine);
       sum_products<P, GradientOperand<S>::steps, GradientOperand<S>::steps, false>(
@@ -304,7 +306,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #endif
 }
 
-// Adds up the blocks' sums of the parameters' gradient, in double.
+// Adds up the blocks' partial sums of the parameters' gradient.
 template <typename S>
 __global__ void sum_parameters(const float* sums, typename S::T* weight, ImageStrides strides,
                                typename S::T* bias, int blocks) {

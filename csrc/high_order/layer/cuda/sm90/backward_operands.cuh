@@ -1,4 +1,4 @@
-// Operands of the backward kernel on Hopper, and where it keeps them and the rest in shared memory.
+// The operands of the backward kernel on Hopper, and the layout of its shared memory.
 //
 // C channels, k kernel size and that of the generator, N blocks of 8 columns of a product.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace hoconv::high_order::layer::sm90 {
 
-// The generator's parameters as B of dW times parameters: for every channel, depth is taps, columns
+// The parameters as B of dW times parameters. For every channel, the depth is taps and the columns
 // are displacements.
 template <typename S>
 struct TransposedOperand {
@@ -30,11 +30,12 @@ struct TransposedOperand {
   }
 };
 
-// dW of all pixels of a row as B of a product whose depth is pixels; column n is tap n.
+// dW of all pixels of a row as B of a product whose depth is pixels. Column n is tap n.
 template <typename S>
 struct Staged {
   static constexpr int N = (S::taps + 7) / 8;
-  static constexpr int depth_stride = 32 * N + (S::pairs ? 4 : 16);  // words, for the banks' sake
+  static constexpr int depth_stride =
+      32 * N + (S::pairs ? 4 : 16);  // in words; spreads stores over the banks
   static constexpr int groups = kRegion / S::P::elements / 4;
   static constexpr int term = groups * depth_stride;
   static constexpr int words = S::P::terms * term;
@@ -44,12 +45,13 @@ struct Staged {
 template <typename S>
 struct BackwardShared {
   using Columns = Grid<S>;
-  static constexpr int slots = S::k + 1;  // rows of x in the ring, each stored twice
+  static constexpr int slots = S::k + 1;  // rows of x in the ring; each is stored twice
   using Halo = HaloTile<S, 2 * slots>;
   using Depth = std::conditional_t<S::pairs, ColumnDepth<S, Columns>, RowDepth<S, Halo>>;
   using Operand = GeneratorOperand<S, Columns, Depth>;
   using Transposed = TransposedOperand<S>;
-  static constexpr int rows = S::C * S::taps + 1;  // of the parameters' gradient; the last: bias
+  static constexpr int rows =
+      S::C * S::taps + 1;  // of the parameters' gradient; the last is the bias's
   static constexpr int through_pitch = kRegion + (S::pairs ? 4 : 8);
   static constexpr int operand = 0, transposed = operand + Operand::words;
   static constexpr int staged = transposed + Transposed::words;
@@ -85,8 +87,8 @@ struct GradientOperand : Words<typename S::P, Grid<S>::blocks / S::P::elements> 
       }
   }
 
-  // Hands it to the other warps. `to`: of the lane's first pixel and column; `mine`: all ones where
-  // a pixel counts.
+  // Stores dW for the other warps. `to` is the word of the lane's first pixel and column; `mine` is
+  // all ones where a pixel counts, else zero.
   __device__ void stage(uint32_t* to, const float (&dw)[S::k][4], const uint32_t (&mine)[2]) const {
 #pragma unroll
     for (int j = 0; j < S::k; ++j)

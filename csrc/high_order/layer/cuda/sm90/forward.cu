@@ -1,9 +1,9 @@
-// The whole layer forward on Hopper.
+// The forward pass of the layer in one kernel, on Hopper.
 //
-// A block owns 64 columns and up to 16 rows of pixels, and x with its halo in shared memory. The
-// generator's parameters lie beside it, where the tensor cores read them themselves. A warp owns
-// every fourth row, 16 pixels at a time: it loads what their taps look at, generates the weights
-// from that, multiplies the two, and the four lanes that share pixels add up what they have.
+// A block owns 64 columns and up to 16 rows of pixels. It loads their halo tile into shared memory,
+// and beside it the generator's parameters, which the tensor cores read there. A warp owns every
+// fourth row, 16 pixels at a time: it loads the pixels that their taps read, generates the weights
+// from these, multiplies both, and the four lanes that share pixels add up their sums.
 
 #include "high_order/layer/cuda/sm90/launch.cuh"
 #include "high_order/layer/cuda/sm90/products.cuh"
@@ -24,7 +24,8 @@ struct ForwardShared {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// x with its halo, from column `left` and row `top` on. All loads are under way at once.
+// Loads the halo tile from column `left` and row `top` on. A thread issues all its loads before it
+// waits for the first.
 template <typename S>
 __device__ __forceinline__ void load_halo_tile(const Image<const typename S::T>& x, bool vectors,
                                                const Layer& l, uint32_t* shared_x, int64_t b,
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_halo_tile(const Image<const typename S::T>&
 
 #endif
 
-// That leave as many registers as the pixels of a lane need.
+// Blocks of a multiprocessor: as many as leave the registers that a lane's pixels take.
 template <typename S>
 constexpr int blocks_a_multiprocessor = S::k == 7 && S::C == 3          ? 2
                                         : S::k == 7 || S::P::terms == 2 ? 3
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tiles = (min(l.W - left, kRegion) + 15) / 16;
-  // Of the pixels that a lane has, the one that it writes.
+  // The one of the lane's two pixels that it writes.
   const int mine = t / 2, first = left + S::P::first(g) + mine * S::P::apart;
   const TapPointers<S, Columns, Halo> tap_pointers(shared_x);
   const typename F::Depth depth(shared_x);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
       if constexpr (softmax)
         softmax_taps(weight, [t](int j, int e) { return is_tap<S, Columns>(j, t, e); });
 
-      float sum[S::C];  // of the lane's pixel, over two of the four lanes that share it
+      float sum[S::C];  // of the lane's pixel: the sum of two of the four lanes that share it
 #pragma unroll
       for (int c = 0; c < S::C; ++c) {
         float both[2] = {};

@@ -7,14 +7,14 @@
 
 namespace hoconv::high_order::layer::sm90 {
 
-// Whether these kernels compute a layer on the current device.
+// Whether these kernels compute the forward pass of a layer on the current device.
 inline bool serves(const Layer& l) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          device_attribute(cudaDevAttrComputeCapabilityMinor) == 0 && (l.C == 1 || l.C == 3) &&
          l.G == 1 && l.s == l.k && l.dilation == 1;
 }
 
-// Backward also where the sums fit the registers.
+// Whether they also compute its backward pass: the sums must fit the registers.
 inline bool serves_backward(const Layer& l) { return serves(l) && (l.k < 7 || l.C == 1); }
 
 // Writes `out`.

@@ -1,11 +1,12 @@
-// What the kernels for Hopper (compute capability 9.0) share: the layer with its sizes known when
-// they are compiled, the window of x in shared memory, and the product that generates the weights.
+// What the layer's kernels for Hopper (compute capability 9.0) share: the sizes as constants of the
+// compiler, the order of taps in the columns of a product, and the halo tile of x in shared memory.
 //
-// They serve what most often stands at the front of a network: images of 1 or 3 channels, one
-// group, no dilation, and a generator as large as the kernel. All else runs the kernels of
-// layer.cuh. There a lane loads pixels twice, once as an operand of the product that generates the
-// weights and once to apply them. Here the product's depth is ordered as its columns are, tap by
-// tap for every channel: what a lane loads as an operand is what the taps that it gets look at.
+// They serve the layers most often found at the front of a network: images of 1 or 3 channels, one
+// group, no dilation, and a generator as large as the kernel. All others run the kernels of sm80/.
+// Those load a pixel twice, once as an operand of the product that generates the weights and once
+// to apply the weights to it. Here the depth of that product has the order of its columns, tap by
+// tap for every channel, so that the words that a lane loads as an operand are the pixels that its
+// taps read.
 //
 // B batch, C channels, H height, W width, k kernel size and that of the generator, N blocks of 8
 // columns of a product; g = lane / 4, t = lane % 4 (precision.cuh).
@@ -17,7 +18,7 @@
 namespace hoconv::high_order::layer::sm90 {
 
 constexpr int kRegion = 64;  // columns of pixels of a block
-constexpr int kBefore = 4;   // columns of x before and after them, so that vectors are aligned
+constexpr int kBefore = 4;   // columns of x on either side, so that vector loads are aligned
 constexpr int kWarps = 4;    // a warpgroup
 constexpr int kSharedOfMultiprocessor = 228 * 1024;  // bytes
 
@@ -30,16 +31,18 @@ struct Sizes {
   static constexpr int taps = k * k, reach = k / 2;
 };
 
-// Where taps are in the columns of a product: blocks of 8, of which 2t and 2t + 1 belong to a
-// lane's t. Where words are pairs of neighbours, so are blocks, with an empty one if need be.
+// The order of taps in the columns of a product. Columns come in blocks of 8, of which columns 2t
+// and 2t + 1 belong to lanes t. Where a word is a pair of neighbours, blocks come in pairs too, the
+// last one empty if their number is odd.
 struct TapPosition {
-  int row, column;  // of a tap; there is none from k on
+  int row, column;  // of a tap; from k on there is no tap
 };
 template <typename S>
 constexpr int even_if_pairs(int N) {
   return S::pairs ? N + N % 2 : N;
 }
-// One after the other; pairs end every row. `high` and `low` are no taps.
+// Taps follow each other without gaps; in pairs, each row is filled up to an even number. The
+// columns `high` and `low` have no tap.
 template <typename S>
 struct Compact {
   static constexpr int row = S::pairs ? S::k + 1 : S::k;  // columns of a product
@@ -50,7 +53,7 @@ struct Compact {
     return {n / row, n % row};
   }
 };
-// A block for every row.
+// Each row of taps has a block.
 template <typename S>
 struct Grid {
   static constexpr int N = S::k, blocks = even_if_pairs<S>(N);
@@ -66,25 +69,25 @@ __host__ __device__ constexpr bool is_tap(int j, int t, int e) {
   return p.row < S::k && p.column < S::k;
 }
 template <typename S, typename Columns>
-__host__ __device__ constexpr int tap_of(int column) {  // or -1
+__host__ __device__ constexpr int tap_of(int column) {  // -1 for none
   const int j = column / 8, t = column % 8 / 2, e = column % 2;
   const TapPosition p = Columns::position(j, t, e);
   return is_tap<S, Columns>(j, t, e) ? p.row * S::k + p.column : -1;
 }
 
-// `rows` rows of x of every channel, in arrays of words. Of 16-bit elements a word is two
-// neighbours; in array 0 the first of them is even, in array 1 odd, and in arrays 2 and 3 the
-// second is zero, which ends a row of odd size. So neighbouring pixels of a product are
-// neighbouring words; the pitch and the distance of arrays spread a load over the banks.
+// The halo tile: `rows` rows of x of every channel, in arrays of words. A word of 16-bit elements
+// is a pair of neighbours. The first of them is even in array 0 and odd in array 1; arrays 2 and 3
+// are the same with zero as the second element, for the end of a row of odd size. Neighbouring
+// pixels are therefore neighbouring words.
 //
 // A warp loads a word of 8 neighbouring pixels for each of 4 taps at once. Neighbouring taps of a
-// row share words, so that a row's take 8 to 11 banks; taps of the next row are kPitchBanks
-// further, an odd row's last tap, in array 2 or 3, is 2 * kArrayBanks further. With 12 and 10 no
-// load of k = 3 or 5 has a bank conflict, nor any of k = 7 in 16 bits; floats of k = 7 in Compact's
-// order take two cycles. Pitches must be a multiple of 4 words, distances of arrays of 2, for the
-// vectors stored.
+// row share words, so that those of one row touch 8 to 11 banks. The next row is kPitchBanks banks
+// further, and the last tap of an odd row, in array 2 or 3, is 2 * kArrayBanks further. With 12 and
+// 10 there is no bank conflict for k = 5, and none for k = 3 and 7 but in the order Compact: one of
+// two loads of k = 3 in 16 bits, and most of k = 7 in floats, take two cycles. For the vector
+// stores a pitch must be a multiple of 4 words and the distance of arrays a multiple of 2.
 constexpr int kPitchBanks = 12, kArrayBanks = 10;
-// The least number of words from `words` on that begins at a bank.
+// The next number of words, at least `words`, that is `bank` modulo 32.
 constexpr int round_up_to(int words, int bank) { return (words - bank + 31) / 32 * 32 + bank; }
 
 template <typename S, int rows_>
@@ -98,29 +101,30 @@ struct HaloTile {
   static constexpr int items = columns / 4;               // of four elements, in a row
   static constexpr int tile_words = 16 / S::P::elements;  // 16 pixels
 
-  // The word of the element `d` columns from a lane's first pixel, in array 0 or 1.
+  // The word, in array 0 or 1, of the element `d` columns from the lane's first pixel.
   __host__ __device__ static constexpr int at(int d) {
     return S::pairs ? (kBefore + d) / 2 + (kBefore + d) % 2 * array : kBefore + d;
   }
-  // From the word of an even column of a kernel to that of the lane's second pixel.
+  // The distance of the lane's second pixel from its first, in words, at an even column of the
+  // kernel.
   static constexpr int second = S::pairs ? (kBefore - S::reach) % 2 ? 1 - array : array : 8;
 
-  // The word of a tap from the corner of a pixel's window.
+  // The offset of a tap's word from the corner of a pixel's window.
   __device__ static int of(TapPosition p) {
     const bool last = S::pairs && p.column + 1 == S::k;
     return p.row * pitch + at(p.column - S::reach) + (last ? 2 * array : 0);
   }
 };
 
-// A product reads what TF32 holds of a word: with half of the last place added to its bits that is
-// the nearest. NaN must not have the bits in which that overflows.
+// Tensor cores truncate a float to TF32. Adding half of the last place to its bits beforehand
+// rounds to nearest. A NaN whose bits would overflow then is replaced by another.
 constexpr uint32_t kHalfOfTF32 = 0x1000;
 __device__ __forceinline__ float roundable(float value) {
   return value == value ? value : __uint_as_float(0x7fc00000);
 }
 
-// Loads where `exists`, and does not wait: written out, since a compiler may load into another
-// register and move that.
+// Loads if `exists`, without waiting. In assembly, since the compiler may load into another
+// register and wait to move the value.
 __device__ __forceinline__ void load_if(bool exists, const void* from, uint32_t (&to)[4]) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
@@ -138,17 +142,17 @@ __device__ __forceinline__ void load_if(bool exists, const void* from, unsigned 
                : "l"(from), "r"(int{exists}));
 }
 
-// Four neighbouring elements of a row from `column` on, and the one after them where words are
-// pairs.
+// Prefetches four neighbouring elements of a row from `column` on and, where words are pairs, the
+// element after them.
 template <typename S>
 struct Item {
   using T = typename S::T;
   using Raw = bits_t<sizeof(T)>;
-  static constexpr int words = sizeof(T);  // of four elements
+  static constexpr int words = sizeof(T);  // four elements, in words of 4 bytes
   uint32_t four[words];
   unsigned short next;
 
-  // What does not depend on the row.
+  // The bounds, which do not depend on the row.
   struct Guard {
     int column, W;
     bool whole, has_next;  // whole: may be loaded as a vector
@@ -183,7 +187,7 @@ struct Item {
     return value;
   }
 
-  // `to`: of its row in array 0, `q` the number of the item in the row.
+  // Stores item `q` of a row; `to` is that row in array 0.
   template <typename Halo>
   __device__ void store(uint32_t* to, int q) const {
     const Item& value = *this;
@@ -206,7 +210,7 @@ struct Item {
   }
 };
 
-// Calls f with the sizes of a layer that is served.
+// Calls f with the sizes of a layer that these kernels serve.
 template <typename F>
 void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
   dispatch_precision(x, l, [&](auto precision) {
@@ -230,8 +234,7 @@ void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Where in the window the words are that a lane's taps look at, if there are any, for its first
-// pixel.
+// Pointers to the words that the lane's taps read for its first pixel.
 template <typename S, typename Columns, typename Halo>
 struct TapPointers {
   static constexpr int words = S::pairs ? 1 : 2;
@@ -247,7 +250,7 @@ struct TapPointers {
   }
 };
 
-// What a lane's taps look at in a channel, of its two pixels. Where there is no tap, zeros.
+// The words of a channel that the lane's taps read for its two pixels; zeros where there is no tap.
 template <typename S, typename Columns, typename Halo>
 struct Pixels {
   using P = typename S::P;
@@ -255,7 +258,7 @@ struct Pixels {
   static constexpr int steps = Columns::blocks / P::elements;  // of a product's depth
   uint32_t a[steps][4];                                        // as operands of a product
 
-  // Of the pixels `shift` words after the window's first.
+  // Loads them for the pixels `shift` words after the first.
   __device__ void load(const TapPointers<S, Columns, Halo>& tap_pointers, int shift, int c) {
 #pragma unroll
     for (int j = 0; j < Columns::blocks; ++j)

@@ -1,8 +1,8 @@
-// Products of a warpgroup on Hopper whose A is pixels, or what was made of them, in registers: the
-// order of a depth, operands B in shared memory, and sums.
+// Products of a warpgroup on Hopper whose A is pixels, or values computed from them, in registers:
+// the order of the depth, the operands B in shared memory, and the sums.
 //
-// A product's depth is steps of 8 words. Steps are multiplied a group at a time: while the tensor
-// cores have one, the next one's words are loaded.
+// The depth of a product is cut into steps of 8 words. Steps are multiplied a group at a time:
+// while the tensor cores multiply one group, the words of the next are loaded.
 //
 // N blocks of 8 columns of a product; g = lane / 4, t = lane % 4 (precision.cuh).
 #pragma once
@@ -11,22 +11,22 @@
 
 namespace hoconv::high_order::layer::sm90 {
 
-// What meets the generator's parameters in an element of a depth: a tap of a channel, or 1, for the
-// bias: what that is rounded to, or what rounding takes from it.
+// The element of A that a depth multiplies with the parameters: the pixel of a tap and channel, or
+// 1, which multiplies the bias: once the rounded bias, once the remainder of that rounding.
 struct Factor {
   enum Kind { nothing, pixel, one_of_bias, one_of_rest } kind;
   int channel, tap;
 };
 
-// The element of a depth in which columns are ordered that word `word` of a step begins with, or
-// with e = 1 ends with.
+// In a depth that has the order of the columns: the element that word `word` of a step begins with,
+// or ends with if e = 1.
 template <typename S>
 __host__ __device__ constexpr int depth_element(int step, int word, int e) {
   return S::pairs ? 16 * step + 2 * word + e : 8 * step + 2 * (word % 4) + word / 4;
 }
 
-// Every channel's taps in the order of the columns, whose `high` and `low` are free for the bias:
-// the words of A are those of Pixels.
+// A depth of every channel's taps in the order of the columns; the columns `high` and `low`, which
+// have no tap, take the bias. The words of A are those of Pixels.
 template <typename S, typename Columns>
 struct ColumnDepth {
   using P = typename S::P;
@@ -43,7 +43,7 @@ struct ColumnDepth {
     return {Factor::nothing, c, -1};
   }
 
-  uint32_t ones[2];  // of the bias, where a lane has no tap
+  uint32_t ones[2];  // for the bias, where the lane has no tap
 
   __device__ explicit ColumnDepth(const uint32_t* /*shared_x*/) {
     uint32_t one[P::terms];
@@ -54,7 +54,7 @@ struct ColumnDepth {
       ones[e] = n == Columns::high % 8 || n == Columns::low % 8 ? one[0] : 0;
     }
   }
-  // How many channels' pixels the steps before `step` need.
+  // The number of channels whose pixels the steps before `step` read.
   static constexpr int channels(int step) { return (step + channel_steps - 1) / channel_steps; }
   template <typename Pixels>
   __device__ uint32_t word(const Pixels (&pixels)[S::C], int /*shift*/, int step, int i) const {
@@ -65,26 +65,27 @@ struct ColumnDepth {
   }
 };
 
-// A depth of words that are floats, in Grid's columns: halves of a step, a word for each t. First
-// the first four columns of a row, row by row for every channel, which a lane loads anyway; then
-// the columns after them, of as many rows as fit a half. What is free takes the bias.
+// A depth of floats, for columns in the order Grid. It is cut into halves of a step, of which each
+// lane t has a word. First come the first four columns of every row of taps, row by row for every
+// channel, which a lane has loaded anyway; then the columns after those, of as many rows as fit a
+// half. Free words take the bias.
 template <typename S, typename Halo>
 struct RowDepth {
   static constexpr int firsts = S::C * S::k;
-  static constexpr int more = S::k > 4 ? S::k - 4 : 1;  // columns after the fourth, if any
-  static constexpr int rows = 4 / more;                 // of which these fit a half
+  static constexpr int more = S::k > 4 ? S::k - 4 : 1;  // columns after the fourth
+  static constexpr int rows = 4 / more;                 // rows of them in a half
   static constexpr int rests = S::k > 4 ? (firsts + rows - 1) / rows : 0;
   static constexpr int steps = (firsts + rests + 1) / 2;
 
   struct Word {
-    int row, column;  // row by row for every channel; row -1 where there is no tap
+    int row, column;  // rows count through the channels; -1 where there is no tap
   };
   __host__ __device__ static constexpr Word tap(int half, int t) {
     if (half < firsts) return {t < S::k ? half : -1, t};
     const int row = (half - firsts) * rows + t / more;
     return {half < firsts + rests && t / more < rows && row < firsts ? row : -1, 4 + t % more};
   }
-  // The first and the second word without a tap, as 4 * half + t.
+  // The first (which = 0) or second (which = 1) word without a tap, as 4 * half + t.
   __host__ __device__ static constexpr int free_word(int which) {
     for (int n = 0; n < 8 * steps; ++n)
       if (tap(n / 4, n % 4).row < 0 && which-- == 0) return n;
@@ -101,7 +102,7 @@ struct RowDepth {
     return {Factor::nothing, 0, -1};
   }
 
-  const uint32_t* rest[rests + 1];  // where a lane's words of them are, for its first pixel
+  const uint32_t* rest[rests + 1];  // the lane's words in those halves, for its first pixel
 
   __device__ explicit RowDepth(const uint32_t* shared_x) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -128,7 +129,7 @@ struct RowDepth {
   }
 };
 
-// The generator's parameters as B of the product that generates weights.
+// The generator's parameters as B of the product that generates the weights.
 template <typename S, typename Columns_, typename Depth>
 struct GeneratorOperand {
   using P = typename S::P;
@@ -149,7 +150,7 @@ struct GeneratorOperand {
       return P::round(widen<float>(weight[tap * strides.b + f.channel * strides.c +
                                           f.tap / S::k * strides.h + f.tap % S::k * strides.w]));
     const float value = bias == nullptr ? 0.0f : widen<float>(bias[tap * bias_stride]);
-    const float rest = value - P::round(value);  // NaN of what is infinite
+    const float rest = value - P::round(value);  // NaN for an infinite bias
     return f.kind == Factor::one_of_bias ? P::round(value) : isfinite(rest) ? rest : 0.0f;
   }
 };
@@ -162,8 +163,8 @@ Operand generator_operand(const Tensor& weight, const std::optional<Tensor>& bia
           bias ? bias->stride(0) : 0};
 }
 
-// Writes an operand as a product reads it: step by step, term by term, blocks of 8 columns, of
-// each the first and the last 4 words.
+// Writes an operand in the order in which a product reads it: step by step, term by term, and in
+// blocks of 8 columns, first their first and then their last 4 words.
 template <typename Operand>
 __global__ void arrange_operand(Operand operand, uint32_t* out) {
   using P = typename Operand::P;
@@ -189,7 +190,7 @@ void arrange(const Operand& operand, uint32_t* out, cudaStream_t stream) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A whole operand from global to shared memory.
+// Copies a whole operand from global to shared memory.
 template <int words>
 __device__ __forceinline__ void copy_operand(uint32_t* to, const uint32_t* from) {
   for (int n = 4 * threadIdx.x; n < words; n += 4 * blockDim.x)
@@ -197,7 +198,8 @@ __device__ __forceinline__ void copy_operand(uint32_t* to, const uint32_t* from)
   publish_operands();
 }
 
-// Steps of an operand B, in words from each to the next and from term to term.
+// The descriptors of the steps of an operand B; `step_words` and `term_words` are the distances of
+// steps and of terms.
 template <int step_words, int term_words>
 struct Steps {
   uint64_t first;  // a descriptor
@@ -206,17 +208,17 @@ struct Steps {
   }
   __device__ Steps from(int step) const { return {at(step)}; }
 };
-// Of an operand that was arranged.
+// The steps of an operand that arrange_operand wrote.
 template <typename P, int N>
 using ArrangedSteps = Steps<P::terms * 64 * N, 64 * N>;
 
-// Steps of A: the lane's words, in the terms in which they are multiplied.
+// Steps of A: the lane's words, split into terms.
 template <typename P, int steps>
 struct Words {
   uint32_t a[P::terms][steps][4];
 
-  // Floats are rounded to TF32 by adding half of the last place, see `roundable`; what they are not
-  // rounded to is the second term.
+  // Rounds a float to TF32 by adding half of the last place (see `roundable`); the remainder is the
+  // second term.
   __device__ void set(int step, int i, uint32_t word) {
     if constexpr (P::terms == 2) {
       const uint32_t high = (word + kHalfOfTF32) & ~0x1fffu;
@@ -227,7 +229,7 @@ struct Words {
     }
 #pragma unroll
     for (int term = 0; term < P::terms; ++term)
-      asm volatile("" : "+r"(a[term][step][i])::"memory");  // before products begin
+      asm volatile("" : "+r"(a[term][step][i])::"memory");  // keeps the write before the products
   }
 };
 
@@ -239,7 +241,7 @@ __device__ __forceinline__ void fence_sums(float (&c)[N][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[j][i])::"memory");
 }
 
-// Starts the products of a group; the smallest terms come first.
+// Starts the products of a group. The smallest terms come first.
 template <typename P, int N, int steps, typename B>
 __device__ __forceinline__ void multiply_group(float (&sums)[N][4], const Words<P, steps>& words,
                                                const B& b, int count, bool add) {
@@ -257,11 +259,13 @@ __device__ __forceinline__ void multiply_group(float (&sums)[N][4], const Words<
       multiply<P, N>(sums, words.a[0][step], b.at(step), add || P::terms > 1 || step > 0);
 }
 
-// Adds products, each `depth` steps deep, to their sums, `steps` at a time. Groups of steps count
-// through all products: of group n, b(n) are the steps of B and load(n) those of A, which are left
-// alone until load(n + 2). `Fresh` sums are set instead. `meanwhile` runs before the last wait.
+// Computes products, each `depth` steps deep, in groups of `steps`, and adds them to their sums;
+// `Fresh` sums are overwritten instead. Groups count through all products: b(n) are the steps of B
+// of group n, load(n) returns its words of A, which must stay unchanged until load(n + 2).
+// `meanwhile` runs before the last wait.
 //
-// Tensor cores truncate their sums. Where that would show, those of a group begin at zero.
+// Tensor cores truncate when they add to a sum. For float32, where that would show, each group
+// starts from zero and is added in float32.
 template <typename P, int depth, int steps, bool Fresh, int Products, int N, typename Load,
           typename B, typename Meanwhile>
 __device__ __forceinline__ void sum_products(float (&sums)[Products][N][4], const Load& load,

@@ -1,9 +1,9 @@
-// Products of a warpgroup of four warps on Hopper's tensor cores (PTX ISA, wgmma.mma_async): A,
-// 64 rows, from registers; B, columns, from shared memory; sums in registers. Needs sm_90a.
+// Products of a warpgroup (four warps) on Hopper's tensor cores (PTX ISA, wgmma.mma_async): A, 64
+// rows, from registers; B from shared memory; sums in registers. Needs sm_90a.
 //
 // Each warp has 16 of the rows, as fragments of A and of the sums like those of mma.m16n8
-// (precision.cuh), and a product has a depth of 8 words. B lies in shared memory as blocks of 8
-// columns by 4 words, 16 bytes a column, the words of a column next to each other.
+// (precision.cuh). A product has a depth of 8 words. B lies in shared memory as blocks of 8 columns
+// by 4 words: 16 bytes a column, its words next to each other.
 #pragma once
 
 #include "high_order/layer/cuda/precision.cuh"
@@ -12,26 +12,28 @@ namespace hoconv::high_order::layer::sm90 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Sums and operands that earlier code wrote are seen by the products that follow.
+// Orders earlier writes of the sums and operands in registers before the products that follow.
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void products_end() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most `Pending` of the groups since are unfinished.
+// Waits until at most `Pending` groups of products are unfinished.
 template <int Pending>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
-// Shared memory that this thread wrote may be read as B, after a barrier.
+// Makes this thread's writes to shared memory visible to products that read them as B after a
+// barrier.
 __device__ __forceinline__ void publish_operands() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 constexpr int kBlockBytes = 128;  // 8 columns of 16 bytes
 
-// Of blocks `depth_stride` bytes apart along the depth and `column_stride` along the columns.
+// The descriptor of an operand B whose blocks are `depth_stride` bytes apart along the depth and
+// `column_stride` bytes along the columns.
 __device__ __forceinline__ uint64_t operand_descriptor(const void* blocks, int depth_stride,
                                                        int column_stride) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(blocks));
@@ -81,7 +83,7 @@ __device__ __forceinline__ uint64_t operand_descriptor(const void* blocks, int d
     HOCONV_WGMMA_OF(type, last, "0", "=f"); \
   }
 
-// Starts c = a * b, plus c if `add`, which is known when this is compiled. All four warps come here
+// Starts c = a * b, or c += a * b if `add`, which must be a constant. All four warps call it
 // together.
 template <typename P, int N>
 __device__ __forceinline__ void multiply(float (&c)[N][4], const uint32_t (&a)[4], uint64_t b,
