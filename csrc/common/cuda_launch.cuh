@@ -45,6 +45,8 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 // those end.
 constexpr int64_t kEnoughBlocks = 1024;
 
+constexpr int64_t kMaxGridYZ = 65535;  // blocks of a launch in y and in z
+
 // Calls f with a zero of the CUDA type of the tensor's elements.
 template <typename F>
 void dispatch_cuda(const Tensor& t, F&& f) {

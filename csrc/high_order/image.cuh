@@ -9,7 +9,6 @@
 namespace hoconv::high_order {
 
 constexpr int kThreads = 128;
-constexpr int64_t kMaxGridY = 65535;
 
 inline int64_t blocks_for(int64_t elements) {
   return std::min<int64_t>((elements + kThreads - 1) / kThreads, (int64_t{1} << 31) - 1);

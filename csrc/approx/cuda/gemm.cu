@@ -183,7 +183,7 @@ int64_t tiles_of(const Product& p) {
 template <typename T>
 bool divides(const Product& p, int multiprocessors) {
   const int64_t chunks = ceil_div(p.K, kChunk);
-  return chunks > 1 && tiles_of<T>(p) < 2 * kBlocks * multiprocessors && chunks <= 65535;
+  return chunks > 1 && tiles_of<T>(p) < 2 * kBlocks * multiprocessors && chunks <= kMaxGridYZ;
 }
 
 // Instructions of a thread: for a product and its addition; for the loop over one depth, around the

@@ -40,6 +40,7 @@ struct Lane<Exact> {
   using Right = Left;
   static constexpr bool kPacked = false;  // operands stay as they are
   __device__ static void pack(Left& a, float value) { a.value = value; }
+  // All but infinity and NaN are in range.
   static constexpr uint32_t kInRange = 0x7f7fffff;
   __device__ static uint32_t exponent_offset(const Left& a) {
     return float_bits(a.value) & 0x7fffffff;

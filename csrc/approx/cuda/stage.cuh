@@ -50,8 +50,7 @@ template <typename Multiplier, typename T>
 struct Shared {
   Stage<Multiplier, T> stages[kStages];
   Coordinate rows[T::rows], columns[T::columns];  // of the tile
-  Coordinate
-      depths[2][2 * kPrefetchedDepths];  // of the left and the right operand: two halves in turn
+  Coordinate depths[2][2 * kPrefetchedDepths];    // of both operands, in two halves that alternate
   int64_t out_rows[T::rows], out_columns[T::columns];  // in the result; -1 if out of range
   int range[4];
 };

@@ -4,7 +4,7 @@
 // The index of a row or column of the matrix is split into up to three digits, which give its
 // coordinate: the first digit a memory offset, the second and third a y and an x in the image. An
 // element's coordinate is the sum of its row's and its column's. y and x may be out of range, or
-// lie between the pixels of an image whose pixels are `step` apart.
+// lie between the pixels of an image whose pixels are y_every and x_every apart.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -106,9 +106,9 @@ struct View {
   }
 
  private:
-  // Divides y by y_every, for rows rounding down and for columns rounding up. Quotients of a row
-  // and a column add up if their remainders cancel; otherwise the element lies between pixels, and
-  // the remainders, times kFar, move its y out of range. So for x.
+  // Divides y by y_every, for rows rounding down and for columns rounding up. The quotients of a
+  // row and a column add up if their remainders cancel; otherwise the element lies between pixels,
+  // and the remainders, times kFar, move its y out of range. x likewise.
   __device__ Coordinate coordinate(const IndexMap& map, uint32_t index, int up) const {
     uint32_t digit[3];
     map.digits.split(index, digit);

@@ -22,7 +22,6 @@ constexpr int kTaps = kWarps * kWarpTaps;  // of a block
 constexpr int kRows = 16;                  // channels in shared memory at once
 constexpr int kLine = kTile + kTaps;       // steps of x that a tile reads
 constexpr int64_t kMostParts = 256;
-constexpr int64_t kMostGridZ = 65535;
 
 // Each step has weights of its own: one thread an element.
 template <typename T>
@@ -173,7 +172,7 @@ bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Proble
   const int64_t tiles = (p.T + kTile - 1) / kTile;
   const int64_t blocks = p.weight_batch() * p.H * (p.time_shared ? 1 : tiles);
   const int64_t passes = (p.K + kTaps - 1) / kTaps;
-  if (blocks > kMostBlocks || passes > kMostGridZ || p.B > kMostBlocks) return false;
+  if (blocks > kMostBlocks || passes > kMaxGridYZ || p.B > kMostBlocks) return false;
   const int64_t summed = (p.batch_shared ? p.B : 1) * (p.time_shared ? tiles : 1);
   const int64_t wanted = std::min(kMostParts, kEnoughBlocks / (blocks * passes));
   const int64_t count =

@@ -167,7 +167,7 @@ dim3 grid_for(const Problem& p, int V, int N, Tiling& tiling) {
   tiling.blocks = (p.H * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
   const int64_t x = tiling.blocks * p.B * p.G;
   const int64_t parts = std::max(1, tiling.group_channels / N);  // that share the weights
-  const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridY));
+  const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridYZ));
   const int64_t parts_a_block = (parts + blocks - 1) / blocks;
   tiling.channels = parts_a_block * N;
   return dim3(x, (parts + parts_a_block - 1) / parts_a_block);

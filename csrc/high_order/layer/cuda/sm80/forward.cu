@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kMostThreads = 256;
 constexpr int kChunks = 3;  // of 32 columns: the widest halo tile
-// Measured, in units of the time that a pixel takes: the time to load one element of the halo tile,
-// and the fixed time of a block (its start, the offsets, the barrier).
+// In units of the time that a pixel takes: the time to load one element of the halo tile, and the
+// fixed time of a block (its start, the offsets, the barrier).
 constexpr double kLoadCost = 0.35, kBlockCost = 64;
 
 // How an image is cut into blocks of warps * M tiles of 16 pixels, `columns` pixels wide.
@@ -229,7 +229,7 @@ void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
         if (!tiling.warps) tiling = choose_tiling<P>(l, M, most_shared);
         STD_TORCH_CHECK(tiling.warps, "x: too many channels for the fused kernel");
         const int64_t blocks = l.B * tiling.across * tiling.down;
-        STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridY, "x: too large");
+        STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridYZ, "x: too large");
         allow_shared_memory(forward_kernel<P, size, M>, tiling.shared_bytes);
         forward_kernel<P, size, M>
             <<<dim3(blocks, l.G), 32 * tiling.warps, tiling.shared_bytes, stream>>>(
