@@ -8,6 +8,8 @@
 #if defined(__CUDACC__)
 #define HOCONV_INLINE __device__ __forceinline__
 #else
+#include <math.h>  // the functions of C for float, too, which C++ has in std alone
+
 #include <cmath>
 #include <cstdint>
 #include <limits>

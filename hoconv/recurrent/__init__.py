@@ -15,32 +15,25 @@ from hoconv.recurrent.cells import projected_lstm as projected_lstm
 from hoconv.recurrent.frontend.cell import Cell as Cell
 from hoconv.recurrent.frontend.cell import cell as cell
 from hoconv.recurrent.frontend.errors import CellError as CellError
-from hoconv.recurrent.frontend.language import abs as abs
+from hoconv.recurrent.frontend.functions import __dir__ as _functions
+from hoconv.recurrent.frontend.functions import __getattr__ as __getattr__
 from hoconv.recurrent.frontend.language import cat as cat
 from hoconv.recurrent.frontend.language import chunk as chunk
 from hoconv.recurrent.frontend.language import clamp as clamp
 from hoconv.recurrent.frontend.language import dropout as dropout
-from hoconv.recurrent.frontend.language import exp as exp
 from hoconv.recurrent.frontend.language import gelu as gelu
 from hoconv.recurrent.frontend.language import layer_norm as layer_norm
 from hoconv.recurrent.frontend.language import linear as linear
-from hoconv.recurrent.frontend.language import log as log
-from hoconv.recurrent.frontend.language import max as max
-from hoconv.recurrent.frontend.language import maximum as maximum
 from hoconv.recurrent.frontend.language import mean as mean
-from hoconv.recurrent.frontend.language import minimum as minimum
 from hoconv.recurrent.frontend.language import parameter as parameter
-from hoconv.recurrent.frontend.language import relu as relu
-from hoconv.recurrent.frontend.language import sigmoid as sigmoid
 from hoconv.recurrent.frontend.language import silu as silu
 from hoconv.recurrent.frontend.language import softmax as softmax
-from hoconv.recurrent.frontend.language import softplus as softplus
-from hoconv.recurrent.frontend.language import sqrt as sqrt
-from hoconv.recurrent.frontend.language import sum as sum
-from hoconv.recurrent.frontend.language import tanh as tanh
-from hoconv.recurrent.frontend.language import where as where
 from hoconv.recurrent.frontend.language import zoneout as zoneout
 from hoconv.recurrent.layers import RNN as RNN
 from hoconv.recurrent.schedule import SCHEDULES as SCHEDULES
 from hoconv.recurrent.torch_layers import GRU as GRU
 from hoconv.recurrent.torch_layers import LSTM as LSTM
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_functions()]

@@ -6,14 +6,9 @@ x is the step's input, h the hidden and c the cell state.
 from __future__ import annotations
 
 from hoconv.recurrent.frontend.cell import cell
-from hoconv.recurrent.frontend.language import (
-    Row,
-    layer_norm,
-    linear,
-    parameter,
-    sigmoid,
-    tanh,
-)
+from hoconv.recurrent.frontend.frame import Row
+from hoconv.recurrent.frontend.functions import sigmoid, tanh
+from hoconv.recurrent.frontend.language import layer_norm, linear, parameter
 
 Step = tuple[Row, dict[str, Row]]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hoconv.recurrent.codegen.cuda import emit_cuda
-from hoconv.recurrent.ir.kinds import PRODUCTS, ROWWISE, SUMS
+from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
 from hoconv.recurrent.runtime.workspace import CHUNK
@@ -76,15 +76,14 @@ def _work(region: Iterable[Op | Group]) -> str:
                 parts.append(f"a product ({first.size} to {item.result.type.size} features)")
     if totals := sum(isinstance(i, Op) and i.kind == "total" for i in items):
         parts.append(_count(totals, "sum", "for the gradients of vectors"))
-    alone = sum(isinstance(i, Op) and i.kind in ROWWISE for i in items)
+    alone = sum(isinstance(i, Op) and is_rowwise(i.kind) for i in items)
     if alone:
         parts.append(_count(alone, "kernel", "of one op each"))
     for item in items:
         if isinstance(item, Group):
             parts.append(f"a kernel of {_count(len(item.ops), 'op')}")
     shown = [f"{n} times {part}" if n > 1 else part for part, n in Counter(parts).items()]
-    launches = sum(isinstance(i, Group) or i.kind in (*ROWWISE, *PRODUCTS, *SUMS) for i in items)
-    return f"{', '.join(shown)}; {_count(launches, 'call')}" if shown else "nothing"
+    return f"{', '.join(shown)}; {_count(len(items), 'call')}" if shown else "nothing"
 
 
 def _combined(program: Program) -> Iterable[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.frontend.language import Frame, Row
+from hoconv.recurrent.frontend.frame import Frame, Row
 from hoconv.recurrent.ir import evaluate, random
 
 

@@ -7,12 +7,14 @@ such as infinities and NaN, too, and may use a value where its sort does not bel
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
+from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 _SIZES = (1, 2, 3, 4, 6)
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
@@ -40,6 +42,17 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
 
 def _size(value: Any) -> int:
     return value.shape[-1]
+
+
+def _functions() -> list[Function]:
+    """The functions of the language that take numbers alone."""
+    return [f for f in FUNCTIONS.values() if f.doc and set(f.operands.values()) == {"number"}]
+
+
+def _call(function: Function, a: Any, b: Any) -> Any:
+    """A function of one or two values, where it is moderate."""
+    x = a if function.domain is None else function.domain(rnn, a)
+    return getattr(rnn, function.name)(*(x, b)[: len(function.operands)])
 
 
 class _Body:
@@ -178,20 +191,14 @@ class _Body:
         """A value of values alone, of rows or of learned ones."""
         return self.draw.choice(
             (
+                *(functools.partial(_call, function, a, b) for function in _functions()),
                 lambda: -a,
                 lambda: a - b,
                 lambda: a / (1 + rnn.abs(a)),
                 lambda: b / rnn.sqrt(1 + rnn.sum(a * a)),
-                lambda: rnn.sigmoid(a),
-                lambda: rnn.relu(a),
                 lambda: rnn.gelu(a),
                 lambda: rnn.silu(a),
-                lambda: rnn.softplus(a),
-                lambda: rnn.exp(-rnn.softplus(a)),
-                lambda: rnn.log(1 + a * a),
-                lambda: rnn.sqrt(1 + rnn.abs(a)),
                 lambda: rnn.maximum(a, self.number()),
-                lambda: rnn.maximum(a, b),
                 lambda: rnn.where((a > 0.1) | ~(a <= b), a, 0.5),
                 lambda: rnn.where(rnn.max(a) > b, b, rnn.sum(a)),
                 lambda: rnn.clamp(a, -0.5, 0.7),

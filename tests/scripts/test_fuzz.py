@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -16,7 +17,7 @@ from torch import Tensor
 from hoconv.declaration import Implementation, operators
 from hoconv.dynamic_conv1d import operator as dynamic_conv1d
 from hoconv.dynamic_conv1d import reference
-from hoconv.recurrent.passes.gradient.derivatives import RULES
+from hoconv.recurrent.ir.functions import FUNCTIONS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
@@ -61,7 +62,8 @@ def test_seeded_part_of_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_wrong_derivative_of_a_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = importlib.import_module("fuzzing.commands.cells")
-    monkeypatch.setitem(RULES, "sum", lambda g, y, x: (g * 1.001,))
+    wrong = dataclasses.replace(FUNCTIONS["sum"], derivative=lambda rnn, g, y, x: (g * 1.001,))
+    monkeypatch.setitem(FUNCTIONS, "sum", wrong)
     verdicts = [
         cells.run(cells.Key("interpret", "cpu", SEED, number), Path(), lambda told: None).kind
         for number in range(12)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hoconv.recurrent.codegen.expressions import TYPES
+from hoconv.recurrent.codegen.expressions import TYPES, reduction
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.steps import Steps, lower_steps, offset, pointers, row_pointers
@@ -23,8 +23,7 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 
 class _Simd(Target):
     def loop(self, size: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:
-        signs = {"sum": "+", "max": "max"}
-        clauses = "".join(f" reduction({signs[op.kind]} : {name})" for op, name in sums)
+        clauses = "".join(f" reduction({reduction(op).openmp} : {name})" for op, name in sums)
         return [
             f"#pragma omp simd{clauses}",
             f"for (int64_t j = 0; j < {size}; ++j) {{",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hoconv.recurrent.codegen.storage import Place, Storage
-from hoconv.recurrent.ir.kinds import REDUCTIONS
+from hoconv.recurrent.ir.kinds import is_reduction
 from hoconv.recurrent.ir.program import Group, Op, Type, Value
 
 _ALIGNMENT = 64  # bytes, of vectors in scratch: a vector register's
@@ -112,7 +112,7 @@ class _Lowering:
         at = 0 if row else -1
         for value in op.values:
             if value not in self.made:
-                known = 0 if op.kind in REDUCTIONS and value.type.size > 1 else -1
+                known = 0 if is_reduction(op.kind) and value.type.size > 1 else -1
             elif value.type.size == 1:
                 known = self.section[value] + (row and op.kind != "cat")
             else:
@@ -178,7 +178,7 @@ class _Lowering:
                 statements.append(Compute(op))
             else:
                 statements.append(Load(result, self._memory(source), int(op.attrs[0])))
-        elif op.kind in REDUCTIONS and op.values[0].type.size > 1:
+        elif is_reduction(op.kind) and op.values[0].type.size > 1:
             self._ready(op.values[0], section, op)
             self._loop(section, op.values[0]).append(Reduce(op))
         else:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hoconv.recurrent.ir.kinds import ROWWISE
+from hoconv.recurrent.ir.kinds import is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield
 
 Kind = Literal["once", "sequence", "step", "state", "history"]
@@ -91,7 +91,7 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
             every other one.
     """
     items = [
-        item if isinstance(item, Group) or item.kind not in ROWWISE else Group((item,))
+        item if isinstance(item, Group) or not is_rowwise(item.kind) else Group((item,))
         for item in program.step
     ]
     params = tuple(Buffer(f"param{i}", "once", p.value.type) for i, p in enumerate(program.params))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hoconv.recurrent.frontend.errors import CellError, line_in, located
-from hoconv.recurrent.frontend.language import Frame, Row, entered
+from hoconv.recurrent.frontend.frame import Frame, Row, entered
 
 HIDDEN = "hidden_size"
 _GIVEN = ("input_size", HIDDEN)

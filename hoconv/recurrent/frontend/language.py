@@ -9,69 +9,12 @@ B batch, n features.
 from __future__ import annotations
 
 import math
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from hoconv.recurrent.frontend.frame import Row, apply, current_frame
+from hoconv.recurrent.frontend.functions import exp, max, sigmoid, sqrt, sum, where
 from hoconv.recurrent.frontend.symbol import Symbol, fail
 from hoconv.recurrent.ir import evaluate
-
-# Rows of features: a tensor (B, n) or a symbol.
-Row = Any
-
-
-class Frame(ABC):
-    """What a cell's step is run in: whose parameters, whose random numbers."""
-
-    training: bool
-
-    @abstractmethod
-    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row: ...
-
-    @abstractmethod
-    def parameter(self, name: str, size: int | None, init: float | None) -> Row: ...
-
-    @abstractmethod
-    def keep(self, probability: float, size: int) -> Row: ...
-
-    @abstractmethod
-    def apply(self, kind: str, *operands: Row | float) -> Row: ...
-
-
-class _Local(threading.local):
-    frame: Frame | None = None
-
-
-_local = _Local()
-
-
-@contextmanager
-def entered(frame: Frame) -> Iterator[None]:
-    """Runs a step in a frame."""
-    before, _local.frame = _local.frame, frame
-    try:
-        yield
-    finally:
-        _local.frame = before
-
-
-def _frame(function: str) -> Frame:
-    if _local.frame is None:
-        fail(f"rnn.{function} is called outside of a cell that an RNN runs")
-    return _local.frame
-
-
-def _apply(kind: str, *operands: Row | float) -> Row:
-    for operand in operands:
-        if isinstance(operand, Symbol):
-            return operand.builder.apply(kind, *operands)
-    if _local.frame is not None:
-        return _local.frame.apply(kind, *operands)
-    return evaluate.elementwise(kind, *operands, dtype=torch.get_default_dtype())
 
 
 def _checked_name(function: str, name: Any) -> None:
@@ -100,7 +43,7 @@ def linear(name: str, *operands: Row, size: int | None = None, bias: bool = True
     _checked_name("linear", name)
     if not operands:
         fail(f"linear({name!r}): expected at least one operand")
-    return _frame("linear").linear(name, operands, size, bias)
+    return current_frame("linear").linear(name, operands, size, bias)
 
 
 def parameter(name: str, like: Row | int | None = None, *, init: float | None = None) -> Row:
@@ -116,75 +59,20 @@ def parameter(name: str, like: Row | int | None = None, *, init: float | None = 
     size = like if like is None or isinstance(like, int) else like.shape[-1]
     if size is not None and size < 1:
         fail(f"parameter({name!r}): like: expected a size of at least 1, got {size}")
-    return _frame("parameter").parameter(name, size, init)
+    return current_frame("parameter").parameter(name, size, init)
 
 
-# Elementwise functions
-
-
-def sigmoid(x: Row) -> Row:
-    """1 / (1 + exp(-x))."""
-    return _apply("sigmoid", x)
-
-
-def tanh(x: Row) -> Row:
-    """The hyperbolic tangent."""
-    return _apply("tanh", x)
-
-
-def relu(x: Row) -> Row:
-    """max(x, 0)."""
-    return _apply("relu", x)
+# Elementwise functions of functions
 
 
 def gelu(x: Row) -> Row:
     """x times the normal distribution function of x (Hendrycks and Gimpel 2016, the exact form)."""
-    return 0.5 * x * (1 + _apply("erf", x * math.sqrt(0.5)))
+    return 0.5 * x * (1 + apply("erf", x * math.sqrt(0.5)))
 
 
 def silu(x: Row) -> Row:
     """x sigmoid(x)."""
     return x * sigmoid(x)
-
-
-def softplus(x: Row) -> Row:
-    """log(1 + exp(x)); x itself past 20, as in PyTorch."""
-    return _apply("softplus", x)
-
-
-def exp(x: Row) -> Row:
-    """The exponential."""
-    return _apply("exp", x)
-
-
-def log(x: Row) -> Row:
-    """The natural logarithm."""
-    return _apply("log", x)
-
-
-def sqrt(x: Row) -> Row:
-    """The square root."""
-    return _apply("sqrt", x)
-
-
-def abs(x: Row) -> Row:
-    """The absolute value; its derivative at 0 is 0."""
-    return _apply("abs", x)
-
-
-def minimum(a: Row, b: Row | float) -> Row:
-    """The smaller one; where they are equal, each gets half of the gradient."""
-    return _apply("minimum", a, b)
-
-
-def maximum(a: Row, b: Row | float) -> Row:
-    """The larger one; where they are equal, each gets half of the gradient."""
-    return _apply("maximum", a, b)
-
-
-def where(condition: Row, a: Row | float, b: Row | float) -> Row:
-    """a where the condition is true, else b; conditions are made by comparisons and & | ~."""
-    return _apply("where", condition, a, b)
 
 
 def clamp(x: Row, low: float, high: float) -> Row:
@@ -195,19 +83,9 @@ def clamp(x: Row, low: float, high: float) -> Row:
 # Over the features of a row
 
 
-def sum(x: Row) -> Row:
-    """The sum of a row's features, (B, 1)."""
-    return _apply("sum", x)
-
-
 def mean(x: Row) -> Row:
     """The mean of a row's features, (B, 1)."""
     return sum(x) * (1 / x.shape[-1])
-
-
-def max(x: Row) -> Row:
-    """The largest of a row's features, (B, 1); equal ones share the gradient."""
-    return _apply("max", x)
 
 
 def softmax(x: Row) -> Row:
@@ -256,7 +134,7 @@ def dropout(x: Row, p: float) -> Row:
     implementation draws the same.
     """
     _check_probability("dropout", p)
-    frame = _frame("dropout")
+    frame = current_frame("dropout")
     if not frame.training or p == 0:
         return x
     if p == 1:
@@ -271,7 +149,7 @@ def zoneout(new: Row, old: Row, p: float) -> Row:
     2017.
     """
     _check_probability("zoneout", p)
-    frame = _frame("zoneout")
+    frame = current_frame("zoneout")
     if p == 0:
         return new
     if not frame.training:

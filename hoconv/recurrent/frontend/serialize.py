@@ -13,6 +13,7 @@ from typing import Any
 
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.frontend.trace import Declaration, Trace
+from hoconv.recurrent.ir.kinds import is_known
 from hoconv.recurrent.ir.program import (
     Operand,
     Param,
@@ -66,7 +67,7 @@ def from_text(text: str) -> Trace:
     """The trace of a text.
 
     Raises:
-        ValueError: a text of another version of hoconv.
+        ValueError: a text of another version of hoconv, or with an op that this one does not have.
     """
     name, _, written = text.partition(" ")
     told: dict[str, Any] = json.loads(written)
@@ -84,6 +85,11 @@ def from_text(text: str) -> Trace:
     values = [*(p.value for p in params), x, *states]
     builder = Builder()
     for kind, operands, attrs in told["ops"]:
+        if not is_known(kind):
+            raise ValueError(
+                f"this recurrent cell was exported by another version of hoconv, which has the op "
+                f"{kind!r}: load it there, or export it again here"
+            )
         inputs = [Symbol(builder, values[o]) if isinstance(o, int) else o for o in operands]
         values.append(builder.apply(kind, *inputs, attrs=tuple(attrs)).value)
     source = values[told["output"]]

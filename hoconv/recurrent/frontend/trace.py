@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.frontend.language import Frame, Row
+from hoconv.recurrent.frontend.frame import Frame, Row
 from hoconv.recurrent.frontend.symbol import Builder, Symbol, fail
 from hoconv.recurrent.ir.program import Param, Piece, Program, State, Type, Value, Yield, flat
 

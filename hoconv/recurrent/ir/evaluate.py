@@ -5,13 +5,13 @@ Rows are the last but one dimension, features the last: (B, n), or (T, B, n) of 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hoconv.recurrent.ir.functions import FUNCTIONS
 
 DTYPES = {
     "f64": torch.float64,
@@ -28,49 +28,18 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "abs": torch.abs,
-    "exp": torch.exp,
-    "log": torch.log,
-    "sqrt": torch.sqrt,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "softplus": F.softplus,
-    "erf": torch.erf,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-    "where": torch.where,
-    "sum": lambda x: x.sum(-1, keepdim=True),
-    "max": lambda x: x.amax(-1, keepdim=True),
-}
-_TENSORS_ONLY = ("minimum", "maximum", "where")
-
-
 def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A function of rows; numbers among the operands are constants of `dtype`."""
-    if kind in _TENSORS_ONLY:
-        device = next(o.device for o in operands if isinstance(o, Tensor))
+    """A function of the table; numbers among the operands are constants of `dtype`."""
+    function = FUNCTIONS[kind]
+    assert function.evaluate is not None, kind
+    device = next((o.device for o in operands if isinstance(o, Tensor)), None)
+    if function.doc and device is not None:  # PyTorch's operators take numbers, its functions none
         operands = tuple(
             # Not torch.tensor, which would wait for a GPU.
             o if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
             for o in operands
         )
-    return ELEMENTWISE[kind](*operands)
+    return function.evaluate(*operands)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

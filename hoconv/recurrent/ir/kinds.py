@@ -1,4 +1,4 @@
-"""The kinds of op that there are, and the shape of the result of each.
+"""The kinds of op that there are: which operands each takes, and the shape of its result.
 
 n features of an operand, m features of a result.
 """
@@ -7,24 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
 from hoconv.recurrent.ir.program import Operand, Value
 
-UNARY = ("neg", "abs", "exp", "log", "sqrt", "sigmoid", "tanh", "relu", "softplus", "erf")
-BINARY = ("add", "sub", "mul", "div", "minimum", "maximum")
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-LOGIC = ("and", "or", "not")
-ELEMENTWISE = (*UNARY, *BINARY, *COMPARISONS, *LOGIC, "where", "cast")
-# Over the features of a row; the result has one feature.
-REDUCTIONS = ("sum", "max")
-# slice: attrs (start, stop). fill: attrs (value, n), n times the same number. keep: attrs
-# (probability, site, n), true with that probability, drawn by a counter: ir/random.py.
+# Besides the functions of the table there are ops that need attributes, weights or sequences.
+# slice: attrs (start, stop), some features; cat: the features of several rows beside each other.
+LAYOUT = ("slice", "cat")
+# fill: attrs (value, n), n times the same number. keep: attrs (probability, site, n), true with
+# that probability, drawn by a counter: ir/random.py.
 SOURCES = ("fill", "keep")
-ROWWISE = (*ELEMENTWISE, *REDUCTIONS, *SOURCES, "slice", "cat")
 # linear(x, W, b or nothing) = x W^T + b; linear_t(g, W) = g W.
 PRODUCTS = ("linear", "linear_t")
 # On whole sequences, summed over time and batch: outer(g, x) = g^T x; total(g), the sum of rows.
 SUMS = ("outer", "total")
-KINDS = (*ROWWISE, *PRODUCTS, *SUMS)
+
+
+def is_known(kind: str) -> bool:
+    """Whether there are ops of this kind."""
+    return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES, *PRODUCTS, *SUMS)
+
+
+def is_reduction(kind: str) -> bool:
+    """Whether the op makes one feature of all features of a row."""
+    return isinstance(FUNCTIONS.get(kind), Reduction)
+
+
+def is_elementwise(kind: str) -> bool:
+    """Whether a feature of the result depends on the same feature of each operand."""
+    return kind in FUNCTIONS and not is_reduction(kind)
+
+
+def is_rowwise(kind: str) -> bool:
+    """Whether a row of the result depends on the same row of each operand, and on no weight."""
+    return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES)
+
+
+def is_cheap(kind: str) -> bool:
+    """Whether the op costs less to compute again than to write and read its result."""
+    return FUNCTIONS[kind].cheap if kind in FUNCTIONS else kind in (*LAYOUT, *SOURCES)
 
 
 class OperandError(ValueError):
@@ -34,8 +54,8 @@ class OperandError(ValueError):
 def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
     """Checks that conditions stand where conditions belong, and numbers where numbers do.
 
-    The one rule of types: comparisons make conditions; ``& | ~`` and the first operand of ``where``
-    take them, and so do slices and ``cat``; everything else takes numbers. Nothing is converted.
+    The one rule of types: a function takes the sorts of its entry in the table; slices and ``cat``
+    take either sort; everything else takes numbers. Nothing is converted.
 
     Raises:
         OperandError: one in the other's place, or constants alone; says what to write.
@@ -53,8 +73,10 @@ def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
         if numbers := [i for i in inputs if not isinstance(i, Value)]:
             raise OperandError(f"cat: expected values of the step, got the number {numbers[0]:g}")
         wanted = [all(found)] * len(found)
+    elif kind in FUNCTIONS:
+        wanted = [sort == "condition" for sort in FUNCTIONS[kind].operands.values()]
     else:
-        wanted = [kind in LOGIC or (kind == "where" and i == 0) for i in range(len(found))]
+        wanted = [False] * len(found)
     for operand, is_condition, condition_wanted in zip(inputs, found, wanted):
         if condition_wanted and not is_condition:
             got = "a value" if isinstance(operand, Value) else f"the number {operand:g}"
@@ -77,7 +99,7 @@ def result_shape(
         OperandError: the operands' shapes do not fit; says which they are.
     """
     shapes = [i.type.shape for i in inputs if isinstance(i, Value)]
-    if kind in ELEMENTWISE:
+    if is_elementwise(kind):
         for shape in shapes:
             if len(shape) != 1:
                 raise OperandError(f"{kind}: expected vectors of features, got a weight {shape}")
@@ -86,7 +108,7 @@ def result_shape(
             listed = " and ".join(str(shape[0]) for shape in shapes)
             raise OperandError(f"{kind}: expected operands of one size, or of size 1; got {listed}")
         return (max(sizes),)
-    if kind in REDUCTIONS:
+    if is_reduction(kind):
         return (1,)
     if kind in SOURCES:
         return (int(attrs[-1]),)
@@ -110,6 +132,6 @@ def result_shape(
 
 def is_boolean(kind: str, inputs: Sequence[Operand]) -> bool:
     """Whether the result is true or false."""
-    if kind in ("slice", "cat"):
+    if kind in LAYOUT:
         return any(isinstance(i, Value) and i.type.dtype == "bool" for i in inputs)
-    return kind in (*COMPARISONS, *LOGIC, "keep")
+    return kind == "keep" or (kind in FUNCTIONS and FUNCTIONS[kind].result == "condition")

@@ -63,7 +63,7 @@ Operand = Value | float
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation; `kind` is one of :data:`hoconv.recurrent.ir.kinds.KINDS`."""
+    """One operation; `kind` is a name that :mod:`hoconv.recurrent.ir.kinds` knows."""
 
     kind: str
     inputs: tuple[Operand, ...]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import (
-    ELEMENTWISE,
-    KINDS,
+    LAYOUT,
     PRODUCTS,
-    REDUCTIONS,
     SUMS,
     OperandError,
     check_operands,
     is_boolean,
+    is_known,
     result_shape,
 )
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
@@ -71,7 +71,7 @@ def verify(program: Program) -> Program:
 def _region(name: str, items: tuple, rates: tuple, known: set, define, program: Program) -> None:
     for op in flat(items):
         where = f"{op.kind} in {name}"
-        if op.kind not in KINDS:
+        if not is_known(op.kind):
             raise VerificationError(f"{where}: no such op\n{program}")
         for value in op.values:
             if value not in known:
@@ -96,6 +96,6 @@ def _check_dtypes(where: str, op: Op, program: Program) -> None:
     own = op.result.type.dtype
     if op.kind == "cast" or not read:
         return
-    same = op.kind in (*ELEMENTWISE, *REDUCTIONS, *PRODUCTS, "slice", "cat")
+    same = op.kind in FUNCTIONS or op.kind in (*PRODUCTS, *LAYOUT)
     if len(read) > 1 or (same and own not in (*read, "bool")):
         raise VerificationError(f"{where}: {', '.join(read)} to {own}\n{program}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hoconv.recurrent.ir.kinds import ROWWISE
+from hoconv.recurrent.ir.kinds import is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 
 
@@ -49,4 +49,4 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
 
 def _in_group(op: Op) -> bool:
     """Parameters alone are no rows: what is made of them is computed by itself."""
-    return op.kind in ROWWISE and op.result.type.rate != "once"
+    return is_rowwise(op.kind) and op.result.type.rate != "once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.frontend.language import where
+from hoconv.recurrent.frontend.functions import where
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.program import Program, State, Type, Value, Yield
 

@@ -53,6 +53,12 @@ def test_a_text_of_another_version_is_refused() -> None:
         from_text(text)
 
 
+def test_a_text_with_an_op_of_another_version_is_refused() -> None:
+    text = to_text(trace(bound("lstm"))).replace('"sigmoid"', '"sigmoid2"')
+    with pytest.raises(ValueError, match="another version of hoconv, which has the op 'sigmoid2'"):
+        from_text(text)
+
+
 def test_constants_are_kept_to_the_last_bit() -> None:
     cell = scaled(0.1 + 0.2).bind(3, 4, {})
     (constant,) = {i for op in flat(from_text(to_text(trace(cell))).program.step)

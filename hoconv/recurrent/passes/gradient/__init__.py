@@ -1,1 +1,1 @@
-"""The gradient of a program: derivatives of its ops, and what the forward steps save."""
+"""The gradient of a program, and what the forward steps save for it."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hoconv.recurrent.frontend.language import cat, sum
+from hoconv.recurrent.frontend import functions
+from hoconv.recurrent.frontend.language import cat
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
-from hoconv.recurrent.ir.kinds import ELEMENTWISE
+from hoconv.recurrent.ir.functions import FUNCTIONS
+from hoconv.recurrent.ir.kinds import is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
-from hoconv.recurrent.passes.gradient.derivatives import RULES
 from hoconv.recurrent.passes.gradient.saved import choose_saved, computed_again
 from hoconv.recurrent.passes.rewrite import substituted
 from hoconv.recurrent.passes.simplify import simplify
@@ -101,11 +102,13 @@ class _Adjoint:
                 start = stop
             return
         operands = [Symbol(builder, i) if isinstance(i, Value) else i for i in op.inputs]
-        gradients = RULES[op.kind](g, Symbol(builder, op.result), *operands)
+        derivative = FUNCTIONS[op.kind].derivative
+        assert derivative is not None, op.kind  # a condition has no gradient to pass on
+        gradients = derivative(functions, g, Symbol(builder, op.result), *operands)
         for operand, gradient in zip(op.inputs, gradients, strict=True):
             if isinstance(operand, Value) and gradient is not None:
-                if op.kind in ELEMENTWISE and operand.type.size < gradient.shape[-1]:
-                    gradient = sum(gradient)
+                if is_elementwise(op.kind) and operand.type.size < gradient.shape[-1]:
+                    gradient = functions.sum(gradient)
                 self.add(operand, gradient)
 
     def product(self, op: Op, g: Symbol) -> None:

@@ -11,23 +11,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 
-from hoconv.recurrent.ir.kinds import BINARY, COMPARISONS, LOGIC, SOURCES
+from hoconv.recurrent.ir.kinds import is_cheap
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
 
-# Costs less to compute than to write and read: reads and moves no more than its operands.
-CHEAP = (
-    *BINARY,
-    *COMPARISONS,
-    *LOGIC,
-    *SOURCES,
-    "neg",
-    "abs",
-    "relu",
-    "where",
-    "cast",
-    "slice",
-    "cat",
-)
 _ENDLESS = 1 << 60
 
 
@@ -48,7 +34,7 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
         cost = 0 if value in free else value.type.row_bytes
         network.connect((value, "in"), (value, "out"), cost)
         op = made_by.get(value)
-        if op is None or op.kind not in CHEAP:
+        if op is None or not is_cheap(op.kind):
             network.connect("forward", (value, "in"), _ENDLESS)
         else:
             for source in op.values:

@@ -1,0 +1,76 @@
+"""What a cell is run in: its parameters, its random numbers, and who computes its ops.
+
+B batch, n features.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hoconv.recurrent.frontend.symbol import Symbol, fail
+from hoconv.recurrent.ir import evaluate
+
+# Rows of features: a tensor (B, n) or a symbol.
+Row = Any
+
+
+class Frame(ABC):
+    """What a cell's step is run in: whose parameters, whose random numbers."""
+
+    training: bool
+
+    @abstractmethod
+    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row: ...
+
+    @abstractmethod
+    def parameter(self, name: str, size: int | None, init: float | None) -> Row: ...
+
+    @abstractmethod
+    def keep(self, probability: float, size: int) -> Row: ...
+
+    @abstractmethod
+    def apply(self, kind: str, *operands: Row | float) -> Row: ...
+
+
+class _Local(threading.local):
+    frame: Frame | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Runs a step in a frame."""
+    before, _local.frame = _local.frame, frame
+    try:
+        yield
+    finally:
+        _local.frame = before
+
+
+def current_frame(function: str) -> Frame:
+    """The frame of the cell that calls a function of the language.
+
+    Raises:
+        ValueError: no cell is running.
+    """
+    if _local.frame is None:
+        fail(f"rnn.{function} is called outside of a cell that an RNN runs")
+    return _local.frame
+
+
+def apply(kind: str, *operands: Row | float) -> Row:
+    """Computes an op on tensors, or appends it to the program that symbols belong to."""
+    for operand in operands:
+        if isinstance(operand, Symbol):
+            return operand.builder.apply(kind, *operands)
+    if _local.frame is not None:
+        return _local.frame.apply(kind, *operands)
+    return evaluate.elementwise(kind, *operands, dtype=torch.get_default_dtype())

@@ -1,0 +1,140 @@
+"""The table of functions: a new one is an entry, and everything that compiles cells knows it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from hoconv import recurrent as rnn
+from hoconv.jit import nvrtc
+from hoconv.jit.generated import compile_cuda
+from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.ir.functions import FUNCTIONS, Function, Reduction
+from hoconv.recurrent.runtime.cpp import obstacle
+from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.testing.random_cells import random_cell
+from tests.hoconv.recurrent.shim import shim_loops
+from tests.hoconv.recurrent.support import agree, cell_case
+from tests.hoconv.recurrent.test_compiler import check_loops
+
+needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
+
+SINE = Function(
+    "sin",
+    torch.sin,
+    "sin({0})",
+    lambda rnn, g, y, x: (g * rnn.sin(x + math.pi / 2),),
+    doc="The sine.",
+)
+
+
+@pytest.fixture(autouse=True)
+def _sine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it takes to add a function."""
+    monkeypatch.setitem(FUNCTIONS, SINE.name, SINE)
+
+
+@rnn.cell(state=("h", "phase"))
+def wave(x: Any, h: Any, phase: Any) -> Any:
+    phase = phase + rnn.sin(rnn.linear("rate", x, h))
+    h = rnn.tanh(rnn.sin(phase) + rnn.sin(rnn.parameter("shift")) * rnn.linear("h", x, h))
+    return h, dict(h=h, phase=phase)
+
+
+def test_the_language_has_it() -> None:
+    x = torch.linspace(-3, 3, 12).view(2, 6)
+    torch.testing.assert_close(rnn.sin(x), x.sin())
+    assert rnn.sin.__doc__ == "The sine."
+    assert "sin" in dir(rnn)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_its_values_and_gradients(schedule: str) -> None:
+    for options in ({"masked": True}, {"reverse": True}):
+        case = cell_case(wave.bind(3, 4, {}), **options)
+        case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
+
+
+@needs_compiler
+def test_layers_in_cpp_give_its_values_and_gradients() -> None:
+    agree(rnn.RNN(wave, 3, 4, num_layers=2, bidirectional=True, dtype=torch.float64))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_cpp_compute_it_in_the_dtype_of_the_states(dtype: torch.dtype) -> None:
+    agree(rnn.RNN(wave, 3, 4, dtype=dtype), tolerance=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@needs_compiler
+def test_kernels_for_a_gpu_give_its_values_and_gradients() -> None:
+    check_loops([cell_case(wave.bind(3, 4, {}), masked=True)], "auto", shim_loops)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_kernels_for_a_gpu_compile(dtype: torch.dtype) -> None:
+    text = emit_cuda(plan(wave.bind(3, 4, {}), dtype).backward).text
+    assert "sin(" in text
+    assert compile_cuda("recurrent", text, "sm_90").stat().st_size
+
+
+def test_it_is_saved_unless_it_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    @rnn.cell(state=("h",))
+    def squared(x: Any, h: Any) -> Any:
+        s = rnn.sin(h)
+        h = s * s * s + rnn.linear("x", x)
+        return h, dict(h=h)
+
+    def saved() -> list[str]:
+        forward = plan(squared.bind(3, 4, {}), torch.float64, "hoisted").forward
+        return [y.source.hint for y in forward.yields if y.name.startswith("saved")]
+
+    assert len(saved()) == 2  # the state, for the derivative, and the sine
+    monkeypatch.setitem(FUNCTIONS, "sin", dataclasses.replace(SINE, cheap=True))
+    assert saved() == ["h"]
+
+
+def test_random_cells_draw_it() -> None:
+    def drawn(seed: int) -> bool:
+        made = plan(random_cell(seed), torch.float64, "naive", training=True)
+        return any(getattr(op, "kind", "") == "sin" for op in made.definition.step)
+
+    assert any(map(drawn, range(20)))
+
+
+def test_calls_are_as_the_entry_says() -> None:
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(rnn.where(condition=x > 0, b=0.0, a=x), x)
+    assert str(inspect.signature(rnn.where)) == "(condition, a, b)"
+    with pytest.raises(TypeError, match="missing a required argument: 'b'"):
+        rnn.minimum(x)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        rnn.sin(x, x)
+    with pytest.raises(AttributeError, match=r"hoconv\.recurrent has no function 'cosine'"):
+        _ = rnn.cosine
+    with pytest.raises(AttributeError, match="no function 'add'"):
+        _ = rnn.add
+
+
+def test_functions_can_be_options() -> None:
+    assert copy.deepcopy(rnn.sin) is rnn.sin
+    assert pickle.loads(pickle.dumps(rnn.tanh)) is rnn.tanh
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_entries_are_whole(name: str) -> None:
+    function = FUNCTIONS[name]
+    assert function.name == name
+    assert (function.derivative is None) == (function.result == "condition")
+    assert (function.evaluate is None) == (name == "cast")
+    operands = 2 if isinstance(function, Reduction) else len(function.operands)
+    assert all(f"{{{i}}}" in function.c for i in range(operands))
