@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Implementation:
     """One way to compute an operator.
 
     Attributes:
-        function: computes it, called with the operator's arguments once they are checked.
+        function: computes it, called with the operator's arguments once they are checked; returns
+            a tensor, or a pytree of tensors (a tuple or a dict, say).
         devices: the device types it runs on; empty for all of them.
         load: makes `function` callable, by compiling what it needs where that is not done yet;
             returns what failed, with the fix, or None. Where nothing is missing, and it fails or
@@ -36,7 +37,7 @@ class Implementation:
             PyTorch's matrix products do not promise it.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     devices: tuple[str, ...] = ()
     load: Callable[[], str | None] = lambda: None
     obstacle: Callable[[], str | None] = lambda: None
@@ -90,7 +91,7 @@ class Benchmark:
     axis: str
     sizes: tuple[int, ...]
     sample: Callable[[int, torch.device, torch.dtype], Sample]
-    baselines: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +100,14 @@ class Operator:
 
     Attributes:
         name: the public name.
-        function: the public function, ``function(*args, impl=..., **kwargs)``.
+        function: the public function, ``function(*args, impl=..., **kwargs)``; returns what an
+            implementation's does.
         implementations: name -> implementation, from the slowest to the fastest. The first is
             ``reference``, the definition in plain PyTorch and the ground truth.
         samples: ``samples(device, dtype)`` yields the correctness cases, the awkward ones included,
             small enough that all of them run in seconds.
         tolerances: dtype -> largest allowed ``|out - ref| / |ref|`` (Euclidean norms) against the
-            reference in float64, for the output and for every gradient.
+            reference in float64, for every tensor of the output and for every gradient.
         cost: the floor of a sample.
         benchmark: the sizes at which it is timed.
         bitwise: every implementation gives the reference's bits, in the operator's own dtypes,
@@ -113,7 +115,7 @@ class Operator:
     """
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     implementations: Mapping[str, Implementation]
     samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
     tolerances: Mapping[torch.dtype, float]

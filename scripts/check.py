@@ -16,6 +16,7 @@ For NVIDIA's compute-sanitizer, which must see every allocation::
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import random
 import sys
@@ -32,18 +33,24 @@ from common import (
     add_operator_option,
     broken_packages_named,
     console,
-    differentiable,
     dtype_name,
-    is_floating,
     record,
     write_json,
 )
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hoconv.declaration import Operator, Sample, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.testing.comparison import (
+    named,
+    on_cpu,
+    output_and_gradients,
+    relative_error,
+    same_bits,
+)
 
 SMALL = (torch.float32, torch.bfloat16)
 
@@ -76,13 +83,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A sample, the gradient of its output, and what the reference makes of both."""
+    """A sample, the gradient of its output, and what the reference makes of both.
+
+    Attributes:
+        cotangent: the gradient of the output, in its structure.
+        dtypes: of the reference's output for the sample, by the names of its tensors.
+        expected: output and gradients of the reference, by name.
+    """
 
     sample: Sample
-    grad: Tensor
-    dtype: torch.dtype  # of the reference's output for this sample
-    output: Tensor
-    gradients: list[Tensor]
+    cotangent: Any
+    dtypes: dict[str, torch.dtype]
+    expected: dict[str, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,22 +157,16 @@ def check(
 
 def _case(operator: Operator, sample: Sample) -> Case:
     """Computed on the CPU: independent of the device that is checked."""
-
-    def exact(value: Any) -> Any:
-        wide = is_floating(value) and not operator.bitwise
-        return value.cpu().double() if wide else _on_cpu(value)
-
-    plain = _converted(sample, _on_cpu)
+    reference = functools.partial(operator.function, impl="reference")
+    call = sample.args, dict(sample.kwargs)
+    args, kwargs = on_cpu(call, in_float64=False)
     with torch.no_grad():
-        like = operator.function(*plain.args, impl="reference", **plain.kwargs)
-    grad = torch.randn(like.shape, dtype=torch.float64).to(like.dtype)
-    output, gradients = _call(operator, "reference", _converted(sample, exact), exact(grad))
-    return Case(sample, grad, like.dtype, output, gradients)
-
-
-def _converted(sample: Sample, convert: Callable[[Any], Any]) -> Sample:
-    kwargs = {name: convert(value) for name, value in sample.kwargs.items()}
-    return Sample(tuple(map(convert, sample.args)), kwargs)
+        like = reference(*args, **kwargs)
+    cotangent = tree_map(lambda t: torch.randn(t.shape, dtype=torch.float64).to(t.dtype), like)
+    args, kwargs = on_cpu(call, in_float64=not operator.bitwise)
+    expected = output_and_gradients(reference, args, kwargs, cotangent)
+    dtypes = {name: t.dtype for name, t in named(like).items()}
+    return Case(sample, cotangent, dtypes, expected)
 
 
 def _compare(operator: Operator, case: Case, row: Row) -> None:
@@ -168,45 +174,38 @@ def _compare(operator: Operator, case: Case, row: Row) -> None:
     assert row.tolerance is not None
     row.cases += 1
     name = case.sample.name or f"case {row.cases}"
+    function = functools.partial(operator.function, impl=row.impl)
+    call = function, case.sample.args, case.sample.kwargs, case.cotangent
     try:
-        grad = case.grad.to(row.device)
         with _new_tensors_are_nan():
-            output, gradients = _call(operator, row.impl, case.sample, grad)
-        runs = [_call(operator, row.impl, case.sample, grad) for _ in range(2)]
+            results = output_and_gradients(*call)
+        once, again = output_and_gradients(*call), output_and_gradients(*call)
     except Exception as error:  # whatever an implementation raises is its failure, not ours
         row.output_error = row.gradient_error = math.inf
         row.failures.append(f"{name}: {type(error).__name__}: {error}")
         return
-    (once, gradients_once), (again, gradients_again) = runs
-    pairs = zip((once, *gradients_once), (again, *gradients_again), strict=True)
-    row.same_bits &= all(_same_bits(a, b) for a, b in pairs)
-
-    if (output.shape, output.dtype) != (case.output.shape, case.dtype):
+    row.same_bits &= once.keys() == again.keys() and all(
+        same_bits(once[name], again[name]) for name in once
+    )
+    if results.keys() != case.expected.keys():
         row.output_error = math.inf
-        got, expected = (tuple(output.shape), output.dtype), (tuple(case.output.shape), case.dtype)
-        row.failures.append(f"{name}: output: expected shape and dtype {expected}, got {got}")
+        row.failures.append(f"{name}: expected {[*case.expected]}, got {[*results]}")
         return
-    error = _relative_error(output, case.output)
-    row.output_error = _worse(row.output_error, error)
-    if not error <= row.tolerance:
-        row.failures.append(f"{name}: output: error {error:.1e}")
-    for i, (gradient, expected) in enumerate(zip(gradients, case.gradients, strict=True)):
-        error = _relative_error(gradient, expected)
-        row.gradient_error = _worse(row.gradient_error, error)
+    for what, dtype in case.dtypes.items():
+        got = tuple(results[what].shape), results[what].dtype
+        expected = tuple(case.expected[what].shape), dtype
+        if got != expected:
+            row.output_error = math.inf
+            row.failures.append(f"{name}: {what}: expected shape and dtype {expected}, got {got}")
+            return
+    for what, result in results.items():
+        error = relative_error(result, case.expected[what])
+        if what in case.dtypes:
+            row.output_error = _worse(row.output_error, error)
+        else:
+            row.gradient_error = _worse(row.gradient_error, error)
         if not error <= row.tolerance:
-            row.failures.append(f"{name}: gradient {i}: error {error:.1e}")
-
-
-def _call(
-    operator: Operator, impl: str, sample: Sample, grad: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """The output, and the gradients of the floating-point tensors among the arguments."""
-    args, leaves = differentiable(sample)
-    output = operator.function(*args, impl=impl, **sample.kwargs)
-    if not leaves:
-        return output, []
-    gradients = torch.autograd.grad(output, leaves, grad, materialize_grads=True)
-    return output.detach(), list(gradients)
+            row.failures.append(f"{name}: {what}: error {error:.1e}")
 
 
 @contextmanager
@@ -220,22 +219,8 @@ def _new_tensors_are_nan() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
-def _relative_error(result: Tensor, expected: Tensor) -> float:
-    error = (result.cpu().double() - expected).norm()
-    return 0.0 if error == 0 else (error / expected.norm()).item()
-
-
 def _worse(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _show_failures(rows: list[Row]) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from hoconv import doctor, jit
-from hoconv.declaration import Sample, broken_packages, operators
+from hoconv.declaration import broken_packages, operators
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -85,16 +84,6 @@ def console() -> Console:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def differentiable(sample: Sample) -> tuple[list[Any], list[Tensor]]:
-    """The arguments of a sample, and those of them to differentiate with respect to."""
-    args = [a.detach().requires_grad_() if is_floating(a) else a for a in sample.args]
-    return args, [a for a in args if is_floating(a)]
 
 
 def record(script: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.approx.ops import KERNELS, NO_FORWARD_MODE, Kernels
+from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
 from hoconv.registration import without_autocast
 
@@ -107,21 +107,21 @@ class Multiply(_Product):
     def forward(
         a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        return KERNELS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
+        return OPS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
 
     @staticmethod
     @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
-        kernels = KERNELS[impl]
+        ops = OPS[impl]
 
         def gradient_of(kind: str, operand: Tensor, other: Tensor) -> Tensor:
             if kind == "approx":
-                return kernels.multiply(grad.contiguous(), other.contiguous(), multiplier)
+                return ops.multiply(grad.contiguous(), other.contiguous(), multiplier)
             if kind == "ste":
                 return grad * other
-            return grad * kernels.multiply_derivative(operand, other, multiplier)
+            return grad * ops.multiply_derivative(operand, other, multiplier)
 
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of(gradient[0], a, b) if need_a else None
@@ -136,22 +136,22 @@ class Matmul(_Product):
     def forward(
         a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        return KERNELS[impl].matmul(a, b, multiplier)
+        return OPS[impl].matmul(a, b, multiplier)
 
     @staticmethod
     @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
-        kernels = KERNELS[impl]
+        ops = OPS[impl]
 
         def gradient_of_left(kind: str, grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
             if kind == "approx":
-                return kernels.matmul(grad, right.mT, multiplier)
+                return ops.matmul(grad, right.mT, multiplier)
             if kind == "ste":
                 with without_autocast(grad.device.type):
                     return grad @ right.mT
-            return kernels.matmul_derivative(grad, left, right, multiplier)
+            return ops.matmul_derivative(grad, left, right, multiplier)
 
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of_left(gradient[0], grad, a, b) if need_a else None
@@ -168,14 +168,14 @@ class Conv2d(_Product):
         multiplier: str, gradient: tuple[str, str], impl: str,
     ) -> Tensor:  # fmt: skip
         windows = stride, padding, dilation, groups
-        return KERNELS[impl].conv2d(x, weight, *windows, multiplier)
+        return OPS[impl].conv2d(x, weight, *windows, multiplier)
 
     @staticmethod
     @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         *windows, multiplier, gradient, impl = ctx.options
-        kernels = KERNELS[impl]
+        ops = OPS[impl]
         of_x, of_weight = (
             kind if needed else None
             for kind, needed in zip(gradient, ctx.needs_input_grad[:2], strict=True)
@@ -188,22 +188,22 @@ class Conv2d(_Product):
                 [of_x == "ste", of_weight == "ste", False],
             )  # fmt: skip
         if of_x == "approx":
-            d_x = kernels.conv2d_backward_input(grad, weight, x.shape, *windows, multiplier)
+            d_x = ops.conv2d_backward_input(grad, weight, x.shape, *windows, multiplier)
         elif of_x == "analytic":
-            d_x = _analytic_input(kernels, grad, x, weight, windows, multiplier)
+            d_x = _analytic_input(ops, grad, x, weight, windows, multiplier)
         if of_weight == "approx":
-            d_weight = kernels.conv2d_backward_weight(grad, x, weight.shape, *windows, multiplier)
+            d_weight = ops.conv2d_backward_weight(grad, x, weight.shape, *windows, multiplier)
         elif of_weight == "analytic":
-            d_weight = _analytic_weight(kernels, grad, x, weight, windows, multiplier)
+            d_weight = _analytic_weight(ops, grad, x, weight, windows, multiplier)
         return d_x, d_weight, None, None, None, None, None, None, None
 
 
 def _analytic_input(
-    kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of unfolded windows (L, K) with filters (K, O / G)."""
     stride, padding, dilation, groups = windows
-    d_columns = kernels.matmul_derivative(
+    d_columns = ops.matmul_derivative(
         grad.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT,
         columns(x, weight.shape, *windows).mT,
         weight.reshape(groups, weight.shape[0] // groups, -1).mT.repeat(x.shape[0], 1, 1),
@@ -214,12 +214,12 @@ def _analytic_input(
 
 
 def _analytic_weight(
-    kernels: Kernels, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of filters (O / G, K) with all windows (K, B * L)."""
     groups = windows[3]
     unfolded = columns(x, weight.shape, *windows).unflatten(0, (x.shape[0], groups))
-    d_filters = kernels.matmul_derivative(
+    d_filters = ops.matmul_derivative(
         grad.flatten(2).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(2),
         weight.reshape(groups, weight.shape[0] // groups, -1),
         unfolded.permute(1, 2, 0, 3).flatten(2),

@@ -57,8 +57,8 @@ _SCHEMAS = {
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The functions of one implementation; see their definitions in reference.py."""
+class Ops:
+    """The ops of one implementation; see their definitions in reference.py."""
 
     multiply: torch._ops.OpOverload
     multiply_derivative: torch._ops.OpOverload
@@ -116,20 +116,22 @@ _FAKES = {
 }
 
 
-def _register(impl: str) -> Kernels:
+def _register(impl: str) -> Ops:
     """Registers the ops of one implementation; compiled kernels come with their library."""
-    ops = [define(_library, name, impl, schema, _FAKES[name]) for name, schema in _SCHEMAS.items()]
-    kernels = Kernels(*ops)
-    for op in ops:
-        if op is not kernels.table_product:
+    defined = [
+        define(_library, name, impl, schema, _FAKES[name]) for name, schema in _SCHEMAS.items()
+    ]
+    ops = Ops(*defined)
+    for op in defined:
+        if op is not ops.table_product:
             register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
     register_gradient(
-        _library, kernels.table_product, _straight_through, _save_operands, _refuse_tangents
+        _library, ops.table_product, _straight_through, _save_operands, _refuse_tangents
     )
-    _implement_table_product(impl, kernels.table_matmul)
+    _implement_table_product(impl, ops.table_matmul)
     # Of no implementation its own: nothing is summed, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
-    return kernels
+    return ops
 
 
 def _refuse(*_: Any) -> Any:
@@ -185,7 +187,8 @@ def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
         _library.impl(f"{name}.{impl}", contiguous, key)
 
 
-KERNELS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
+# Implementation -> its ops.
+OPS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
 for _name in _SCHEMAS.keys() - {"approx_table_product", "approx_multiply_derivative"}:
     _implement(_name, "reference", getattr(reference, _name.removeprefix("approx_")))
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from hoconv.approx.operator import CONV2D, MATMUL
-from hoconv.approx.ops import KERNELS, NO_FORWARD_MODE
+from hoconv.approx.operator import MATMUL
+from hoconv.approx.ops import NO_FORWARD_MODE, OPS
 from hoconv.approx.reference import columns, output_size
 from hoconv.approx.tables import LookupTable
 from hoconv.implementations import check_name, resolve
@@ -83,10 +83,14 @@ def _product(
     a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
     table: LookupTable, impl: str,
 ) -> Tensor:  # fmt: skip
-    """a (B, M, K) times b (B, K, N), both on their 8-bit grids: forward by the table."""
+    """a (B, M, K) times b (B, K, N), both on their 8-bit grids: forward by the table.
+
+    It runs where ``approx_matmul`` runs: the same compiled libraries have the ops of both. It is
+    not declared as an operator, since random samples of a dtype do not lie on 8-bit grids.
+    """
     table.check_sum("input", a.shape[2])
-    kernels = KERNELS[resolve("approx_matmul", impl, a.device.type)]
-    return kernels.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
+    ops = OPS[resolve("approx_matmul", impl, a.device.type)]
+    return ops.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
 
 
 class _Quantizer(nn.Module):
@@ -152,7 +156,8 @@ class TableConv2d(nn.Conv2d):
         table: of the products: the input is its first operand, the weight its second.
         observer, momentum: how the input's range is found; as of :class:`Observer`. The weight's
             is its own, in every call.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, chosen as of ``approx_matmul``:
+            the convolution is a matrix product of unfolded windows.
 
     Parameters and buffers: those of :class:`torch.nn.Conv2d`, and quantizer.input.least and most,
     which a state dict of PyTorch's layer does not have.
@@ -166,7 +171,7 @@ class TableConv2d(nn.Conv2d):
         NotImplementedError: in forward mode; in training, under a transform of torch.func.
     """
 
-    operator = CONV2D
+    operator = MATMUL
 
     def __init__(
         self,
@@ -189,7 +194,7 @@ class TableConv2d(nn.Conv2d):
             raise ValueError(f"padding: expected a number or a pair of them, got {padding!r}")
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
                          bias, device=device)  # fmt: skip
-        check_name(CONV2D, impl)
+        check_name(MATMUL, impl)
         self.quantizer = _Quantizer(table, observer, momentum).to(device)
         self.impl = impl
 

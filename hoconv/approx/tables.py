@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.approx.ops import KERNELS
+from hoconv.approx.ops import OPS
 from hoconv.implementations import resolve
 
 # Bytes of a file -> how its numbers are read, by whether the table is signed.
@@ -142,4 +142,4 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
         raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
     table.check_sum("a", a.shape[2])
     name = resolve("approx_matmul", impl, a.device.type)
-    return KERNELS[name].table_matmul(a, b, table.on(a.device))
+    return OPS[name].table_matmul(a, b, table.on(a.device))

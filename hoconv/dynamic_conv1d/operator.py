@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.declaration import Benchmark, Cost, Operator, Sample, declare
-from hoconv.dynamic_conv1d.ops import IMPLEMENTATIONS
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dynamic_conv1d import ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import autocast, check_dtypes
+from hoconv.registration import autocast, check_dtypes, compiled
 
 _TOLERANCES = {
     torch.float64: 1e-14,
@@ -56,7 +56,7 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
     x, weight = autocast(x.device.type, x, weight)
     _check(x, weight, padding)
     name = resolve("dynamic_conv1d", impl, x.device.type)
-    return IMPLEMENTATIONS[name].function(x, weight, padding)
+    return OPERATOR.implementations[name].function(x, weight, padding)
 
 
 def _check(x: Tensor, weight: Tensor, padding: int) -> None:
@@ -167,7 +167,11 @@ OPERATOR = declare(
     Operator(
         name="dynamic_conv1d",
         function=dynamic_conv1d,
-        implementations=IMPLEMENTATIONS,
+        implementations={
+            "reference": Implementation(reference.dynamic_conv1d),
+            "cpp": compiled("cpp", ops.cpp, ("cpu", "cuda")),
+            "cuda": compiled("cuda", ops.cuda, ("cuda",)),
+        },
         samples=_samples,
         tolerances=_TOLERANCES,
         cost=_cost,

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
-from hoconv.declaration import Implementation
-from hoconv.dynamic_conv1d import reference
-from hoconv.registration import LIBRARIES, compiled, define, register_autocast, register_gradient
+from hoconv.registration import define, register_autocast, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -32,8 +30,12 @@ _SCHEMAS = {
 }  # fmt: skip
 
 
-def _register(impl: str) -> None:
-    """Registers the ops of one implementation; its kernels come with a compiled library."""
+def _register(impl: str) -> torch._ops.OpOverload:
+    """Registers the ops of one implementation, whose kernels come with a compiled library.
+
+    Returns:
+        The forward.
+    """
     forward, grad_input, grad_weight = (
         define(_library, name, impl, schema, fake)
         for (name, schema), fake in zip(
@@ -52,6 +54,7 @@ def _register(impl: str) -> None:
     )
     register_second_gradients(_library, forward, grad_input, grad_weight)
     register_autocast(_library, forward)
+    return forward
 
 
 def _fake(x: Tensor, weight: Tensor, padding: int) -> Tensor:
@@ -62,8 +65,8 @@ def _fake_grad_weight(grad: Tensor, x: Tensor, size: list, stride: list, padding
     return grad.new_empty_strided(size, stride)
 
 
-for _impl in LIBRARIES:
-    _register(_impl)
+cpp = _register("cpp")
+cuda = _register("cuda")
 
 
 def _flops(x_shape: tuple[int, ...], taps: int) -> int:
@@ -80,10 +83,3 @@ def _applied_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -
 @register_flop_formula(_ops.dynamic_conv1d_grad_weight)
 def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any) -> int:
     return _flops(grad_shape, size[2])
-
-
-IMPLEMENTATIONS = {
-    "reference": Implementation(reference.dynamic_conv1d),
-    "cpp": compiled("cpp", _ops.dynamic_conv1d.cpp, ("cpu", "cuda")),
-    "cuda": compiled("cuda", _ops.dynamic_conv1d.cuda, ("cuda",)),
-}

@@ -47,7 +47,7 @@ def recurrent(
     schedule: str = "auto",
     reverse: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Runs a ready cell over a sequence: what :class:`hoconv.recurrent.RNN` is made of.
 
     Args:
@@ -60,7 +60,7 @@ def recurrent(
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        The elements of the outputs (T, B, n) and of the final states (B, n), one after another.
+        The outputs (T, B, n), then each state (B, n) after the last step.
 
     Raises:
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
@@ -71,13 +71,14 @@ def recurrent(
     return run(x, tensors, cell, hidden_size, schedule, reverse)
 
 
-def _implementation(run: Callable[[ops.Call], list[Tensor]]) -> Callable[..., Tensor]:
+def _implementation(
+    run: Callable[[ops.Call], list[Tensor]],
+) -> Callable[..., tuple[Tensor, ...]]:
     def function(
         x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int,
         schedule: str = "auto", reverse: bool = False,
-    ) -> Tensor:  # fmt: skip
-        found = run(_call(x, tensors, cell, hidden_size, schedule, reverse))
-        return torch.cat([t.flatten() for t in found])
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return tuple(run(_call(x, tensors, cell, hidden_size, schedule, reverse)))
 
     return function
 
@@ -163,14 +164,16 @@ def _benchmark_sample(hidden_size: int, device: torch.device, dtype: torch.dtype
     return _sample("lstm", 100, 64, hidden_size, hidden_size, device, dtype, name)
 
 
-def _nn_lstm(x: Tensor, h: Tensor, c: Tensor, *parameters: Tensor, **_: object) -> Tensor:
+def _nn_lstm(
+    x: Tensor, h: Tensor, c: Tensor, *parameters: Tensor, **_: object
+) -> tuple[Tensor, ...]:
     """PyTorch's own LSTM with these parameters."""
     weights, biases = parameters[::2], parameters[1::2]
     ih, hh = torch.cat(weights).split([x.shape[2], h.shape[1]], 1)
     bias = torch.cat(biases)
     flat = [ih.contiguous(), hh.contiguous(), bias, torch.zeros_like(bias)]
     output, *final = torch._VF.lstm(x, (h[None], c[None]), flat, True, 1, 0.0, True, False, False)
-    return torch.cat([t.flatten() for t in (output, *final)])
+    return output, *(state[0] for state in final)
 
 
 OPERATOR = declare(

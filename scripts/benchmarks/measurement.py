@@ -19,10 +19,11 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from common import differentiable
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import Sample
+from hoconv.testing.comparison import differentiable, is_floating
 
 WARM_UP = 3
 REPEATS = {"cpu": 15, "cuda": 50}
@@ -67,31 +68,32 @@ class Contender:
 
     Attributes:
         args, leaves: the sample's arguments, and those of them that are differentiated.
-        grad: the gradient of the output; set in warm-up.
+        grads: the gradient of each tensor of the output; set in warm-up.
         times_ms: phase -> one entry a repeat.
         extra_memory: bytes held at most by one forward and backward beyond the inputs.
         error: why it stopped, or None.
     """
 
-    def __init__(self, name: str, function: Callable[..., Tensor], sample: Sample) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], sample: Sample) -> None:
         self.name = name
         self.function = function
-        self.args, self.leaves = differentiable(sample)
+        self.args = differentiable(sample.args)
+        self.leaves = [a for a in self.args if is_floating(a)]
         self.kwargs = sample.kwargs
-        self.grad: Tensor | None = None
+        self.grads: list[Tensor] = []
         self.times_ms: defaultdict[str, list[float]] = defaultdict(list)
         self.extra_memory: int | None = None
         self.error: str | None = None
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         return self.function(*self.args, **self.kwargs)
 
-    def gradients(self, output: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, self.leaves, self.grad)
+    def gradients(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, self.leaves, self.grads)
 
-    def both(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def both(self) -> tuple[Any, tuple[Tensor, ...]]:
         output = self.forward()
-        return output, self.gradients(output)
+        return output, self.gradients(differentiable_leaves(output))
 
     def is_done(self, repeats: int, enough_s: float) -> bool:
         count = min(map(len, self.times_ms.values()), default=0)
@@ -103,6 +105,11 @@ class Contender:
         )
 
 
+def differentiable_leaves(output: Any) -> list[Tensor]:
+    """The floating-point tensors of an output, which is one or a pytree of them."""
+    return [t for t in tree_leaves(output) if is_floating(t)]
+
+
 # Calls a function with cold caches; returns what it does, and how long it took in milliseconds.
 Timed = Callable[[Callable[[], Any]], tuple[Any, float]]
 
@@ -110,7 +117,8 @@ Timed = Callable[[Callable[[], Any]], tuple[Any, float]]
 def apart(contender: Contender, timed: Timed) -> dict[str, float]:
     """What `APART` says."""
     output, forward_ms = timed(contender.forward)
-    _, backward_ms = timed(lambda: contender.gradients(output))
+    outputs = differentiable_leaves(output)
+    _, backward_ms = timed(lambda: contender.gradients(outputs))
     return {"forward": forward_ms, "backward": backward_ms}
 
 
@@ -146,18 +154,20 @@ def take_turns(
         The bytes of the output and the gradients; None where no contender could run.
     """
     flush = torch.rand(FLUSH_BYTES // 4, device=device)
-    grads: dict[tuple[int, ...], Tensor] = {}  # one for each layout that outputs have
+    grads: dict[Any, Tensor] = {}  # one for each layout that a tensor of the outputs has
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         _flush(flush)
         return _timed(call, device)
 
     def prepare(contender: Contender) -> None:
-        output = contender.forward()
-        if output.stride() not in grads:
-            grads[output.stride()] = torch.randn_like(output)
-        contender.grad = grads[output.stride()]
-        del output
+        contender.grads = []
+        for i, t in enumerate(differentiable_leaves(contender.forward())):
+            layout = i, t.stride()
+            if layout not in grads:
+                grads[layout] = torch.randn_like(t)
+            contender.grads.append(grads[layout])
+            del t
         for _ in range(WARM_UP):
             contender.both()
         contender.extra_memory = extra_memory(contender.both, device)
@@ -182,8 +192,8 @@ def take_turns(
         for contender in waiting:
             attempt(contender, measure)
     for contender in contenders:
-        if contender.grad is not None:
-            return sum(tensor.nbytes for tensor in (contender.grad, *contender.leaves))
+        if contender.grads:
+            return sum(tensor.nbytes for tensor in (*contender.grads, *contender.leaves))
     return None
 
 

@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import operators
-from tests.support import Place, differentiable, places, relative_error
+from hoconv.testing.comparison import differentiable, relative_error
+from tests.support import Place, places
 
 Function = Callable[..., Tensor]
 TOLERANCE = 1e-9
@@ -37,6 +38,13 @@ def the_dtype(place: Place) -> torch.dtype:
     return torch.float64 if torch.float64 in place.operator.tolerances else torch.float32
 
 
+def as_one(output: Any) -> Tensor:
+    """An output as one tensor: of several, their elements one after another."""
+    if isinstance(output, Tensor):
+        return output
+    return torch.cat([t.flatten() for t in tree_leaves(output)])
+
+
 def small_cases(place: Place, largest: int = 400) -> list[tuple[str, Function, list[Tensor]]]:
     """The smallest samples, three at most: a name, a function of their tensors, and these."""
     cases = []
@@ -48,7 +56,7 @@ def small_cases(place: Place, largest: int = 400) -> list[tuple[str, Function, l
             def function(impl: str, *tensors: Tensor, sample: Any = sample) -> Tensor:
                 given = iter(tensors)
                 args = [next(given) if isinstance(a, Tensor) else a for a in sample.args]
-                return place.operator.function(*args, impl=impl, **sample.kwargs)
+                return as_one(place.operator.function(*args, impl=impl, **sample.kwargs))
 
             cases.append((sum(a.numel() for a in leaves), sample.name, function, leaves))
     cases.sort(key=lambda case: case[0])

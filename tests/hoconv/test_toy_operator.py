@@ -5,7 +5,9 @@ And those tests can fail: each of its faulty implementations is caught.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -15,15 +17,30 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SELECTED = "toy_sound or (toy_faulty and not inductor) or package"
+ROOT = HERE.parents[1]
+SELECTED = "toy_sound or toy_pair or (toy_faulty and not inductor) or package"
+PAIR_FAULTS = [
+    "wrong_second_output",
+    "wrong_gradient_of_the_second_output",
+    "one_output",
+    "second_output_of_another_dtype",
+]
+# A module built on the operator with two outputs, as the table at the start of a run reads it.
+START_UP_TABLE = """
+from torch import nn
+from hoconv.declaration import find, layers, operators
+from hoconv.implementations import choose
+operators()
+layer = nn.Identity()
+layer.operator, layer.impl = find("toy_pair"), "auto"
+for name, layer in layers(nn.Sequential(nn.Identity(), layer)):
+    print(name, layer.operator.name, choose(layer.operator, layer.impl, "cpu").name)
+"""
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[str]]]:
-    """Installs the package `toy_operators`, runs the tests of all operators over what it declares.
-
-    Outcome -> what was tested -> names of tests.
-    """
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package `toy_operators` is installed, beside one that cannot be imported."""
     site = tmp_path_factory.mktemp("site")
     package = site / "toy_operators-1.dist-info"
     package.mkdir()
@@ -31,17 +48,32 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
     (package / "entry_points.txt").write_text(
         "[hoconv.operators]\ngone = gone\ntoy = toy_operators\n"
     )
-    path = os.pathsep.join([str(site), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    report = site / "report.xml"
-    arguments = ["-q", "-k", SELECTED, "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", HERE / "test_operators.py", *arguments],
+    return site
+
+
+def python(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python where the package is installed."""
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(site), str(HERE), str(ROOT), *before])
+    return subprocess.run(
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": path},
-        cwd=HERE.parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def outcomes(site: Path) -> dict[str, dict[str, set[str]]]:
+    """Runs the tests of all operators over those that the package declares.
+
+    Outcome -> what was tested -> names of tests.
+    """
+    report = site / "report.xml"
+    arguments = ["-q", "-k", SELECTED, "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = python(site, "-m", "pytest", HERE / "test_operators.py", *arguments)
     assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should
 
     outcomes: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -53,12 +85,48 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
     return outcomes
 
 
-def test_sound_operator_passes_every_test(outcomes: dict[str, dict[str, set[str]]]) -> None:
+@pytest.mark.parametrize("operator", ["toy_sound", "toy_pair"])
+def test_sound_operator_passes_every_test(
+    outcomes: dict[str, dict[str, set[str]]], operator: str
+) -> None:
     assert {*outcomes} == {"passed", "failure", "skipped"}
-    assert not [what for what in outcomes["failure"] if "toy_sound" in what]
-    assert len(outcomes["passed"]["toy_sound"]) >= 4
-    assert len(outcomes["passed"]["toy_sound-registered-cpu"]) >= 10
-    assert not outcomes["skipped"]["toy_sound-registered-cpu"]
+    assert not [what for what in outcomes["failure"] if operator in what]
+    assert len(outcomes["passed"][operator]) >= 4
+    assert len(outcomes["passed"][f"{operator}-registered-cpu"]) >= 10
+    assert not outcomes["skipped"][f"{operator}-registered-cpu"]
+
+
+def test_check_compares_each_of_two_outputs(site: Path) -> None:
+    path = site / "check.json"
+    selected = "toy_pair", "toy_faulty_pair"
+    done = python(
+        site, "scripts/check.py", "--device", "cpu", "--operator", *selected, "--json", path
+    )
+    assert done.returncode == 1, done.stderr
+    found = {(r["operator"], r["impl"]): r for r in json.loads(path.read_text())["rows"]}
+    assert found["toy_pair", "registered"]["cases"] == 3
+    failed = {impl for (_, impl), row in found.items() if row["failures"]}
+    assert failed == {*PAIR_FAULTS}
+    assert "output[1]: error" in found["toy_faulty_pair", PAIR_FAULTS[0]]["failures"][0]
+    assert not found["toy_faulty_pair", "second_output_never_the_same"]["same_bits"]
+
+
+def test_benchmark_times_a_call_with_two_outputs(site: Path) -> None:
+    options = "--device", "cpu", "--operator", "toy_pair", "--quick", "--out", str(site)
+    done = python(site, "scripts/benchmark.py", "op", *options)
+    assert done.returncode == 1, done.stderr  # of the package that cannot be imported
+    rows = json.loads((site / "op_toy_pair_cpu_float32.json").read_text())["rows"]
+    assert {row["contender"] for row in rows} >= {"reference", "again", "registered"}
+    for row in rows:
+        assert row["error"] is None
+        # 4 x 16 elements of both outputs and both gradients
+        assert row["least_memory_bytes"] == 4 * 4 * 4 * 16
+
+
+def test_doctor_and_the_start_up_table_name_an_operator_with_two_outputs(site: Path) -> None:
+    assert re.search(r"toy_pair +cpu: registered", python(site, "-m", "hoconv.doctor").stdout)
+    done = python(site, "-c", START_UP_TABLE)
+    assert done.stdout == "1 toy_pair registered\n", done.stderr
 
 
 def test_reference_beside_faulty_implementations_passes(
@@ -114,3 +182,20 @@ def test_fault_is_caught(
     outcomes: dict[str, dict[str, set[str]]], fault: str, caught_by: str
 ) -> None:
     assert caught_by in outcomes["failure"][f"toy_faulty-{fault}-cpu"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught_by"),
+    [
+        *((fault, "test_agrees_with_the_reference") for fault in PAIR_FAULTS),
+        ("second_output_never_the_same", "test_two_runs_give_the_same_bits"),
+        (
+            "second_output_of_another_dtype",
+            "test_results_have_the_dtype_device_and_shapes_of_the_reference",
+        ),
+    ],
+)
+def test_fault_in_one_of_two_outputs_is_caught(
+    outcomes: dict[str, dict[str, set[str]]], fault: str, caught_by: str
+) -> None:
+    assert caught_by in outcomes["failure"][f"toy_faulty_pair-{fault}-cpu"]

@@ -1,5 +1,5 @@
-"""Two operators that a package of its own declares: one sound, one with a fault in each
-implementation, or in how it is made ready.
+"""Operators that a package of its own declares: sound ones, and ones with a fault in each
+implementation or in how it is made ready. Two return a tensor, two a tuple of tensors.
 
 test_toy_operator.py installs this module as such a package and runs test_operators.py over it.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
@@ -28,18 +29,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def toy(
     name: str,
-    implementations: Mapping[str, Callable[..., Tensor]],
+    implementations: Mapping[str, Callable[..., Any]],
     others: Mapping[str, Implementation] | None = None,
+    reference: Callable[..., Any] | None = None,
 ) -> Operator:
-    """Declares ``a * b * scale`` under this name."""
+    """Declares what `reference` computes of a, b and scale, ``a * b * scale``, under this name."""
+    reference = reference or multiply
 
-    def function(a: Tensor, b: Tensor, *, scale: float = 1.0, impl: str = "auto") -> Tensor:
+    def function(a: Tensor, b: Tensor, *, scale: float = 1.0, impl: str = "auto") -> Any:
         chosen = resolve(name, impl, a.device.type)
         return operator.implementations[chosen].function(a, b, scale)
 
     def cost(sample: Sample) -> Cost:
-        a, n = sample.args[0], sample.args[0].nbytes
-        return Cost(3 * n, 5 * n, 2 * a.numel(), 4 * a.numel())
+        a, outputs = sample.args[0], len(tree_leaves(reference(*sample.args, 1.0)))
+        flops = 2 * outputs * a.numel()
+        return Cost((2 + outputs) * a.nbytes, (4 + outputs) * a.nbytes, flops, 2 * flops)
 
     def benchmark_sample(size: int, device: torch.device, dtype: torch.dtype) -> Sample:
         a = torch.ones(size, 16, device=device, dtype=dtype)
@@ -47,7 +51,7 @@ def toy(
 
     made = {
         name: Implementation(function, () if name == "reference" else ("cpu",))
-        for name, function in {"reference": multiply, **implementations}.items()
+        for name, function in {"reference": reference, **implementations}.items()
     }
     operator = Operator(
         name=name,
@@ -56,7 +60,9 @@ def toy(
         samples=samples,
         tolerances={torch.float64: 1e-15, torch.float32: 1e-6},
         cost=cost,
-        benchmark=Benchmark("rows", (4, 8), benchmark_sample, {"torch": torch.mul}),
+        benchmark=Benchmark(
+            "rows", (4, 8), benchmark_sample, {"again": lambda a, b: reference(a, b, 1.0)}
+        ),
     )
     return declare(operator)
 
@@ -150,6 +156,52 @@ def does_not_load() -> None:
     raise ImportError("no such library")
 
 
+def product_and_sum(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return a * b * scale, (a + b) * scale
+
+
+@torch.library.custom_op("hoconv_toy::product_and_sum", mutates_args=())
+def registered_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    product, total = product_and_sum(a, b, scale)
+    return torch.empty_like(a).copy_(product), torch.empty_like(a).copy_(total)
+
+
+@registered_pair.register_fake
+def _fake_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(a)
+
+
+def _differentiate_pair(ctx: Any, d_product: Tensor, d_sum: Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    return (d_product * b + d_sum) * ctx.scale, (d_product * a + d_sum) * ctx.scale, None
+
+
+registered_pair.register_autograd(_differentiate_pair, setup_context=_save)
+
+
+def wrong_second_output(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    product, total = product_and_sum(a, b, scale)
+    return product, total * (1 + 1e-2)
+
+
+def wrong_gradient_of_the_second_output(a: Tensor, b: Tensor, scale: float) -> Any:
+    product, total = product_and_sum(a, b, scale)
+    return product, 2 * total - total.detach()
+
+
+def one_output(a: Tensor, b: Tensor, scale: float) -> Any:
+    return (product_and_sum(a, b, scale)[0],)
+
+
+def second_output_of_another_dtype(a: Tensor, b: Tensor, scale: float) -> Any:
+    product, total = product_and_sum(a, b, scale)
+    return product, total.double() if total.dtype == torch.float32 else total.float()
+
+
+def second_output_never_the_same(a: Tensor, b: Tensor, scale: float) -> Any:
+    return a * b * scale, never_twice_the_same(a, torch.ones_like(b), scale) + b * scale
+
+
 SOUND = toy("toy_sound", {"registered": registered._opoverload})
 FAULTY = toy(
     "toy_faulty",
@@ -175,4 +227,16 @@ FAULTY = toy(
         "does_not_load": Implementation(multiply, ("cpu",), does_not_load),
         "is_missing": Implementation(multiply, ("cpu",), obstacle=lambda: "it needs a licence"),
     },
+)
+PAIR = toy("toy_pair", {"registered": registered_pair._opoverload}, reference=product_and_sum)
+FAULTY_PAIR = toy(
+    "toy_faulty_pair",
+    {
+        "wrong_second_output": wrong_second_output,
+        "wrong_gradient_of_the_second_output": wrong_gradient_of_the_second_output,
+        "one_output": one_output,
+        "second_output_of_another_dtype": second_output_of_another_dtype,
+        "second_output_never_the_same": second_output_never_the_same,
+    },
+    reference=product_and_sum,
 )

@@ -162,7 +162,9 @@ def other_dtype(x: Tensor, weight: Tensor, padding: int) -> Tensor:
     ],
 )
 def test_faults_are_found(monkeypatch, function: Callable, kind: str, why: str) -> None:
-    monkeypatch.setitem(dynamic_conv1d.IMPLEMENTATIONS, "reference", Implementation(function))
+    monkeypatch.setitem(
+        dynamic_conv1d.OPERATOR.implementations, "reference", Implementation(function)
+    )
     found = (
         verdict
         for _, verdict in run(range(400), "dynamic_conv1d", "reference", kind)
@@ -218,7 +220,7 @@ def test_what_it_writes(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sum(n for verdicts in row["kinds"].values() for n in verdicts.values()) == 5
 
     wrong = Implementation(wrong_value)
-    monkeypatch.setitem(dynamic_conv1d.IMPLEMENTATIONS, "reference", wrong)
+    monkeypatch.setitem(dynamic_conv1d.OPERATOR.implementations, "reference", wrong)
     assert fuzz.main([*options, "--cases", "5", "--out", str(tmp_path)]) == 1
     (row,) = json.loads(path.read_text())["rows"]
     capsys.readouterr()

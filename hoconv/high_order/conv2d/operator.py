@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.declaration import Benchmark, Cost, Operator, Sample, declare
-from hoconv.high_order.conv2d.ops import IMPLEMENTATIONS
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.high_order.conv2d import ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import autocast, check_dtypes
+from hoconv.registration import autocast, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
 _KERNEL_SIZES = {k * k: k for k in range(1, MAX_KERNEL_SIZE + 1)}
@@ -59,7 +59,7 @@ def high_order_conv2d(
     x, weight = autocast(x.device.type, x, weight)
     _check(x, weight, dilation)
     name = resolve("high_order_conv2d", impl, x.device.type)
-    return IMPLEMENTATIONS[name].function(x, weight, dilation)
+    return OPERATOR.implementations[name].function(x, weight, dilation)
 
 
 def _check(x: Tensor, weight: Tensor, dilation: int) -> None:
@@ -164,7 +164,11 @@ OPERATOR = declare(
     Operator(
         name="high_order_conv2d",
         function=high_order_conv2d,
-        implementations=IMPLEMENTATIONS,
+        implementations={
+            "reference": Implementation(reference.high_order_conv2d),
+            "cpp": compiled("cpp", ops.cpp, ("cpu", "cuda")),
+            "cuda": compiled("cuda", ops.cuda, ("cuda",)),
+        },
         samples=_samples,
         tolerances=_TOLERANCES,
         cost=_cost,

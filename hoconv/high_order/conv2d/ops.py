@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
-from hoconv.declaration import Implementation
-from hoconv.high_order.conv2d import reference
 from hoconv.registration import (
-    LIBRARIES,
-    compiled,
     define,
     gradient_layout,
     register_autocast,
@@ -40,8 +36,12 @@ _SCHEMAS = {
 }  # fmt: skip
 
 
-def _register(impl: str) -> None:
-    """Registers the ops of one implementation; its kernels come with a compiled library."""
+def _register(impl: str) -> torch._ops.OpOverload:
+    """Registers the ops of one implementation, whose kernels come with a compiled library.
+
+    Returns:
+        The forward.
+    """
     fakes = (_fake_forward, _fake_backward, _fake_grad_input, _fake_grad_weight)
     forward, backward, grad_input, grad_weight = (
         define(_library, name, impl, schema, fake)
@@ -88,6 +88,7 @@ def _register(impl: str) -> None:
         register_gradient(_library, op, differentiate, save, tangents)
     register_second_gradients(_library, forward, grad_input, grad_weight)
     register_autocast(_library, forward)
+    return forward
 
 
 def _fake_forward(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
@@ -112,8 +113,8 @@ def _flops(weight_shape: tuple[int, ...], channels: int) -> int:
     return 2 * taps * B * channels * H * W
 
 
-for _impl in LIBRARIES:
-    _register(_impl)
+cpp = _register("cpp")
+cuda = _register("cuda")
 
 
 @register_flop_formula(_ops.high_order_conv2d)
@@ -136,10 +137,3 @@ def _grad_input_flops(grad_shape: Any, weight_shape: Any, *args: Any, **kwargs: 
 @register_flop_formula(_ops.high_order_conv2d_grad_weight)
 def _grad_weight_flops(grad_shape: Any, x_shape: Any, size: Any, *args: Any, **kwargs: Any) -> int:
     return _flops(size, grad_shape[1])
-
-
-IMPLEMENTATIONS = {
-    "reference": Implementation(reference.high_order_conv2d),
-    "cpp": compiled("cpp", _ops.high_order_conv2d.cpp, ("cpu", "cuda")),
-    "cuda": compiled("cuda", _ops.high_order_conv2d.cuda, ("cuda",)),
-}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.high_order.conv2d import ops as applied
+from hoconv.high_order.conv2d.operator import OPERATOR as APPLICATION
 from hoconv.high_order.layer import reference
 
 
 def application(impl: str) -> Any:
     """An implementation of the high-order convolution."""
-    return applied.IMPLEMENTATIONS[impl].function
+    return APPLICATION.implementations[impl].function
 
 
 def forward(

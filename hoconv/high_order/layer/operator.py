@@ -6,6 +6,7 @@ s kernel size of the generator.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.declaration import Benchmark, Cost, Operator, Sample, declare
-from hoconv.high_order.layer.ops import IMPLEMENTATIONS
+from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.high_order.layer import ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import autocast, check_dtypes
+from hoconv.registration import autocast, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
 _TOLERANCES = {
@@ -73,7 +74,7 @@ def high_order_layer(
         (generator_bias,) = autocast(x.device.type, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
     name = resolve("high_order_layer", impl, x.device.type)
-    return IMPLEMENTATIONS[name].function(
+    return OPERATOR.implementations[name].function(
         x, generator_weight, generator_bias, kernel_size, dilation, normalize, residual
     )
 
@@ -205,7 +206,11 @@ OPERATOR = declare(
     Operator(
         name="high_order_layer",
         function=high_order_layer,
-        implementations=IMPLEMENTATIONS,
+        implementations={
+            "reference": Implementation(reference.high_order_layer),
+            "cpp": compiled("cpp", functools.partial(ops.run, "cpp"), ("cpu", "cuda")),
+            "cuda": compiled("cuda", functools.partial(ops.run, "cuda"), ("cuda",)),
+        },
         samples=_samples,
         tolerances=_TOLERANCES,
         cost=_cost,

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from hoconv.declaration import Implementation
 from hoconv.high_order.layer import composed, reference
 from hoconv.high_order.layer.rule import fuses
 from hoconv.registration import (
     LIBRARIES,
-    compiled,
     define,
     gradients,
     register_autocast,
@@ -122,7 +120,7 @@ def _backward_flops(
     return 3 * generator + 2 * application  # the weights are generated again
 
 
-def _run(
+def run(
     impl: str,
     x: Tensor,
     weight: Tensor,
@@ -132,6 +130,7 @@ def _run(
     normalize: str | None,
     residual: bool,
 ) -> Tensor:
+    """The layer by one implementation: in its fused kernel where there is one, else composed."""
     allow_tf32 = _convolutions_allow_tf32()
     if fuses(impl, x, weight, kernel_size, dilation, allow_tf32):
         op = getattr(_ops.high_order_layer, impl)
@@ -149,10 +148,3 @@ def _convolutions_allow_tf32() -> bool:
 
 # To torch.compile the flag is what it is when a graph is compiled, as for PyTorch's convolutions.
 _convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore
-
-
-IMPLEMENTATIONS = {
-    "reference": Implementation(reference.high_order_layer),
-    "cpp": compiled("cpp", functools.partial(_run, "cpp"), ("cpu", "cuda")),
-    "cuda": compiled("cuda", functools.partial(_run, "cuda"), ("cuda",)),
-}

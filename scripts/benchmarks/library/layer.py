@@ -391,9 +391,9 @@ def _trains(
 
                 def step(way: Way = way, size: int = size, peak: list[int] = peak) -> None:
                     contender = way.contender(layer_sample(size, device, precision.dtype))
-                    contender.grad = torch.randn_like(contender.args[0])
+                    contender.grads = [torch.randn_like(contender.args[0])]
                     contender.both()  # the first also tries algorithms that need more memory
-                    inputs = sum(tensor.nbytes for tensor in (contender.grad, *contender.leaves))
+                    inputs = sum(tensor.nbytes for tensor in (*contender.grads, *contender.leaves))
                     peak.append(inputs + extra_memory(contender.both, device))
 
                 torch.compiler.reset()

@@ -36,7 +36,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.measurement import (
     APART,
@@ -143,10 +142,10 @@ def measure(
 
 def _functions(
     operator: Operator, device_type: str
-) -> tuple[dict[str, Callable[..., Tensor]], dict[str, str]]:
+) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
     """Contender -> function of a sample's arguments; and implementation -> why it cannot run."""
 
-    def public(impl: str) -> Callable[..., Tensor]:
+    def public(impl: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: operator.function(*args, impl=impl, **kwargs)
 
     functions, unavailable = {"reference": public("reference")}, {}

@@ -15,10 +15,11 @@ from torch import Tensor
 from hoconv import approx
 from hoconv.approx.multipliers import MULTIPLIERS
 from hoconv.approx.operator import CONV2D, MATMUL
-from hoconv.approx.ops import KERNELS
+from hoconv.approx.ops import OPS
 from hoconv.implementations import choose, obstacle
+from hoconv.testing.comparison import output_and_gradients
 from tests.hoconv.approx.test_multipliers import SPECIAL, bits, every_multiplier, floats
-from tests.support import Place, output_and_gradients, places
+from tests.support import Place, places
 
 matmul_everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
 conv2d_everywhere = pytest.mark.parametrize("place", places([CONV2D]), indirect=True)
@@ -279,19 +280,19 @@ def test_torch_library_finds_no_fault(impl: str) -> None:
     if reason := obstacle(MATMUL, impl, "cpu"):
         pytest.skip(reason)
     choose(MATMUL, impl, "cpu")  # loads it
-    kernels = KERNELS[impl]
+    ops = OPS[impl]
     a, b, grad = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
     x, weight = torch.randn(2, 4, 6, 5), torch.randn(6, 2, 3, 2)
     windows = ([2, 1], [1, 0], [1, 2], 2)
-    out = kernels.conv2d(x, weight, *windows, "mbm16")
+    out = ops.conv2d(x, weight, *windows, "mbm16")
     for op, args in (
-        (kernels.multiply, (a, a)),
-        (kernels.matmul, (a, b)),
-        (kernels.matmul, (a.mT.contiguous().mT, b)),
-        (kernels.matmul_derivative, (grad, a, b)),
-        (kernels.conv2d, (x, weight, *windows)),
-        (kernels.conv2d_backward_input, (out, weight, list(x.shape), *windows)),
-        (kernels.conv2d_backward_weight, (out, x, list(weight.shape), *windows)),
+        (ops.multiply, (a, a)),
+        (ops.matmul, (a, b)),
+        (ops.matmul, (a.mT.contiguous().mT, b)),
+        (ops.matmul_derivative, (grad, a, b)),
+        (ops.conv2d, (x, weight, *windows)),
+        (ops.conv2d_backward_input, (out, weight, list(x.shape), *windows)),
+        (ops.conv2d_backward_weight, (out, x, list(weight.shape), *windows)),
     ):
         torch.library.opcheck(op, (*args, "mbm16"))
 

@@ -13,9 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
+from hoconv.approx import (
+    LookupTable,
+    Observer,
+    TableConv2d,
+    TableLinear,
+    quantization,
+    table_matmul,
+)
 from hoconv.approx.operator import MATMUL
-from hoconv.approx.ops import KERNELS
+from hoconv.approx.ops import OPS
+from hoconv.implementations import resolve
 from tests.support import Place, places
 
 everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
@@ -216,7 +224,22 @@ def test_torch_library_finds_no_fault(place: Place) -> None:
     table = random_table(True)
     args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
     args = tuple(t.to(place.device) for t in args)
-    torch.library.opcheck(KERNELS[place.impl].table_matmul, args)
+    torch.library.opcheck(OPS[place.impl].table_matmul, args)
+
+
+def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatched = []
+
+    def record(operator: str, impl: str, device_type: str) -> str:
+        dispatched.append(operator)
+        return resolve(operator, impl, device_type)
+
+    monkeypatch.setattr(quantization, "resolve", record)
+    table = exact(True)
+    for layer, shape in ((TableConv2d(2, 3, 1, table=table), (1, 2, 4, 4)),
+                         (TableLinear(2, 3, table=table), (1, 2))):  # fmt: skip
+        layer(torch.randn(shape))
+        assert dispatched.pop() == layer.operator.name
 
 
 def test_wrong_operands_are_refused_by_name() -> None:

@@ -25,13 +25,8 @@ import hoconv
 from hoconv.declaration import Sample
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import choose
-from tests.support import (
-    Place,
-    differentiable,
-    output_and_gradients,
-    places,
-    relative_error,
-)
+from hoconv.testing.comparison import differentiable, output_and_gradients, relative_error
+from tests.support import Place, places
 
 HALVES = [torch.float16, torch.bfloat16]
 OPS = ["", "_grad_input", "_grad_weight"]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hoconv.testing.comparison import output_and_gradients
 from tests.hoconv.high_order.support import (
     LAYOUTS,
     draw,
@@ -26,7 +27,7 @@ from tests.hoconv.high_order.support import (
     ops,
     with_ops,
 )
-from tests.support import Place, output_and_gradients
+from tests.support import Place
 
 
 def definition(x: Tensor, weight: Tensor, grad: Tensor, dilation: int) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
+from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.hoconv.high_order.support import (
     HALVES,
     draw,
@@ -15,7 +16,7 @@ from tests.hoconv.high_order.support import (
     ops,
     with_ops,
 )
-from tests.support import Place, differentiable, output_and_gradients
+from tests.support import Place
 
 
 @everywhere

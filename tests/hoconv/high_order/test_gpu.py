@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hoconv.high_order.conv2d.operator import OPERATOR
+from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.hoconv.high_order.support import image_and_weight, on_cuda, only_cuda
-from tests.support import Place, differentiable, output_and_gradients
+from tests.support import Place
 
 
 @only_cuda

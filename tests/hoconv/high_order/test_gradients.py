@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
+from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.hoconv.high_order.support import LAYOUTS, draw, everywhere, image_and_weight, with_ops
-from tests.support import Place, differentiable, output_and_gradients
+from tests.support import Place
 
 # Strides
 

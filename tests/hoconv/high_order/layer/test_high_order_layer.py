@@ -25,7 +25,8 @@ from hoconv.high_order import high_order_layer
 from hoconv.high_order.layer.operator import OPERATOR
 from hoconv.high_order.layer.rule import fuses
 from hoconv.implementations import choose
-from tests.support import Place, differentiable, output_and_gradients, places
+from hoconv.testing.comparison import differentiable, output_and_gradients
+from tests.support import Place, places
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hoconv.high_order.layer.operator import OPERATOR
-from tests.support import Place, output_and_gradients, places
+from hoconv.testing.comparison import output_and_gradients
+from tests.support import Place, places
 
 everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
 # Largest relative error, and the dtype with PyTorch's flag.
