@@ -23,14 +23,14 @@ from pytorch_lightning.strategies import FSDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
-from hoconv.declaration import layers
-from hoconv.implementations import ImplementationError, choose
+from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk, loggers
 from training.callbacks.finite import NotFiniteError
 from training.checkpoints import continuation, discard
 from training.folder import as_given, begin, finished
+from training.implementations import as_plain, choose_implementations
 from training.instantiation import instantiate
 from training.lock import RunningError, held
 from training.model import build
@@ -83,7 +83,7 @@ def run(config: DictConfig, run_dir: Path) -> float | None:
     choices = HydraConfig.get().runtime.choices
     results = Results(
         run_dir / "results.json",
-        impl=config.impl,
+        impl=as_plain(config.impl),
         model=choices["model"],
         data=choices["data"],
         seed=config.seed,
@@ -148,7 +148,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     trainer = make_trainer(config, run_dir, logger, throughput)
 
     device = trainer.strategy.root_device.type
-    chosen = {name: choose(layer.operator, layer.impl, device) for name, layer in layers(model)}
+    chosen = choose_implementations(model, device)
     console.show_implementations(chosen)
     results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
 

@@ -117,7 +117,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
     groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
         settings = {name: str(run.settings.get(name, "")) for name in names}
-        label = " ".join(settings.values()) or run.results["impl"]
+        label = " ".join(settings.values()) or run.settings["impl"]
         found = groups.setdefault(tuple(settings.values()), Group(label, settings))
         if run.results["status"] != "finished":
             found.unfinished.append(run.folder)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import nn
 
 from hoconv.declaration import Operator, Sample
-from hoconv.implementations import obstacle
+from hoconv.implementations import obstacle, set_impl
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,9 @@ def _places(operators: Iterable[Operator]) -> Iterator[Any]:
                 place = Place(operator, impl, device)
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 yield pytest.param(place, marks=marks, id=str(place))
+
+
+def reference(network: Network) -> Network:
+    """The network, its layers set to the reference: nothing is compiled for them."""
+    set_impl(network, "reference")
+    return network

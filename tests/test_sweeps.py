@@ -15,7 +15,7 @@ import torch
 import train
 from hoconv.implementations import ImplementationError
 from models.tasks.classifier import Classifier
-from training import disk
+from training import disk, implementations
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
@@ -27,8 +27,8 @@ def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
             raise ImplementationError("no compiler")
         return choose(operator, impl, device_type)
 
-    choose = train.choose
-    monkeypatch.setattr(train, "choose", refuse_cpp)
+    choose = implementations.choose
+    monkeypatch.setattr(implementations, "choose", refuse_cpp)
     sweep = run("-m", "debug=fast", "trainer=cpu", "impl=cpp,reference", "seed=1,2")
     assert sweep.exit_code == 1
     jobs = [json.loads((sweep.folder / str(i) / "results.json").read_text()) for i in range(4)]

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 
 import hoconv
 import train
+import training.implementations
+import training.resolvers
 from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
@@ -117,21 +119,90 @@ def test_precisions(run, precision):
     assert run(*SHORT, f"trainer.precision={precision}").exit_code == 0
 
 
-@pytest.mark.parametrize("override", ["impl=nonsense", "nonsense=1"])
+@pytest.mark.parametrize("override", ["model=nonsense", "nonsense=1"])
 def test_unknown_overrides_get_hydras_own_error(run, override):
     failed = run(*SHORT, override)
     assert failed.exit_code == 1
     assert "nonsense" in failed.err
     assert "Traceback" not in failed.err
-    assert ("reference" in failed.err) == (override == "impl=nonsense")  # the options
+    assert ("approx_cnn" in failed.err) == (override == "model=nonsense")  # the options
     assert not failed.folder.exists()
+
+
+KNOWN = "expected one of auto, reference, cpp, cuda; got 'nonsense'"
+
+
+@pytest.mark.parametrize(
+    ("impl", "message"),
+    [
+        ("nonsense", KNOWN),
+        ("{high_order_layer: nonsense}", f"{KNOWN} for high_order_layer"),
+        ("{nonsense: cpp}", "expected names of operators or layers, of high_order_layer, "),
+        ("7", "expected the name of an implementation, or {operator or layer: name}; got 7"),
+        ("null", "expected the name of an implementation, or {operator or layer: name}; got None"),
+        ("{high_order_layer: null}", "expected the name of an implementation, or"),
+    ],
+)
+def test_an_unknown_implementation_is_one_line_before_any_data(run, monkeypatch, impl, message):
+    monkeypatch.setattr(Digits, "load", lambda self: pytest.fail("data was loaded"))
+    failed = run(*SHORT, f"impl={impl}")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith(f"Error: impl: {message}")
+    assert failed.results["status"] == "failed"
+
+
+def test_impl_may_name_an_operator_or_a_layer(run):
+    asked = {"network.features.5": "reference", "high_order_layer": "cpp"}
+    if (state := hoconv.implementations()["cpp"]) != "available":
+        pytest.skip(state)
+    text = ", ".join(f"{key}: {name}" for key, name in asked.items())
+    done = run(*SHORT, f"impl={{{text}}}")
+    assert done.exit_code == 0
+    assert done.results["impl"] == asked
+    assert done.results["environment"]["implementations"] == {
+        "network.features.2": "cpp",
+        "network.features.5": "reference",
+    }
+    assert OmegaConf.load(done.folder / "config.yaml").impl == asked
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        ("cuda", "cuda"),
+        ("{high_order_layer: cuda, recurrent: cpp}", "high_order_layer-cuda_recurrent-cpp"),
+        ("{" + ", ".join(f"layer{i}: cpp" for i in range(99)) + "}", "layer0-cpp_layer1-cpp_"),
+    ],
+    ids=["name", "mapping", "long mapping"],
+)
+def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd, impl, name):
+    monkeypatch.setattr(training.resolvers, "ROOT", tmp_path)
+    monkeypatch.setattr(train, "failed_jobs", [])
+    monkeypatch.setattr(sys, "argv", ["train.py", f"impl={impl}", "logger=none", "mode=none"])
+    train.main()
+    assert "mode: expected train or predict" in capfd.readouterr().err
+    (folder,) = tmp_path.glob("outputs/digits_cnn/*")
+    _, _, label = folder.name.split("_", 2)
+    assert label.startswith(name)
+    assert len(label) <= 64
+
+
+def test_the_start_up_table_says_why_a_layer_is_not_fused(run, monkeypatch):
+    def why_unfused(self: hoconv.HighOrderConv2d) -> str | None:
+        return "5 channels are too many" if self.channels > 16 else None
+
+    monkeypatch.setattr(hoconv.HighOrderConv2d, "why_unfused", why_unfused, raising=False)
+    done = run(*SHORT)
+    rows = [line for line in done.out.splitlines() if "network.features." in line]
+    assert ["not fused: 5 channels are too many" in row for row in rows] == [False, True]
 
 
 def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monkeypatch):
     def refuse(*args):
         raise ImplementationError("the reason; the fix")
 
-    monkeypatch.setattr(train, "choose", refuse)
+    monkeypatch.setattr(training.implementations, "choose", refuse)
     monkeypatch.setattr(Digits, "load", lambda self: pytest.fail("data was loaded"))
     failed = run(*SHORT)
     assert failed.exit_code == 1

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from training.implementations import set_implementations
 from training.instantiation import instantiate
 
 
 def build(model: DictConfig, config: DictConfig) -> Any:
-    """The LightningModule that `model` describes, in the memory format of `config` and compiled
-    where that says so."""
+    """Makes the LightningModule that `model` describes; `config` says which implementations its
+    layers use, in which memory format it is and whether it is compiled.
+
+    Raises:
+        MisconfigurationException: a value of either is not allowed.
+    """
     built = instantiate(model)
+    set_implementations(built, config.impl)
     if config.channels_last:
         built.to(memory_format=torch.channels_last)
     if config.compile:

@@ -12,9 +12,8 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from hoconv.declaration import layers
-from hoconv.implementations import choose
 from training import console
+from training.implementations import choose_implementations
 from training.model import build
 from training.results.record import Results
 
@@ -64,10 +63,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
         enable_progress_bar=console.stdout().is_terminal,
     )
     device = trainer.strategy.root_device.type
-    chosen = {}
-    for name, layer in layers(model):
-        layer.impl = config.impl
-        chosen[name] = choose(layer.operator, layer.impl, device)
+    chosen = choose_implementations(model, device)
     console.show_implementations(chosen)
     results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
 

@@ -11,16 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from training.folder import run_folder
+from training.implementations import label
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def register() -> None:
     """``${project:x}`` is a path in the project; ``${attribute:module.Class,x}`` is what a class
-    declares; ``${run_folder:...}`` is :func:`training.folder.run_folder`."""
+    declares; ``${run_folder:...}`` is :func:`training.folder.run_folder`; ``${label:${impl}}`` is
+    :func:`training.implementations.label`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("label", label, replace=True)
 
 
 def check(config: DictConfig) -> None:

@@ -24,7 +24,7 @@ class ApproxCNN(nn.Module):
         image_shape: (C, H, W) of an image; H and W at least 8.
         num_classes: K.
         width: channels of the first stage; doubled at each following one.
-        multiplier, gradient, impl: as of :class:`hoconv.ApproxConv2d`.
+        multiplier, gradient: as of :class:`hoconv.ApproxConv2d`.
 
     Shape: (B, C, H, W) to logits (B, K), float32.
     """
@@ -36,7 +36,6 @@ class ApproxCNN(nn.Module):
         width: int = 64,
         multiplier: str = "mbm16",
         gradient: Gradient = "approx",
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         channels, height, width_of_image = image_shape
@@ -44,7 +43,6 @@ class ApproxCNN(nn.Module):
         def stage(in_channels: int, out_channels: int) -> nn.Sequential:
             convolution = ApproxConv2d(
                 in_channels, out_channels, 3, padding=1, multiplier=multiplier, gradient=gradient,
-                impl=impl,
             )  # fmt: skip
             return nn.Sequential(convolution, nn.ReLU(inplace=True), nn.MaxPool2d(2))
 
@@ -53,7 +51,7 @@ class ApproxCNN(nn.Module):
         )
         self.classifier = ApproxLinear(
             4 * width * (height // 8) * (width_of_image // 8), num_classes,
-            multiplier=multiplier, gradient=gradient, impl=impl,
+            multiplier=multiplier, gradient=gradient,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class ApproxClassifier(Classifier):
     """A :class:`Classifier` of that network.
 
     Args:
-        image_shape, num_classes, width, multiplier, gradient, impl: as of :class:`ApproxCNN`.
+        image_shape, num_classes, width, multiplier, gradient: as of :class:`ApproxCNN`.
         learning_rate, weight_decay: as of :class:`Classifier`.
     """
 
@@ -75,9 +73,8 @@ class ApproxClassifier(Classifier):
         width: int,
         multiplier: str,
         gradient: Gradient,
-        impl: str,
         learning_rate: float,
         weight_decay: float,
     ) -> None:
-        network = ApproxCNN(image_shape, num_classes, width, multiplier, gradient, impl)
+        network = ApproxCNN(image_shape, num_classes, width, multiplier, gradient)
         super().__init__(network, num_classes, learning_rate, weight_decay)

@@ -66,8 +66,6 @@ class AttentionDecoder(nn.Module):
         weights: of a backbone of torchvision's that takes the place of the encoder, as in
             ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
             random weights.
-        impl: of the high-order convolutions and the recurrence: ``auto``, ``reference``, ``cpp`` or
-            ``cuda``.
 
     Shape: images (B, 3, H, W), floating point, and words (B, T) int64 to logits (B, T, V) of the
     words that follow; H and W at least ``2 ** depth``. V is that of `set_vocabulary`.
@@ -81,21 +79,18 @@ class AttentionDecoder(nn.Module):
         hidden_size: int = 128,
         dropout: float = 0.1,
         weights: str | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.stem = residual_high_order(3, kernel_size, impl)
+        self.stem = residual_high_order(3, kernel_size)
         self.encoder = encoder(width, depth, weights)
         channels = self.encoder.channels[-1]
-        self.gather = residual_high_order(channels, kernel_size, impl)
+        self.gather = residual_high_order(channels, kernel_size)
         # Features that grow, as those of a residual layer do, would drown the words.
         self.normalize = nn.BatchNorm2d(channels)
         self.keys_and_values = nn.Linear(channels, 2 * hidden_size)
         self.first_state = nn.Linear(channels, 3 * hidden_size)
-        self.recurrence = rnn.RNN(
-            sentinel_lstm, 2 * hidden_size, hidden_size, batch_first=True, impl=impl
-        )
+        self.recurrence = rnn.RNN(sentinel_lstm, 2 * hidden_size, hidden_size, batch_first=True)
         self.query = nn.Linear(hidden_size, hidden_size)
         self.sentinel_key = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)

@@ -16,16 +16,14 @@ def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def residual_high_order(channels: int, kernel_size: int, impl: str) -> HighOrderConv2d:
+def residual_high_order(channels: int, kernel_size: int) -> HighOrderConv2d:
     """A residual high-order convolution: every pixel has a kernel of its own, applied to all
     channels.
 
     It starts as the identity, so that training is as stable as that of the network without it, and
     learns from there.
     """
-    layer = HighOrderConv2d(
-        channels, kernel_size, generator_kernel_size=3, residual=True, impl=impl
-    )
+    layer = HighOrderConv2d(channels, kernel_size, generator_kernel_size=3, residual=True)
     for parameter in layer.generator.parameters():
         nn.init.zeros_(parameter)
     return layer

@@ -22,7 +22,6 @@ class CNN(nn.Module):
         num_classes: K.
         width: channels of the first stage; doubled at each following one.
         kernel_size: of the high-order convolutions.
-        impl: of the high-order convolutions: ``auto``, ``reference``, ``cpp`` or ``cuda``.
 
     Shape: (B, C, H, W) to logits (B, K), floating point.
     """
@@ -33,16 +32,15 @@ class CNN(nn.Module):
         num_classes: int,
         width: int = 16,
         kernel_size: int = 5,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.features = nn.Sequential(
             conv_bn_relu(image_shape[0], width),
             nn.MaxPool2d(2),
-            residual_high_order(width, kernel_size, impl),
+            residual_high_order(width, kernel_size),
             conv_bn_relu(width, 2 * width),
             nn.MaxPool2d(2),
-            residual_high_order(2 * width, kernel_size, impl),
+            residual_high_order(2 * width, kernel_size),
             conv_bn_relu(2 * width, 4 * width),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

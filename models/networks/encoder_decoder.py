@@ -33,7 +33,6 @@ class EncoderDecoder(nn.Module):
         weights: of a backbone of torchvision's that takes the place of the encoder, as in
             ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
             random weights.
-        impl: of the high-order convolutions: ``auto``, ``reference``, ``cpp`` or ``cuda``.
 
     Shape: (B, 3, H, W), floating point, to logits (B, K, H, W); H and W at least ``2 ** depth``.
     """
@@ -45,7 +44,6 @@ class EncoderDecoder(nn.Module):
         depth: int = 3,
         kernel_size: int = 5,
         weights: str | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.encoder = encoder(width, depth, weights)
@@ -57,7 +55,7 @@ class EncoderDecoder(nn.Module):
             stages.append(
                 nn.Sequential(
                     conv_bn_relu(below + skips[level], channels),
-                    _refine(channels, kernel_size, impl),
+                    _refine(channels, kernel_size),
                 )
             )
             below = channels
@@ -73,11 +71,9 @@ class EncoderDecoder(nn.Module):
         return self.classifier(x)
 
 
-def _refine(channels: int, kernel_size: int, impl: str) -> HighOrderConv2d:
+def _refine(channels: int, kernel_size: int) -> HighOrderConv2d:
     """Weights that are positive with sum one; at the start most is the pixel's own."""
-    layer = HighOrderConv2d(
-        channels, kernel_size, generator_kernel_size=3, normalize="softmax", impl=impl
-    )
+    layer = HighOrderConv2d(channels, kernel_size, generator_kernel_size=3, normalize="softmax")
     nn.init.zeros_(layer.generator.weight)
     assert layer.generator.bias is not None
     nn.init.zeros_(layer.generator.bias)

@@ -28,7 +28,6 @@ class ImageReader(nn.Module):
         hidden_size: of the recurrent layers.
         num_layers: how many.
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
-        impl: ``auto``, ``reference`` or ``cpp``.
 
     Where the cell has a forget gate, of the name "f", it starts open enough to remember for about T
     steps: its biases as in Tallec and Ollivier, Can Recurrent Neural Networks Warp Time?, 2018.
@@ -48,7 +47,6 @@ class ImageReader(nn.Module):
         hidden_size: int = 128,
         num_layers: int = 1,
         schedule: str = "auto",
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         known = getattr(rnn, cell, None)
@@ -69,7 +67,6 @@ class ImageReader(nn.Module):
             hidden_size,
             num_layers,
             schedule=schedule,
-            impl=impl,
             **options,
         )
         for name, parameter in self.recurrent.named_parameters():

@@ -49,8 +49,8 @@ def test_every_implementation_sees_so_many_images(
             seen.append(input)
             return super().forward(input)
 
-    make = images.NETWORK.make
-    network = dataclasses.replace(images.NETWORK, make=lambda impl: Seen(*make(impl)))
+    build = images.NETWORK.build
+    network = dataclasses.replace(images.NETWORK, build=lambda: Seen(*build()))
     monkeypatch.setattr(images, "NETWORK", network)
     command = ["images", "--device", "cpu", "--out", str(tmp_path), "--images", "12"]
     with pytest.warns(UserWarning, match=r"damaged\.jpg"):

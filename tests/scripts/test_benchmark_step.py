@@ -62,10 +62,10 @@ def test_network_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def make(impl: str) -> nn.Module:
+    def build() -> nn.Module:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    broken = dataclasses.replace(step.NETWORKS["mnist_cnn"], make=make)
+    broken = dataclasses.replace(step.NETWORKS["mnist_cnn"], build=build)
     monkeypatch.setitem(step.NETWORKS, "mnist_cnn", broken)
     flag = torch.backends.cudnn.allow_tf32
 

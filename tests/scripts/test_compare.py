@@ -19,14 +19,14 @@ def write(tmp_path):
     """Writes a run."""
 
     def write(
-        impl: str, seed: int, step_ms: float | None = 10.0, accuracy: float = 0.9, **other: Any
+        name: str, seed: int, step_ms: float | None = 10.0, accuracy: float = 0.9, **other: Any
     ):
         folder = tmp_path / "runs" / f"{len(list(tmp_path.glob('runs/*')))}"
         folder.mkdir(parents=True)
         throughput = {"step_ms": step_ms, "samples_per_sec": 1.0, "peak_memory_mb": 5.0}
         results = {
-            "impl": impl, "model": "cnn", "data": "digits", "seed": seed,
-            "overrides": [f"impl={impl}", f"seed={seed}"], "status": "finished",
+            "impl": name, "model": "cnn", "data": "digits", "seed": seed,
+            "overrides": [f"impl={name}", f"seed={seed}"], "status": "finished",
             "metrics": {"train/loss": 0.5, "test/accuracy": accuracy}, "throughput": throughput,
             "environment": {"cpu": "a CPU"}, "commit": "abc",
         } | other  # fmt: skip
@@ -66,6 +66,13 @@ def test_runs_with_the_same_seed_are_compared(write, compare):
     assert cpp["differences"]["test/accuracy"]["mean"] == pytest.approx(-0.1)
     assert "train/loss" not in cpp["metrics"]
     assert "| cpp | 3 | 5 ± 0 | 4.00 ± 4.97 |" in found["table"]
+
+
+def test_an_implementation_for_each_operator_is_one_label(write, compare):
+    write("reference", 0)
+    write("reference", 0, impl={"high_order_layer": "cpp", "recurrent": "cuda"})
+    labels = [group["label"] for group in compare()["groups"]]
+    assert labels == ["reference", "high_order_layer-cpp_recurrent-cuda"]
 
 
 def test_one_seed_has_no_interval_and_a_short_run_no_speed(write, compare):

@@ -10,6 +10,7 @@ from datamodules.coco import COCOTiny
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
 from models.tasks.segmenter import Segmenter
+from tests.support import reference
 from training.callbacks.pictures import colours
 
 
@@ -61,7 +62,7 @@ def test_image_truth_and_prediction_are_side_by_side(tmp_path):
 def test_captions_are_beside_their_image(tmp_path, monkeypatch):
     data = COCOTiny(tmp_path / "cache", task="captions", image_size=96, batch_size=4, min_count=1)
     model = Captioner(
-        lambda weights: AttentionDecoder(width=4, hidden_size=8, impl="reference"), 0.1, 0.0,
+        lambda weights: reference(AttentionDecoder(width=4, hidden_size=8)), 0.1, 0.0,
         beam_width=1, max_length=5,
     )  # fmt: skip
     data.setup("validate")

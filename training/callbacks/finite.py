@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from hoconv.declaration import layers
-from hoconv.implementations import choose
+from training.implementations import choose_implementations
 
 
 class NotFiniteError(ArithmeticError):
@@ -41,9 +40,7 @@ class FiniteLayers(pl.Callback):
         self._calls: list[_Call] = []  # that have not returned, the innermost last
         self._called: dict[str, str] = {}  # in this step, by name
         device = trainer.strategy.root_device.type
-        chosen = {
-            name: choose(layer.operator, layer.impl, device) for name, layer in layers(pl_module)
-        }
+        chosen = choose_implementations(pl_module, device)
         for name, module in pl_module.named_modules():
             kind = type(module).__name__
             kind += f", impl={chosen[name].name}" if name in chosen else ""

@@ -41,7 +41,14 @@ class Results:
     """
 
     def __init__(
-        self, path: Path, *, impl: str, model: str, data: str, seed: int, overrides: list[str]
+        self,
+        path: Path,
+        *,
+        impl: str | dict[str, str],
+        model: str,
+        data: str,
+        seed: int,
+        overrides: list[str],
     ) -> None:
         self.path = path
         self.status = "running"

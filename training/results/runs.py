@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from training.implementations import label
+
 CURVE_POINTS = 100  # of a loss curve: each the mean of as many steps as it takes
 NO_SETTING = ("seed", "resume", "logger")  # what makes no difference to what is compared
 
@@ -26,7 +28,8 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What was asked for by name, and what it is made of."""
         overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
-        named = {name: self.results[name] for name in ("data", "model", "impl")}
+        named = {name: self.results[name] for name in ("data", "model")}
+        named["impl"] = label(self.results["impl"])
         return {k: v for k, v in (overrides | named).items() if k not in NO_SETTING}
 
     def curve(self) -> tuple[list[int], list[float]]:

@@ -51,7 +51,7 @@ from benchmarks.measurement import (
     temporarily,
 )
 from datamodules.coco.datamodule import COCO
-from hoconv import HighOrderConv2d
+from hoconv import HighOrderConv2d, set_impl
 from hoconv.declaration import layers
 from hoconv.implementations import ImplementationError, choose
 from models.networks.attention_decoder import AttentionDecoder
@@ -81,22 +81,28 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Network:
-    """A network, made for an implementation; its batch size and input; and its optimizer.
+    """A network, its batch size and input, and its optimizer.
 
     Labels of an image are of `label_shape`, each one of `classes`.
     """
 
-    make: Callable[[str], nn.Module]
+    build: Callable[[], nn.Module]
     batch: int
     image_shape: tuple[int, int, int]
     optimizer: Callable[..., torch.optim.Optimizer]
     label_shape: tuple[int, ...] = ()
     classes: int = CLASSES
 
+    def make(self, impl: str) -> nn.Module:
+        """The network, its layers set to an implementation."""
+        network = self.build()
+        set_impl(network, impl)
+        return network
 
-def one_layer(impl: str) -> nn.Module:
+
+def one_layer() -> nn.Module:
     return nn.Sequential(
-        HighOrderConv2d(3, impl=impl), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES)
+        HighOrderConv2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES)
     )
 
 
@@ -105,9 +111,9 @@ class Captions(nn.Module):
 
     words: Tensor
 
-    def __init__(self, impl: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.network = AttentionDecoder(depth=5, hidden_size=256, impl=impl)
+        self.network = AttentionDecoder(depth=5, hidden_size=256)
         self.network.set_vocabulary(VOCABULARY)
         self.register_buffer("words", torch.randint(VOCABULARY, (1, WORDS)))
 
@@ -117,11 +123,11 @@ class Captions(nn.Module):
 
 NETWORKS = {
     "mnist_cnn": Network(  # as conf/ has it
-        lambda impl: CNN((1, 28, 28), CLASSES, impl=impl), 128, (1, 28, 28), torch.optim.AdamW
+        lambda: CNN((1, 28, 28), CLASSES), 128, (1, 28, 28), torch.optim.AdamW
     ),
     "one layer at 224 x 224": Network(one_layer, 64, (3, 224, 224), torch.optim.SGD),
     "coco_segmentation": Network(
-        lambda impl: EncoderDecoder(CATEGORIES, depth=5, impl=impl),
+        lambda: EncoderDecoder(CATEGORIES, depth=5),
         64, (3, 224, 224), torch.optim.AdamW, (224, 224), CATEGORIES,
     ),
     "coco_captions": Network(

@@ -4,12 +4,13 @@ import torch
 from hoconv.declaration import layers
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import Backbone
+from tests.support import reference
 
 V = 11
 
 
 def decoder(**options) -> AttentionDecoder:
-    network = AttentionDecoder(width=4, hidden_size=8, impl="reference", **options)
+    network = reference(AttentionDecoder(width=4, hidden_size=8, **options))
     network.set_vocabulary(V)
     return network
 
@@ -58,12 +59,6 @@ def test_everything_learns():
 def test_every_kind_of_layer_has_the_implementation_that_was_asked_for():
     found = {name: layer.impl for name, layer in layers(decoder())}
     assert found == dict.fromkeys(("stem", "gather", "recurrence"), "reference")
-
-
-def test_one_state_dict_serves_every_implementation():
-    other = AttentionDecoder(width=4, hidden_size=8, impl="auto")
-    other.set_vocabulary(V)
-    other.load_state_dict(decoder().state_dict())
 
 
 def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder():

@@ -5,17 +5,18 @@ from torch import nn
 from hoconv import HighOrderConv2d
 from hoconv.declaration import layers
 from models.networks.cnn import CNN
+from tests.support import reference
 
 
 @pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 33, 17), (1, 4, 4)])
 def test_gives_a_logit_for_each_class(image_shape):
-    network = CNN(image_shape, num_classes=7, width=4, impl="reference")
+    network = reference(CNN(image_shape, num_classes=7, width=4))
     assert network(torch.randn(2, *image_shape)).shape == (2, 7)
 
 
 def test_high_order_layers_start_as_the_identity_and_learn():
     torch.manual_seed(0)
-    network = CNN((1, 8, 8), num_classes=10, width=4, impl="reference")
+    network = reference(CNN((1, 8, 8), num_classes=10, width=4))
     x = torch.randn(2, 1, 8, 8)
     logits = network(x)
     logits.logsumexp(1).sum().backward()
@@ -28,9 +29,3 @@ def test_high_order_layers_start_as_the_identity_and_learn():
         if isinstance(module, HighOrderConv2d):
             network.features[i] = nn.Identity()
     torch.testing.assert_close(network(x), logits)
-
-
-def test_one_state_dict_serves_every_implementation():
-    network = CNN((1, 8, 8), num_classes=10, impl="auto")
-    assert {layer.impl for _, layer in layers(network)} == {"auto"}
-    CNN((1, 8, 8), num_classes=10, impl="reference").load_state_dict(network.state_dict())
