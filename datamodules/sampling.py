@@ -1,7 +1,8 @@
 """Which samples come next: for a seed and an epoch always the same, for any number of processes.
 
-So a run that was stopped goes on with the batch that it would have seen, and needs to remember
-nothing but where it was.
+So a run that was stopped goes on with the batch that it would have seen; all that its checkpoint
+holds is the epoch and the number of batches. torchdata's StatefulDataLoader does not serve: its
+state is that of one process and its workers, while a checkpoint holds one state for all processes.
 """
 
 from __future__ import annotations

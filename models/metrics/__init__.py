@@ -1,1 +1,1 @@
-"""Metrics that torchmetrics does not have."""
+"""Metrics of captions."""

@@ -1,4 +1,4 @@
-"""How well captions agree with those that people wrote: BLEU-4 and CIDEr-D.
+"""Scores of generated captions against those that people wrote: BLEU-4 and CIDEr-D.
 
 Sentences are sequences of words, as :func:`datamodules.coco.captions.words` splits them. All
 functions take one candidate an image and, in the same order, that image's references.
@@ -10,6 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from torchmetrics.functional.text import bleu_score
+
 MAX_N = 4  # words in the longest n-gram
 SIGMA = 6.0  # of CIDEr-D's penalty, words
 
@@ -18,11 +20,10 @@ NGrams = Counter[tuple[str, ...]]
 
 
 def bleu4(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> float:
-    """BLEU with up to four words (Papineni et al., 2002, https://aclanthology.org/P02-1040).
+    """BLEU-4 of the whole corpus (Papineni et al., 2002, https://aclanthology.org/P02-1040).
 
-    Of the whole corpus: matches and lengths are summed over all images first. The geometric mean of
-    the precisions, each n-gram counted at most as often as in the one reference that has it most
-    often, times the brevity penalty against the reference nearest in length, the shorter of two.
+    Computed by torchmetrics in float32. Of references equally near to the candidate in length the
+    brevity penalty takes the shorter.
 
     Returns 0 ... 1; 0 where no n-gram of some length matches.
 
@@ -30,23 +31,14 @@ def bleu4(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence
         ValueError: no images, an image without references, or not as many of both.
     """
     _check(candidates, references)
-    matches, counts = [0] * MAX_N, [0] * MAX_N
-    length = nearest = 0
-    for candidate, described in zip(candidates, references, strict=True):
-        length += len(candidate)
-        nearest += min((len(r) for r in described), key=lambda n: (abs(n - len(candidate)), n))
-        for i in range(MAX_N):
-            found = _ngrams(candidate, i + 1)
-            most: NGrams = Counter()
-            for reference in described:
-                most |= _ngrams(reference, i + 1)
-            matches[i] += (found & most).total()
-            counts[i] += found.total()
-    if 0 in matches:
-        return 0.0
-    precisions = (m / c for m, c in zip(matches, counts, strict=True))
-    brevity = min(1.0, math.exp(1 - nearest / length))
-    return brevity * math.prod(precisions) ** (1 / MAX_N)
+    # Of references equally near in length torchmetrics takes the first.
+    sorted_references = [sorted(described, key=len) for described in references]
+    score = bleu_score(
+        [" ".join(candidate) for candidate in candidates],
+        [[" ".join(reference) for reference in described] for described in sorted_references],
+        n_gram=MAX_N,
+    )
+    return score.item()
 
 
 def cider_d(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> float:

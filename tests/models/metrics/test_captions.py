@@ -1,6 +1,10 @@
 """Against values worked out by hand from the published definitions; letters stand for words."""
 
+import functools
 import math
+import operator
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -47,7 +51,47 @@ def split(texts: list[str]) -> list[list[str]]:
 )  # fmt: skip
 def test_bleu4(candidates, references, expected):
     score = bleu4(split(candidates), [split(described) for described in references])
-    assert score == pytest.approx(expected, abs=1e-12)
+    assert score == pytest.approx(expected, rel=1e-6)
+
+
+def defined_bleu4(candidates: list[list[str]], references: list[list[list[str]]]) -> float:
+    """BLEU-4 as the paper defines it, in float64."""
+    matches, counts = [0] * 4, [0] * 4
+    length = nearest = 0
+    for candidate, described in zip(candidates, references, strict=True):
+        length += len(candidate)
+        nearest += min((len(r) for r in described), key=lambda n: (abs(n - len(candidate)), n))
+        for n in range(4):
+            found = ngrams(candidate, n + 1)
+            most = functools.reduce(operator.or_, (ngrams(r, n + 1) for r in described))
+            matches[n] += (found & most).total()
+            counts[n] += found.total()
+    if 0 in matches:
+        return 0.0
+    precisions = (m / c for m, c in zip(matches, counts, strict=True))
+    return min(1.0, math.exp(1 - nearest / length)) * math.prod(precisions) ** 0.25
+
+
+def ngrams(sentence: list[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(sentence[i : i + n]) for i in range(len(sentence) - n + 1))
+
+
+@pytest.mark.parametrize("words", [2, 4, 8])
+def test_bleu4_of_random_sentences_is_as_defined(words):
+    generator = random.Random(words)
+
+    def sentence() -> list[str]:
+        return [f"w{generator.randrange(words)}" for _ in range(generator.randrange(14))]
+
+    positive = 0
+    for _ in range(40):
+        images = generator.randrange(1, 10)
+        candidates = [sentence() for _ in range(images)]
+        references = [[sentence() for _ in range(generator.randrange(1, 4))] for _ in candidates]
+        expected = defined_bleu4(candidates, references)
+        assert bleu4(candidates, references) == pytest.approx(expected, rel=1e-6)
+        positive += expected > 0
+    assert positive > 4
 
 
 ONE_WORD = math.exp(-1 / 72)  # the penalty for a difference in length of one word, sigma = 6
