@@ -83,6 +83,7 @@ class Run:
 def run(monkeypatch, tmp_path, capfd):
     """Runs train.py in this process, in a folder of its own in tmp_path or in one that is there."""
     import train
+    from training.run import run_command
 
     count = 0
 
@@ -96,14 +97,12 @@ def run(monkeypatch, tmp_path, capfd):
             "hydra.sweep.subdir=${hydra:job.num}",
         )
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides, *where])
-        monkeypatch.setattr(train, "failed_jobs", [])
-        code = 0
         try:
-            train.main()
+            code = run_command(train.main)
         except SystemExit as exit:
             code = int(exit.code or 0)
         out, err = capfd.readouterr()
-        return Run(code or int(bool(train.failed_jobs)), folder, out, err)
+        return Run(code, folder, out, err)
 
     # A fit takes both signals; Lightning ignores SIGINT after an interrupt.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import train
+from training.run import run_command
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -41,8 +42,7 @@ def main(kilobytes: int, overrides: Sequence[str], folder: Path) -> None:
     sys.argv = ["train.py", *overrides, f"hydra.run.dir={disk / 'run'}"]
     code = 1
     try:
-        train.main()
-        code = int(bool(train.failed_jobs))
+        code = run_command(train.main)
     except SystemExit as stop:
         code = int(stop.code or 0)
     except BaseException:

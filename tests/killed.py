@@ -22,6 +22,7 @@ import torch
 
 import train
 from models.tasks.classifier import Classifier
+from training.run import run_command
 
 
 def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -> None:
@@ -36,8 +37,7 @@ def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -
     original = Classifier.training_step
     Classifier.training_step = training_step
     sys.argv = ["train.py", *overrides]
-    train.main()
-    sys.exit(1 if train.failed_jobs else 0)
+    sys.exit(run_command(train.main))
 
 
 def main(kill_at: int, overrides: Sequence[str], output: Path) -> None:
@@ -63,7 +63,7 @@ def main(kill_at: int, overrides: Sequence[str], output: Path) -> None:
     original = Classifier.training_step
     Classifier.training_step = training_step
     sys.argv = ["train.py", *overrides]
-    train.main()
+    code = run_command(train.main)
     sys.setprofile(None)
     print("calls", calls)
-    sys.exit(1 if train.failed_jobs else 0)
+    sys.exit(code)

@@ -105,17 +105,18 @@ def test_an_objective_that_nothing_measures_is_named_after_the_first_job(run):
 
 def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     sweep = run(
-        "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.width=2", "seed=1",
-        "model.multiplier=exact,mbm10", "model.gradient=approx,ste",
+        "-m", *SHORT, "impl=auto", "model=approx_cnn", "model.network.width=2", "seed=1",
+        "model.network.multiplier=exact,mbm10", "model.network.gradient=approx,ste",
     )  # fmt: skip
     assert sweep.exit_code == 0
     table = sweep.out[sweep.out.rindex("Sweep") :]
-    for expected in ("model.multiplier", "model.gradient", "mbm10", "test/accuracy", "samples/s"):
+    multiplier, gradient = "model.network.multiplier", "model.network.gradient"
+    for expected in (multiplier, gradient, "mbm10", "test/accuracy", "samples/s"):
         assert expected in table
     assert "seed" not in table
     rows = json.loads((sweep.folder / "sweep.json").read_text())
-    assert [row["overrides"]["model.multiplier"] for row in rows] == ["exact"] * 2 + ["mbm10"] * 2
-    assert [row["overrides"]["model.gradient"] for row in rows] == ["approx", "ste"] * 2
+    assert [row["overrides"][multiplier] for row in rows] == ["exact"] * 2 + ["mbm10"] * 2
+    assert [row["overrides"][gradient] for row in rows] == ["approx", "ste"] * 2
     for i, row in enumerate(rows):
         results = json.loads((sweep.folder / str(i) / "results.json").read_text())
         assert row["test/accuracy"] == results["metrics"]["test/accuracy"]

@@ -20,6 +20,7 @@ from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
 from models.tasks.classifier import Classifier
+from training.run import run_command
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
 CONF = Path(train.__file__).parent / "conf"
@@ -178,9 +179,8 @@ def test_impl_may_name_an_operator_or_a_layer(run):
 )
 def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd, impl, name):
     monkeypatch.setattr(training.resolvers, "ROOT", tmp_path)
-    monkeypatch.setattr(train, "failed_jobs", [])
     monkeypatch.setattr(sys, "argv", ["train.py", f"impl={impl}", "logger=none", "mode=none"])
-    train.main()
+    assert run_command(train.main) == 1
     assert "mode: expected train or predict" in capfd.readouterr().err
     (folder,) = tmp_path.glob("outputs/digits_cnn/*")
     _, _, label = folder.name.split("_", 2)
@@ -215,7 +215,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     ("overrides", "message"),
     [
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
-        (("model=approx_cnn", "model.gradient=nonsense"), "gradient: expected one of"),
+        (("model=approx_cnn", "model.network.gradient=nonsense"), "gradient: expected one of"),
         (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
         (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
@@ -357,7 +357,7 @@ def test_mnist_learns_within_a_hundred_steps(run):
 def test_mnist_learns_with_approximate_products_within_sixty_steps(run):
     done = run(
         "experiment=mnist_mbm", "logger=none", "trainer=cpu", "trainer.max_epochs=1",
-        "model.width=16", "trainer.limit_train_batches=60", "trainer.limit_test_batches=10",
+        "model.network.width=16", "trainer.limit_train_batches=60", "trainer.limit_test_batches=10",
     )  # fmt: skip
     assert (
         done.results["metrics"]["test/accuracy"] >= 0.7

@@ -3,6 +3,7 @@ one process: what several train is then what one does."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ def group_norm(channels: int, **_: Any) -> nn.GroupNorm:
 nn.BatchNorm2d = group_norm  # pyright: ignore[reportAttributeAccessIssue]
 
 import train  # noqa: E402  after its networks' layers are others
+from training.run import run_command  # noqa: E402
 
 if __name__ == "__main__":
-    train.main()
+    sys.exit(run_command(train.main))

@@ -20,7 +20,9 @@ from yaml import YAMLError
 from training import console, disk
 from training.checkpoints import discard, saved
 from training.lock import live
+from training.moved import renamed, upgrade
 
+CONFIG = "config.yaml"  # in the folder of a run
 PROBE_BYTES = 2**15  # more than what a run writes beside checkpoints and pictures
 
 
@@ -79,7 +81,7 @@ def begin(config: DictConfig, run_dir: Path) -> None:
     """
     if config.resume not in (None, "auto"):
         raise MisconfigurationException(f"resume: expected null or auto, got {config.resume!r}")
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG
     now = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     if config.resume == "auto" and saved(run_dir):
         _require_same(path, now)
@@ -99,15 +101,30 @@ def _write(config: Any, path: Path) -> None:
     disk.attempt(path, write, again=True)
 
 
+def saved_config(run_dir: Path) -> Any:
+    """The configuration that a run was begun with, in the names of today.
+
+    Raises:
+        MisconfigurationException: it cannot be read.
+    """
+    path = run_dir / CONFIG
+    try:
+        return upgrade(OmegaConf.load(path))
+    except (OSError, YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise MisconfigurationException(
+            f"the configuration of the run in {run_dir} cannot be read from {path} "
+            f"({' '.join(str(error).split())}); put the file back"
+        ) from error
+
+
 def _require_same(path: Path, now: Any) -> None:
     try:
-        before = OmegaConf.load(path)
-        before.resume = now.resume
-    except (OSError, YAMLError, AttributeError) as error:
+        before = saved_config(path.parent)
+    except MisconfigurationException as error:
         raise MisconfigurationException(
-            f"resume=auto: with which configuration the run in {path.parent} was begun cannot be "
-            f"read from {path} ({error}); put it back, or leave resume=auto out"
+            f"resume=auto: {error}, or leave resume=auto out"
         ) from error
+    before.resume = now.resume
     if before != now:
         raise MisconfigurationException(
             f"resume=auto: the run in {path.parent} was begun with another configuration, which is "
@@ -133,4 +150,4 @@ def as_given(overrides: Any) -> list[str]:
 
 
 def _identity(overrides: Iterable[str]) -> set[str]:
-    return {text for text in overrides if not text.startswith("resume=")}
+    return {renamed(text) for text in overrides if not text.startswith("resume=")}

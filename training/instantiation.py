@@ -1,4 +1,4 @@
-"""What a configuration describes, made."""
+"""Making the objects that a configuration describes by their ``_target_``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
+from training.moved import require_current_targets
+
 
 def instantiate(config: DictConfig, **arguments: Any) -> Any:
-    """As ``hydra.utils.instantiate``, with the errors of what is called in place of Hydra's own.
+    """Does what ``hydra.utils.instantiate`` does, but raises the errors of the called code itself.
 
     Raises:
-        MisconfigurationException: a value in `config` is not allowed: what was called said so with
-            a ValueError.
+        MisconfigurationException: a value in `config` is not allowed, for which the called code
+            raised a ValueError; or there is nothing of the name of a ``_target_``.
     """
+    require_current_targets(config)
     try:
         return hydra.utils.instantiate(config, **arguments)
     except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise MisconfigurationException(str(error.__cause__)) from error
-        raise error.__cause__ or error from None
+        cause = error.__cause__
+        if isinstance(cause, ValueError) or str(error).startswith("Error locating target"):
+            raise MisconfigurationException(" ".join(str(cause).split())) from error
+        raise cause or error from None

@@ -10,12 +10,14 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from training import console
+from training.folder import CONFIG, saved_config
 from training.implementations import choose_implementations
 from training.model import build
 from training.results.record import Results
+from training.trainer import make_callbacks
 
 
 def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
@@ -58,7 +60,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     trainer = pl.Trainer(
         **config.trainer,
         logger=False,
-        callbacks=[console.progress()],
+        callbacks=[console.progress(), *make_callbacks(saved.callbacks)],
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )
@@ -81,11 +83,10 @@ def _run_of(checkpoint: Path, results: Results) -> Any:
     folder = checkpoint.parent.parent
     if not checkpoint.is_file():
         raise MisconfigurationException(f"ckpt: there is no file {checkpoint}")
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).is_file():
         raise MisconfigurationException(
-            f"ckpt: {checkpoint} is not in the folder of a run: there is no "
-            f"{folder / 'config.yaml'}"
+            f"ckpt: {checkpoint} is not in the folder of a run: there is no {folder / CONFIG}"
         )
     record = json.loads((folder / "results.json").read_text())
     results.identity |= {key: record[key] for key in ("model", "data", "seed")}
-    return OmegaConf.load(folder / "config.yaml")
+    return saved_config(folder)

@@ -1,7 +1,8 @@
-"""The Trainer of a run, with all that watches over it."""
+"""The Lightning Trainer of a run, and its callbacks."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,26 @@ import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hoconv.lightning import Throughput
 from training import console
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
 from training.checkpoints import StepCheckpoints, epoch_checkpoints, plugins
+from training.instantiation import instantiate
+
+# Lightning counts cores; our images are in memory, where more workers are slower.
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+# Lightning calls a function that torch 2.15 is replacing.
+warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 def make_trainer(
     config: DictConfig, run_dir: Path, logger: Any, throughput: Throughput
 ) -> pl.Trainer:
-    """As `config` says: its ``trainer``, ``checkpoint``, ``step_checkpoints`` and ``find_nan``.
+    """Makes the Trainer that `config` describes in ``trainer``, ``callbacks``, ``checkpoint``,
+    ``step_checkpoints`` and ``find_nan``.
 
     Raises:
         MisconfigurationException: the hardware is not there, a sweep would start itself again,
@@ -51,6 +59,7 @@ def make_trainer(
             epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([FiniteLayers()] if config.find_nan else []),
+            *make_callbacks(config.callbacks),
         ],
         plugins=plugins(run_dir),
         default_root_dir=run_dir,
@@ -67,3 +76,23 @@ def make_trainer(
             "in every process; use trainer.devices=1, or one command for each job"
         )
     return trainer
+
+
+def make_callbacks(described: Any) -> list[pl.Callback]:
+    """Makes the callbacks of a configuration: name -> ``_target_`` and arguments, or null for none.
+
+    Raises:
+        MisconfigurationException: one is no callback of Lightning's.
+    """
+    callbacks = []
+    for name, description in described.items():
+        if description is None:
+            continue
+        made = instantiate(description) if OmegaConf.is_dict(description) else None
+        if not isinstance(made, pl.Callback):
+            raise MisconfigurationException(
+                f"callbacks.{name}: expected the _target_ of a Lightning callback, or null to "
+                f"switch it off; got {description}"
+            )
+        callbacks.append(made)
+    return callbacks

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear
 from hoconv.approx.gradients import Gradient
-from models.tasks.classifier import Classifier
 
 
 class ApproxCNN(nn.Module):
@@ -56,25 +55,3 @@ class ApproxCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).flatten(1))
-
-
-class ApproxClassifier(Classifier):
-    """A :class:`Classifier` of that network.
-
-    Args:
-        image_shape, num_classes, width, multiplier, gradient: as of :class:`ApproxCNN`.
-        learning_rate, weight_decay: as of :class:`Classifier`.
-    """
-
-    def __init__(
-        self,
-        image_shape: Sequence[int],
-        num_classes: int,
-        width: int,
-        multiplier: str,
-        gradient: Gradient,
-        learning_rate: float,
-        weight_decay: float,
-    ) -> None:
-        network = ApproxCNN(image_shape, num_classes, width, multiplier, gradient)
-        super().__init__(network, num_classes, learning_rate, weight_decay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,8 +19,6 @@ from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
 from models.tasks.mean import Mean
 from models.tasks.optimizer import adamw
-from training.callbacks.captions import CaptionWriter
-from training.callbacks.pictures import CaptionPictures
 
 
 class Captioner(pl.LightningModule):
@@ -29,8 +27,7 @@ class Captioner(pl.LightningModule):
 
     The vocabulary is the data module's, and part of the checkpoint. Logs for ``val/`` and ``test/``
     ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of the captions that a beam
-    search finds, against all captions of each image; a `LossRecord` logs ``train/loss``. Pictures
-    of the validation go to ``pictures/`` and to W&B.
+    search finds, against all captions of each image.
 
     Args:
         network: makes the network, given ``weights=``.
@@ -58,9 +55,6 @@ class Captioner(pl.LightningModule):
         self.max_length = max_length
         self.vocabulary = Vocabulary()
         self._said: list[tuple[list[str], list[list[str]]]] = []  # with the references
-
-    def configure_callbacks(self) -> Sequence[pl.Callback]:
-        return [CaptionPictures(), CaptionWriter()]
 
     def setup(self, stage: str) -> None:
         if stage == "fit":  # a checkpoint to predict with holds the weights and the words

@@ -15,7 +15,7 @@ from models.tasks.optimizer import adamw
 class Classifier(pl.LightningModule):
     """Cross-entropy, AdamW, and a learning rate that rises linearly, then falls as a cosine.
 
-    Logs ``loss`` and ``accuracy`` of ``val/`` and ``test/``; a `LossRecord` logs ``train/loss``.
+    Logs ``loss`` and ``accuracy`` of ``val/`` and ``test/``.
 
     Args:
         network: (B, ...) to logits (B, num_classes); a batch is ``(inputs, labels)``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,8 +18,6 @@ from datamodules.coco.folder import FolderBatch
 from models.networks.backbone import load_backbones
 from models.tasks.mean import Mean
 from models.tasks.optimizer import adamw
-from training.callbacks.masks import MaskWriter
-from training.callbacks.pictures import SegmentationPictures
 
 
 class Segmenter(pl.LightningModule):
@@ -27,8 +25,7 @@ class Segmenter(pl.LightningModule):
 
     A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
     nothing. Logs for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the intersection over union of
-    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``; a
-    `LossRecord` logs ``train/loss``. Pictures of the validation go to ``pictures/`` and to W&B.
+    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``.
 
     Args:
         network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
@@ -61,9 +58,6 @@ class Segmenter(pl.LightningModule):
         )
         self.val_metrics = metrics.clone(prefix="val/")
         self.test_metrics = metrics.clone(prefix="test/")
-
-    def configure_callbacks(self) -> Sequence[pl.Callback]:
-        return [SegmentationPictures(), MaskWriter()]
 
     def setup(self, stage: str) -> None:
         if stage == "fit":  # a checkpoint to predict with holds them

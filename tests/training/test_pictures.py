@@ -11,7 +11,7 @@ from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
 from models.tasks.segmenter import Segmenter
 from tests.support import reference
-from training.callbacks.pictures import colours
+from training.callbacks.pictures import CaptionPictures, Pictures, SegmentationPictures, colours
 
 
 def test_colours_are_pascal_voc_s():
@@ -35,13 +35,16 @@ class AlwaysTwo(nn.Module):
         return self.bias.view(1, 4, 1, 1).expand(len(x), 4, *x.shape[2:])
 
 
-def validate(model: pl.LightningModule, data: COCOTiny, folder: Path) -> np.ndarray:
+def validate(
+    model: pl.LightningModule, pictures: Pictures, data: COCOTiny, folder: Path
+) -> np.ndarray:
     """The picture that a validation leaves."""
     trainer = pl.Trainer(
         accelerator="cpu", default_root_dir=folder, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=2,
+        callbacks=pictures,
     )  # fmt: skip
-    trainer.validate(model, datamodule=data, verbose=False)
+    trainer.validate(model, SegmentationPictures(), datamodule=data, verbose=False)
     (path,) = (folder / "pictures").iterdir()
     return np.asarray(Image.open(path))
 
@@ -49,7 +52,7 @@ def validate(model: pl.LightningModule, data: COCOTiny, folder: Path) -> np.ndar
 def test_image_truth_and_prediction_are_side_by_side(tmp_path):
     data = COCOTiny(tmp_path / "cache", task="segmentation", image_size=16, batch_size=32)
     model = Segmenter(lambda weights: AlwaysTwo(), 4, learning_rate=0.1, weight_decay=0.0)
-    picture = validate(model, data, tmp_path)
+    picture = validate(model, SegmentationPictures(), data, tmp_path)
     assert picture.shape == (8 * 16, 3 * 16, 3)
     batch = next(iter(data.val_dataloader()))
     for row in range(8):
@@ -69,7 +72,7 @@ def test_captions_are_beside_their_image(tmp_path, monkeypatch):
     assert data.vocabulary is not None
     model.set_extra_state(data.vocabulary.words)
     monkeypatch.setattr(model, "describe", lambda images: ["", "one word", "two", 99 * "long "])
-    picture = validate(model, data, tmp_path)
+    picture = validate(model, CaptionPictures(), data, tmp_path)
     (batch, *_) = data.val_dataloader()
     assert len(picture) == 4 * 96
     ink = []

@@ -1,0 +1,77 @@
+"""``mode=train``: fits a model, tests it, and keeps the checkpoint that was tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.strategies import FSDPStrategy
+
+from hoconv.lightning import Throughput
+from training import console, disk
+from training.checkpoints import continuation
+from training.implementations import choose_implementations
+from training.instantiation import instantiate
+from training.model import build
+from training.results.record import Results
+from training.trainer import make_trainer
+
+
+def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
+    """Fits, tests and fills in `results`; returns the path of the checkpoint that was tested.
+
+    None where that could not be written: the weights of the last step are tested then.
+    """
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+
+    data = instantiate(config.data)  # reads nothing yet
+    model = build(config.model, config)
+    resumed, logged = continuation(run_dir) if config.resume == "auto" else (None, {})
+    logger = instantiate(config.logger, **logged) if config.logger else False
+    throughput = Throughput()
+    trainer = make_trainer(config, run_dir, logger, throughput)
+
+    chosen = choose_implementations(model, trainer.strategy.root_device.type)
+    console.show_implementations(chosen)
+    results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
+
+    try:
+        if logger:
+            logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        trainer.fit(model, datamodule=data, ckpt_path=resumed)
+        results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
+        checkpoint = trainer.strategy.broadcast(best if disk.current(best) else None)
+        _test(trainer, model, data, checkpoint, config)
+    finally:
+        results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.throughput |= throughput.summary()
+        if results.throughput["step_ms"] is not None:
+            results.throughput["warmup_seconds"] = throughput.warmup_seconds
+    return checkpoint
+
+
+def _test(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    data: pl.LightningDataModule,
+    checkpoint: Path | None,
+    config: DictConfig,
+) -> None:
+    """Tests the weights of `checkpoint`, or those of the last step where there is none."""
+    if not isinstance(trainer.strategy, FSDPStrategy):
+        if checkpoint is None:
+            console.warn("what is tested are the weights of the last step, in no checkpoint")
+        trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    elif (
+        checkpoint
+    ):  # a fit leaves each process its part of the model, which FSDP cannot wrap again
+        whole = build(config.model, config)
+        contents = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        whole.load_state_dict(contents["state_dict"])
+        trainer.test(whole, datamodule=data, verbose=False)
+    else:
+        console.warn("not tested: no checkpoint could be written, and FSDP left only parts")

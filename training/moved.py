@@ -1,0 +1,114 @@
+"""Names that changed: what earlier commands, configurations and checkpoints call things.
+
+State dicts did not change: weights of any earlier run load into the model of today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+
+CLASSIFIER = "models.tasks.classifier.Classifier"
+SEGMENTER = "models.tasks.segmenter.Segmenter"
+CAPTIONER = "models.tasks.captioner.Captioner"
+# A _target_ of before -> that of today.
+TARGETS = {
+    "models.approx_cnn.ApproxClassifier": CLASSIFIER,
+    "models.networks.approx_cnn.ApproxClassifier": CLASSIFIER,
+    "models.attention_decoder.AttentionDecoder": (
+        "models.networks.attention_decoder.AttentionDecoder"
+    ),
+    "models.captioner.Captioner": CAPTIONER,
+    "models.classifier.Classifier": CLASSIFIER,
+    "models.cnn.CNN": "models.networks.cnn.CNN",
+    "models.encoder_decoder.EncoderDecoder": "models.networks.encoder_decoder.EncoderDecoder",
+    "models.lstm.ImageReader": "models.networks.lstm.ImageReader",
+    "models.segmenter.Segmenter": SEGMENTER,
+    "reporting.loggers.CSVMetrics": "training.loggers.CSVMetrics",
+    "reporting.loggers.wandb_logger": "training.loggers.wandb_logger",
+}
+# What the user sets on the command line: the name of before -> that of today.
+OVERRIDES = {
+    "model.gradient": "model.network.gradient",
+    "model.image_shape": "model.network.image_shape",
+    "model.impl": "impl",
+    "model.multiplier": "model.network.multiplier",
+    "model.network.impl": "impl",
+    "model.width": "model.network.width",
+}
+# The callbacks that these models had before they were part of the configuration.
+CALLBACKS = {
+    SEGMENTER: {
+        "pictures": {"_target_": "training.callbacks.pictures.SegmentationPictures"},
+        "masks": {"_target_": "training.callbacks.masks.MaskWriter"},
+    },
+    CAPTIONER: {
+        "pictures": {"_target_": "training.callbacks.pictures.CaptionPictures"},
+        "captions": {"_target_": "training.callbacks.captions.CaptionWriter"},
+    },
+}
+
+
+def require_current_names(overrides: Iterable[str]) -> None:
+    """Checks the overrides of a command line.
+
+    Raises:
+        MisconfigurationException: one has a name of before; says which it has now.
+    """
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+~")
+        if name in OVERRIDES:
+            raise MisconfigurationException(f"{name}: its name is {OVERRIDES[name]} now")
+
+
+def require_current_targets(config: Any) -> None:
+    """Checks what is to be instantiated.
+
+    Raises:
+        MisconfigurationException: a ``_target_`` has a name of before; says which it has now.
+    """
+    for node in _mappings(OmegaConf.to_container(config)):
+        if (target := node.get("_target_")) in TARGETS:
+            raise MisconfigurationException(f"_target_: {target} is {TARGETS[target]} now")
+
+
+def renamed(override: str) -> str:
+    """An override under the name that it has today."""
+    name, equals, value = override.partition("=")
+    return OVERRIDES.get(name, name) + equals + value
+
+
+def upgrade(config: Any) -> Any:
+    """The config.yaml of an earlier run, as the same run writes it today.
+
+    Raises:
+        AttributeError, KeyError, TypeError: it is not that of a run.
+    """
+    config = OmegaConf.to_container(config)
+    if "callbacks" in config:  # all names changed before callbacks became part of it
+        return OmegaConf.create(config)
+    model = config["model"]
+    model.pop("impl", None)
+    if model["_target_"].endswith(".ApproxClassifier"):
+        model["network"] = {"_target_": "models.networks.approx_cnn.ApproxCNN"}
+        for name in ("image_shape", "width", "multiplier", "gradient"):
+            model["network"][name] = model.pop(name)
+        model["network"]["num_classes"] = model["num_classes"]
+    model["network"].pop("impl", None)
+    for node in _mappings(config):
+        if (target := node.get("_target_")) in TARGETS:
+            node["_target_"] = TARGETS[target]
+    config["callbacks"] = CALLBACKS.get(model["_target_"], {})
+    return OmegaConf.create(config)
+
+
+def _mappings(value: Any) -> Iterator[dict[Any, Any]]:
+    """The dicts in a value, itself included."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            yield from _mappings(item)

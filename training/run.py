@@ -1,0 +1,177 @@
+"""One command, and each of its jobs: training or prediction, what goes wrong, the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from datamodules.images import CacheError, DataNotFoundError
+from hoconv.implementations import ImplementationError
+from models.networks.backbone import WeightsNotFoundError
+from training import console, disk, loggers
+from training.callbacks.finite import NotFiniteError
+from training.checkpoints import discard
+from training.fit import fit_and_test
+from training.folder import as_given, begin, finished
+from training.implementations import as_plain
+from training.lock import RunningError, held
+from training.moved import require_current_names
+from training.predict import predict
+from training.resolvers import check, register
+from training.results.record import Results
+
+MODES = {"train": fit_and_test, "predict": predict}
+# Their messages say what the user can do: no traceback is shown.
+USER_ERRORS = (
+    CacheError,
+    DataNotFoundError,
+    disk.DiskError,
+    ImplementationError,
+    MisconfigurationException,
+    NotFiniteError,
+    WeightsNotFoundError,
+)
+# Exit codes, as a shell has them: 128 and the number of the signal.
+INTERRUPTED, TERMINATED = 130, 143
+
+register()  # here, since a process that runs one job of a sweep imports nothing before this
+
+failed_jobs: list[Path] = []  # of this process; a sweep goes on after them
+
+
+def run_command(main: Callable[[], Any]) -> int:
+    """Runs the command in ``sys.argv``; returns the exit code: 1 where a job failed.
+
+    Args:
+        main: of train.py, which Hydra gives each job's configuration.
+    """
+    failed_jobs.clear()
+    try:
+        require_current_names(sys.argv[1:])
+    except MisconfigurationException as error:
+        console.show_problem("Error", str(error))
+        return 1
+    main()
+    if failed_jobs:
+        return 1
+    _leave_process_group()
+    return 0
+
+
+def run_job(config: DictConfig) -> float | None:
+    """Runs one job in the folder that Hydra made for it.
+
+    Whatever happens is in the folder's results.json; an error of the user's is one line on stderr,
+    and the folder is added to `failed_jobs`.
+
+    Returns the metric that ``config.objective`` names, for a sweep that searches.
+
+    Raises:
+        SystemExit: the job was interrupted.
+    """
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with held(run_dir):
+            if config.resume == "auto" and finished(run_dir):
+                console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
+                return None
+            return _run(config, run_dir)
+    except RunningError as error:
+        failed_jobs.append(run_dir)
+        console.show_problem("Error", str(error))
+        return None
+
+
+def _run(config: DictConfig, run_dir: Path) -> float | None:
+    """As `run_job`, in a folder that no other command uses."""
+    results = _new_results(config, run_dir)
+    try:
+        with results:
+            checkpoint = _train_or_predict(config, run_dir, results)
+        if checkpoint and config.mode == "train":
+            discard(run_dir)
+    except Exception as error:
+        _report(error, run_dir)
+        return None
+    except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
+        _exit(stop, run_dir)
+    finally:
+        wandb_dir = loggers.finish(
+            exit_code=0 if results.status == "finished" else 1, summary=results.summary()
+        )
+        disk.settle()
+    paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
+    console.show_results(results.metrics, results.throughput, paths)
+    return _objective(config, results)
+
+
+def _new_results(config: DictConfig, run_dir: Path) -> Results:
+    chosen = HydraConfig.get()
+    return Results(
+        run_dir / "results.json",
+        impl=as_plain(config.impl),
+        model=chosen.runtime.choices["model"],
+        data=chosen.runtime.choices["data"],
+        seed=config.seed,
+        overrides=as_given(chosen.overrides.task),
+    )
+
+
+def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
+    """Does what ``config.mode`` names; returns the path of the checkpoint, where there is one."""
+    if config.mode == "train":  # a prediction takes these values from the run of the checkpoint
+        check(config)
+        console.show_config(config)
+    if config.mode not in MODES:
+        raise MisconfigurationException(f"mode: expected {' or '.join(MODES)}, got {config.mode!r}")
+    begin(config, run_dir)
+    return MODES[config.mode](config, run_dir, results)
+
+
+def _report(error: Exception, run_dir: Path) -> None:
+    """Shows why a job failed; one that the user cannot mend is raised again, but in a sweep."""
+    failed_jobs.append(run_dir)
+    if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if HydraConfig.get().mode == RunMode.RUN:
+            raise error
+        traceback.print_exc()  # Hydra would stop before the table of the other jobs
+    console.show_problem("Error", str(error))
+
+
+def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
+    """Ends the process after Ctrl-C or SIGTERM."""
+    console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
+    if isinstance(stop, SIGTERMException):  # all processes stop after the same step
+        _leave_process_group()
+        sys.exit(TERMINATED)
+    sys.exit(INTERRUPTED)
+
+
+def _objective(config: DictConfig, results: Results) -> float | None:
+    found = results.metrics.get(config.objective)
+    if found is None and config.mode == "train" and HydraConfig.get().mode == RunMode.MULTIRUN:
+        measured = ", ".join(results.metrics)
+        console.warn(
+            f"objective: {config.objective!r} was not measured; a search needs one of {measured}"
+        )
+    return found
+
+
+def _leave_process_group() -> None:
+    """Destroys the process group of a distributed run with gloo, when no process waits for it.
+
+    Lightning does so with NCCL only, and gloo's threads may abort a process that ends without it.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
