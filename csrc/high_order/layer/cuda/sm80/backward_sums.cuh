@@ -15,12 +15,13 @@ template <typename T, int Q>
 __global__ void sum_weight(const float* sums, T* out, ImageStrides strides, Layer l, int blocks,
                            int warps, int rows, int columns, int group) {
   const int chunks = gridDim.y, chunk = blockIdx.y;
-  const int64_t size = int64_t{rows} * columns, n = sum_index();
-  const double sum = sum_parts(blocks * warps, n < size, [&](int part) {
+  const int64_t size = int64_t{rows} * columns, n = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  const auto part_sum = [&](int part) {
     const int64_t block = part / warps, warp = part % warps;
     return sums[((block * chunks + chunk) * warps + warp) * size + n];
-  });
-  if (threadIdx.y || n >= size) return;
+  };
+  double sum;
+  if (!sum_parts(blocks * warps, n < size, part_sum, sum)) return;
   const int row = n / columns, tap = n % columns, s2 = l.s * l.s;
   const int c = chunk * Q + row / s2, dy = row / l.s % l.s, dx = row % l.s;
   if (row < Q * s2 && c < l.C && tap < l.taps)

@@ -311,10 +311,10 @@ template <typename S>
 __global__ void sum_parameters(const float* sums, typename S::T* weight, ImageStrides strides,
                                typename S::T* bias, int blocks) {
   constexpr int columns = 8 * Staged<S>::N, size = BackwardShared<S>::rows * columns;
-  const int n = sum_index();
-  const double sum =
-      sum_parts(blocks, n < size, [&](int part) { return sums[int64_t{part} * size + n]; });
-  if (threadIdx.y || n >= size) return;
+  const int n = blockIdx.x * kSumColumns + threadIdx.x;
+  const auto part_sum = [&](int part) { return sums[int64_t{part} * size + n]; };
+  double sum;
+  if (!sum_parts(blocks, n < size, part_sum, sum)) return;
   const int row = n / columns, c = row / S::taps, at = row % S::taps, tap = n % columns;
   if (tap >= S::taps) return;
   const auto value = narrow<typename S::T>(static_cast<float>(sum));
