@@ -12,7 +12,7 @@ from hoconv.recurrent.frontend.language import layer_norm, linear, parameter
 
 Step = tuple[Row, dict[str, Row]]
 
-# Of each block of rows of torch.nn's weights: the linear map of x and that of h it belongs to.
+# For each block of rows of torch.nn's weights, the names of the linear maps of x and of h.
 LSTM_GATES = (("i", "i"), ("f", "f"), ("g", "g"), ("o", "o"))
 GRU_GATES = (("r", "r"), ("z", "z"), ("n", "m"))
 

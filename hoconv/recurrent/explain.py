@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Explains a plan in words."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _WHY = {
 
 
 def explain(plan: Plan) -> str:
-    """What a plan does: what left the loop, what a step costs, what is saved, what runs where."""
+    """Says what is hoisted, what a step costs, what is saved, and what runs on which device."""
     forward, backward = plan.forward, plan.backward
     lines = [
         f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
-        f"  before the loop, once for all steps: {_work(forward.before)}",
-        f"  each step: {_work(forward.step)}",
-        f"  each step backwards: {_work(backward.step)}",
-        f"  after the loop backwards, once for all steps: {_work(backward.after)}",
+        f"  before the loop, once for all steps: {_list_work(forward.before)}",
+        f"  each step: {_list_work(forward.step)}",
+        f"  each step backwards: {_list_work(backward.step)}",
+        f"  after the loop backwards, once for all steps: {_list_work(backward.after)}",
     ]
-    lines += [f"  combined into one product: {names}" for names in _combined(forward)]
-    lines.append(f"  saved for backward: {_saved(forward)}")
+    lines += [f"  combined into one product: {names}" for names in _list_combined(forward)]
+    lines.append(f"  saved for backward: {_list_saved(forward)}")
     lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
-    lines += [f"  cuda: {said}" for said in _on_gpu(plan)]
+    lines += [f"  cuda: {said}" for said in _explain_gpu(plan)]
     return "\n".join(lines)
 
 
-def _on_gpu(plan: Plan) -> Iterable[str]:
-    """What `cuda` runs and why; true without a GPU, too."""
+def _explain_gpu(plan: Plan) -> Iterable[str]:
+    """Says what `cuda` runs and why; the same with and without a GPU."""
     chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
-    if plan.library:
-        name = plan.library.function
+    if plan.cudnn:
+        name = plan.cudnn.function
         yield f"cuDNN's {name}, which {chip}; with lengths or torch.compile, the following"
     elif plan.schedule != "auto":
         yield "not cuDNN, which schedule auto alone calls"
@@ -52,19 +52,19 @@ def _on_gpu(plan: Plan) -> Iterable[str]:
     else:
         yield "not cuDNN: the cell is not exactly its LSTM, GRU or tanh cell"
     steps = f"graphs of up to {CHUNK} steps" if plan.recorded else "launches one by one"
-    forward, backward = map(_launches, (plan.forward, plan.backward))
+    forward, backward = map(_count_launches, (plan.forward, plan.backward))
     yield f"{steps}; each step {forward}, backwards {backward}"
 
 
-def _launches(program: Program) -> str:
-    """The products and kernels of a step."""
+def _count_launches(program: Program) -> str:
+    """Counts the products and kernels of a step."""
     launches = emit_cuda(program).launches
     products = sum(isinstance(each, Op) for each in launches)
     return f"{_count(products, 'product')} and {_count(len(launches) - products, 'kernel')}"
 
 
-def _work(region: Iterable[Op | Group]) -> str:
-    """Products with their sizes, and kernels with how many ops they hold."""
+def _list_work(region: Iterable[Op | Group]) -> str:
+    """Lists products with their sizes, and kernels with their numbers of ops."""
     parts = []
     items = list(region)
     for item in items:
@@ -86,8 +86,8 @@ def _work(region: Iterable[Op | Group]) -> str:
     return f"{', '.join(shown)}; {_count(len(items), 'call')}" if shown else "nothing"
 
 
-def _combined(program: Program) -> Iterable[str]:
-    """The names of the linear maps whose weights are packed."""
+def _list_combined(program: Program) -> Iterable[str]:
+    """The names of the linear maps that are combined into one product."""
     read = [op for op in flat((*program.before, *program.step)) if op.kind == "linear"]
     params = {p.value: p for p in program.params}
     for op in read:
@@ -98,7 +98,7 @@ def _combined(program: Program) -> Iterable[str]:
             yield f"{names} of {operand}"
 
 
-def _saved(program: Program) -> str:
+def _list_saved(program: Program) -> str:
     made_by = {op.result: op.kind for op in flat(program.step)}
     states = {s.value: s.name for s in program.states}
     saved = [y.source for y in program.yields if y.name.startswith("saved")]

@@ -38,15 +38,14 @@ class RNN(nn.Module):
     Args:
         cell: made by :func:`hoconv.recurrent.frontend.cell`, or a ready one.
         input_size: I.
-        hidden_size: what the cell's linear maps and states have where it does not say otherwise.
+        hidden_size: the default size of the cell's linear maps and states.
         num_layers: L; the outputs of one are the inputs of the next.
         bidirectional: whether each layer also runs backwards in time, with parameters of its own;
             the outputs of both are beside each other.
-        dropout: in training, the probability with which an element that one layer gives to the
-            next is zero.
+        dropout: in training, the probability with which an element between two layers is zero.
         batch_first: whether inputs and outputs are (B, T, ...); states are not.
-        schedule: the rung of :data:`hoconv.recurrent.SCHEDULES` at which the compiler stops; by
-            default the fastest. The reference has none.
+        schedule: one of :data:`hoconv.recurrent.SCHEDULES`, which optimise more and more; by
+            default the fastest. The reference ignores it.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
         options: the cell's own options, by name.
 
@@ -55,7 +54,7 @@ class RNN(nn.Module):
     the second direction. All start uniform in +-1/sqrt(hidden_size) unless the cell says otherwise.
 
     Raises:
-        CellError: a cell that is outside of the language.
+        CellError: the cell leaves the language.
         TypeError, ValueError: an argument or option out of its range.
     """
 
@@ -105,9 +104,9 @@ class RNN(nn.Module):
         self._traced: list[_Traced] = []  # likewise
         size = input_size
         for layer in range(num_layers):
-            # Copied: what happens to an option afterwards, a list, say, changes no layer.
+            # A copy: changing an option later, for example a list, does not change the layer.
             bound = copy.deepcopy(cell.bind(size, hidden_size, options))
-            traced = _traced(bound)
+            traced = _trace(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 self.runs.append((bound, suffix))
                 self._traced.append(traced)
@@ -119,8 +118,8 @@ class RNN(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # What a cell is, its function says; the traces may be of another version.
-        self._traced = [_traced(bound) for bound, _ in self.runs]
+        # Traced again: the pickled traces may be of another version of the cell.
+        self._traced = [_trace(bound) for bound, _ in self.runs]
 
     @property
     def cell(self) -> Cell:
@@ -128,7 +127,7 @@ class RNN(nn.Module):
         return self.runs[0][0].cell
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew; through a parametrization, what it can be given."""
+        """Draws all parameters anew; those with a parametrization through its right inverse."""
         bound = 1 / math.sqrt(self.hidden_size)
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
             for d in traced.declarations:
@@ -218,8 +217,8 @@ class RNN(nn.Module):
                 x = F.dropout(x, self.dropout, self.training)
             outputs = []
             if valid is not None:
-                # Past its end a sequence reads its first step again: what is there, NaN perhaps,
-                # reaches no gradient, and the first step is one that the cell can take.
+                # Past its end a sequence repeats its first step: padding, which may be NaN, must
+                # not reach a gradient, and the first step is an input that the cell can take.
                 x = torch.where(valid, x, x[:1])
             for direction in range(directions):
                 at = layer * directions + direction
@@ -258,7 +257,7 @@ class RNN(nn.Module):
         return x, parameters
 
     def _check_parameters(self, x: Tensor) -> None:
-        """Checks what torch.func.functional_call, say, may have put in the parameters' places."""
+        """Checks tensors that replace parameters, for example by torch.func.functional_call."""
         own = next(self.parameters(), x).dtype
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
             for d in traced.declarations:
@@ -318,11 +317,11 @@ class RNN(nn.Module):
         return (torch.arange(T, device=x.device)[:, None] < steps.to(x.device)).unsqueeze(2)
 
     def explain(self) -> str:
-        """What the compiler makes of each layer, in words.
+        """Explains in words how each layer is compiled.
 
-        What was hoisted out of the time loop, which products were combined, how many kernels and
-        products a step has, what is saved for the gradient, what runs on a CPU and what on a GPU,
-        whether there is one or not, and why.
+        Says what is hoisted out of the time loop, which products are combined, how many kernels and
+        products a step has, what is saved for the gradient, and what runs on a CPU and on a GPU and
+        why. The text is the same with and without a GPU.
         """
         dtype = next(self.parameters()).dtype
         directions = 1 + self.bidirectional
@@ -344,12 +343,12 @@ class RNN(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Traced:
-    """A cell as the compiler takes it.
+    """The traces of a cell.
 
     Attributes:
-        declarations: its parameters.
-        names: theirs, without a suffix.
-        evaluation, training: the text of its step.
+        declarations: the parameters of the cell.
+        names: their names, without a suffix.
+        evaluation, training: the text of the trace in either mode.
         draws: whether a step has noise in training.
         output_size: the features of the step's output.
     """
@@ -362,7 +361,7 @@ class _Traced:
     output_size: int
 
 
-def _traced(cell: BoundCell) -> _Traced:
+def _trace(cell: BoundCell) -> _Traced:
     evaluation, training = trace(cell), trace(cell, training=True)
     return _Traced(
         training.declarations,
@@ -383,12 +382,12 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does: float64 stays."""
+    """Casts as autocast does: float64 stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _packed_like(packed: PackedSequence, outputs: Tensor, lengths: Tensor) -> PackedSequence:
-    """Outputs (T, B, n), packed in the order of the input."""
+    """Packs outputs (T, B, n) in the order of the packed input."""
     order = packed.sorted_indices
     if order is not None:
         outputs, lengths = outputs.index_select(1, order), lengths[order.to(lengths.device)]

@@ -1,7 +1,7 @@
-"""Cells that are exactly those of cuDNN, whatever their parameters and options are called.
+"""Finds cells that cuDNN can compute, whatever their names, parameters and options are called.
 
-A program matches when its graph is that of a ready cell whose equations are those of torch.nn, but
-for the order of operands.
+A program matches if it equals that of a ready LSTM, GRU or tanh cell, whose equations are those of
+torch.nn, up to the order of the operands of sums and products.
 
 B batch, T time steps, n features.
 """
@@ -22,14 +22,18 @@ from hoconv.recurrent.ir.program import Operand, Piece, Program, Value, flat
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
 
-# Up to this hidden size cuDNN has kernels that keep the weights on the chip, in float32 only.
+# Up to this hidden size, and in float32, cuDNN keeps the weights on the chip.
 SMALL = 192
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A function of PyTorch's, the cell it computes, and of each block of its weights: the linear
-    map of x and that of h that it belongs to."""
+    """A function of PyTorch, the cell that it computes, and its gates.
+
+    Attributes:
+        gates: for each block of rows of PyTorch's weights, the names of the cell's linear maps of
+            x and of h.
+    """
 
     function: str
     cell: Cell
@@ -46,14 +50,14 @@ _MODES = {"rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
 
 
 @dataclass(frozen=True)
-class Library:
-    """A layer in one direction as a call of PyTorch, which on a GPU is cuDNN's.
+class CudnnLayer:
+    """A layer in one direction as a call of PyTorch, which calls cuDNN on a GPU.
 
     Attributes:
-        function: its name in torch.
-        order: which of the cell's states each of its states is.
-        weights: of x and of h: blocks of rows, each part of a parameter.
-        biases: likewise, None where a block has none; empty without any bias.
+        function: the name of the function in torch.
+        order: for each state of the function, the index of the cell's state.
+        weights: for x and for h, the pieces of parameters that are the blocks of the weight.
+        biases: likewise; None for a block without a bias, empty without any.
     """
 
     function: str
@@ -74,7 +78,7 @@ class Library:
 
         flat = [torch.cat([*map(block, pieces)]) for pieces in (*self.weights, *self.biases)]
         if x.is_cuda:
-            with torch.no_grad():  # side by side, as cuDNN wants them
+            with torch.no_grad():  # contiguous in memory, which cuDNN requires
                 torch._cudnn_rnn_flatten_weight(  # pyright: ignore[reportPrivateImportUsage]
                     flat, len(flat), x.shape[2], _MODES[self.function], states[0].shape[1], 0, 1,
                     False, False,
@@ -89,17 +93,17 @@ class Library:
 
 
 def fastest(program: Program) -> bool:
-    """Whether a library's function is at least as fast as our own plan, by what docs/results has.
+    """Whether cuDNN is at least as fast as our kernels, by the measurements in docs/results.
 
     Args:
-        program: one whose dtypes are known.
+        program: a program with inferred dtypes.
     """
     (_, x), *more = program.sequences
     return not more and x.type.dtype == "f32" and program.states[0].value.type.size <= SMALL
 
 
-def match(program: Program) -> Library | None:
-    """The library's function that a traced program is, if there is one."""
+def match(program: Program) -> CudnnLayer | None:
+    """The call of cuDNN that computes a traced program; None if there is none."""
     if [name for name, _ in program.sequences] != ["x"]:
         return None
     program = _normal(program)
@@ -120,7 +124,7 @@ def _normal(program: Program) -> Program:
 
 
 def _same(template: Program, program: Program) -> dict[Value, Value] | None:
-    """What each value of a template is in a program that computes the same; None if it does not."""
+    """Maps each value of a template to the equal value of a program; None if they differ."""
     made = [{op.result: op for op in flat(p.step)} for p in (template, program)]
     roles = [
         {p.value: "param" for p in each.params}
@@ -158,7 +162,7 @@ def _same(template: Program, program: Program) -> dict[Value, Value] | None:
 
 
 def _all(unify: Callable, first: tuple, second: tuple, bound: dict) -> dict | None:
-    """What makes operands the same, pair by pair."""
+    """Unifies operands pair by pair."""
     if len(first) != len(second):
         return None
     for a, b in zip(first, second):
@@ -170,14 +174,14 @@ def _all(unify: Callable, first: tuple, second: tuple, bound: dict) -> dict | No
 
 def _library(
     known: _Known, template: Program, program: Program, bound: dict[Value, Value]
-) -> Library:
+) -> CudnnLayer:
     pieces = {p.value: p.pieces[0] for p in program.params}
     of = {p.value.hint: pieces[bound[p.value]] for p in template.params if p.value in bound}
     values = [s.value for s in program.states]
     own = [f"{h}.1" if h == x else f"{h}.0" for x, h in known.gates]
     added = [None if h == x else of.get(f"{h}.bias") for x, h in known.gates]
     biases = tuple(of.get(f"{x}.bias") for x, _ in known.gates)
-    return Library(
+    return CudnnLayer(
         known.function,
         tuple(values.index(bound[s.value]) for s in template.states),
         (tuple(of[f"{x}.0"] for x, _ in known.gates), tuple(of[name] for name in own)),

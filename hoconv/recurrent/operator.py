@@ -1,4 +1,4 @@
-"""The recurrent layer in one direction: the operator's declaration.
+"""Declares the operator: a recurrent layer in one direction.
 
 B batch, H hidden size, I input size, T time steps, n features of a state.
 """
@@ -48,7 +48,7 @@ def recurrent(
     reverse: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Runs a ready cell over a sequence: what :class:`hoconv.recurrent.RNN` is made of.
+    """Runs a ready cell over a sequence; :class:`hoconv.recurrent.RNN` runs it for each layer.
 
     Args:
         x: (T, B, I); float32, float64, float16 or bfloat16.
@@ -86,31 +86,31 @@ def _implementation(
 def _call(
     x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int, schedule: str, reverse: bool
 ) -> ops.Call:
-    bound = _bound(cell, x.shape[2], hidden_size)
-    names, text = _traced(cell, x.shape[2], hidden_size)
+    bound = _bind(cell, x.shape[2], hidden_size)
+    names, text = _trace(cell, x.shape[2], hidden_size)
     plan = request(text, x.dtype, schedule, False, reverse)
     n = len(bound.state_sizes)
     states, parameters = list(tensors[:n]), list(tensors[n:])
     return ops.Call(bound, names, plan, x, states, parameters, reverse=reverse)
 
 
-def _bound(cell: str, input_size: int, hidden_size: int) -> BoundCell:
+def _bind(cell: str, input_size: int, hidden_size: int) -> BoundCell:
     made, options = _CELLS[cell]
     return made.bind(input_size, hidden_size, options)
 
 
-def _traced(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
+def _trace(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
     """The names of a ready cell's parameters, and its text. A constant to torch.compile."""
-    return _traced_once(cell, input_size, hidden_size)
+    return _trace_once(cell, input_size, hidden_size)
 
 
 @functools.cache
-def _traced_once(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
-    traced = trace(_bound(cell, input_size, hidden_size))
+def _trace_once(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
+    traced = trace(_bind(cell, input_size, hidden_size))
     return tuple(d.name for d in traced.declarations), to_text(traced)
 
 
-_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _sample(
@@ -120,7 +120,7 @@ def _sample(
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, dtype=torch.float64) * scale).to(device, dtype)
 
-    bound = _bound(cell, n, H)
+    bound = _bind(cell, n, H)
     states = [draw(B, size) for size in bound.state_sizes.values()]
     parameters = [draw(*d.shape, scale=H**-0.5) for d in trace(bound).declarations]
     kwargs = {"cell": cell, "hidden_size": H, **options}
@@ -145,7 +145,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def _cost(sample: Sample) -> Cost:
     x, *tensors = sample.args
     products = [t for t in tensors if t.dim() == 2 and t.shape[0] != x.shape[1]]
-    bound = _bound(sample.kwargs["cell"], x.shape[2], sample.kwargs["hidden_size"])
+    bound = _bind(sample.kwargs["cell"], x.shape[2], sample.kwargs["hidden_size"])
     n = trace(bound).output_size
     states = sum(t.nbytes for t in tensors[: len(bound.state_sizes)])
     read = x.nbytes + sum(t.nbytes for t in tensors)

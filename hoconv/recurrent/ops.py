@@ -1,8 +1,7 @@
-"""A recurrent layer in one direction as a torch.library op: schema, fake, autograd.
+"""Registers a recurrent layer in one direction as a torch.library op: schema, fake, autograd.
 
-The op runs one of a plan's programs: `inference`; `forward`, which also returns what the gradient
-needs; or `backward`. Gradients of higher order come from the plan's definition, which is run op by
-op in PyTorch.
+The op runs one program of a plan: `inference`; `forward`, which also returns what the gradient
+needs; or `backward`. For gradients of higher order, PyTorch runs the plan's definition op by op.
 
 B batch, T time steps, n features.
 """
@@ -21,22 +20,22 @@ from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.plans import Prepared, prepared
+from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import packed, unpacked
+from hoconv.recurrent.runtime.packing import pack, unpack
 from hoconv.registration import gradients, register_gradient, register_vmap, without_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
-# sequences: what the program reads, in its order. states: before its first step. parameters: of
-# the cell, in the order of its declarations. Returns the program's results, the parameters'
-# gradients of `backward`, and the states after the last step.
+# sequences: those of the program, in order. states: before the first step. parameters: in the order
+# of the cell's declarations. Returns the results of the program, or the gradients of x and of the
+# parameters for `backward`; then the states after the last step.
 _library.define(
     "recurrent.compiled(Tensor[] sequences, Tensor[] states, Tensor[] parameters, Tensor? seed, "
     "str plan, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-op = torch.ops.hoconv.recurrent.compiled
+compiled_op = torch.ops.hoconv.recurrent.compiled
 
 
 def _run(
@@ -48,28 +47,28 @@ def _run(
     which: str,
     impl: str,
 ) -> list[Tensor]:
-    made = prepared(plan)
+    made = find_plan(plan)
     program = made.program(which)
-    named = _named(made, parameters)
+    named = _name_parameters(made, parameters)
     device_type = sequences[0].device.type
-    with without_autocast(device_type):  # the program says in which dtypes it computes
+    with without_autocast(device_type):  # the program chooses its dtypes itself
         results, final = interpret(
             program,
-            packed(program, named),
-            _by_name(program, sequences),
-            _by_name_of_states(program, states),
+            pack(program, named),
+            _name_sequences(program, sequences),
+            _name_states(program, states),
             seed,
             made.loop(which, impl, device_type),
         )
     if which == "backward":
         rows = results.get("d_x")
         x = torch.zeros_like(sequences[0]) if rows is None else rows
-        found = [x, *unpacked(program, results, named).values(), *final.values()]
+        found = [x, *unpack(program, results, named).values(), *final.values()]
     else:
         found = [*results.values(), *final.values()]
     taken = {t.untyped_storage().data_ptr() for t in (*sequences, *states, *parameters)}
     own = []
-    for tensor in found:  # an op's results are its own, and none is part of another
+    for tensor in found:  # results must not share memory with each other or with inputs
         start = tensor.untyped_storage().data_ptr()
         own.append(tensor.clone() if start in taken else tensor.contiguous())
         taken.add(start)
@@ -90,7 +89,7 @@ def _fake(
     which: str,
     impl: str,
 ) -> list[Tensor]:
-    program = prepared(plan).program(which)
+    program = find_plan(plan).program(which)
     x = sequences[0]
     found = []
     if which == "backward":
@@ -103,15 +102,15 @@ def _fake(
     return [*found, *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states)]
 
 
-def _named(made: Prepared, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+def _name_parameters(made: CompiledPlan, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(made.names, parameters, strict=True))
 
 
-def _by_name(program: Program, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+def _name_sequences(program: Program, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip((name for name, _ in program.sequences), sequences, strict=True))
 
 
-def _by_name_of_states(program: Program, states: Sequence[Tensor]) -> dict[str, Tensor]:
+def _name_states(program: Program, states: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip((s.name for s in program.states if s.total is None), states, strict=True))
 
 
@@ -132,7 +131,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     states, saved = saved[:n_states], saved[n_states:]
     parameters, saved = saved[:n_parameters], saved[n_parameters:]
     seed, *results = saved
-    made = prepared(ctx.plan)
+    made = find_plan(ctx.plan)
     d_output = grads[0]
     d_states = grads[len(grads) - n_states :]
     if torch.is_grad_enabled():
@@ -141,11 +140,11 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         )
     else:
         forward, backward = made.plan.forward, made.plan.backward
-        read = _by_name(forward, sequences)
+        read = _name_sequences(forward, sequences)
         read |= dict(zip((name for name, _ in forward.results), results, strict=True))
         read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
         zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
-        d_x, *found = op(
+        d_x, *found = compiled_op(
             [read[name] for name, _ in backward.sequences], zeroed, parameters, seed, ctx.plan,
             "backward", ctx.impl,
         )  # fmt: skip
@@ -155,7 +154,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _differentiate_again(
-    made: Prepared,
+    made: CompiledPlan,
     sequences: Sequence[Tensor],
     states: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -163,15 +162,15 @@ def _differentiate_again(
     d_output: Tensor | None,
     d_states: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """The gradients of x, states and parameters as functions that can be differentiated again."""
+    """The gradients of x, states and parameters, which autograd can differentiate again."""
     program, n = made.plan.definition, len(states)
 
     def run(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, final = interpret(
             program,
-            packed(program, _named(made, tensors[n:])),
-            _by_name(program, [x, *sequences[1:]]),
-            _by_name_of_states(program, tensors[:n]),
+            pack(program, _name_parameters(made, tensors[n:])),
+            _name_sequences(program, [x, *sequences[1:]]),
+            _name_states(program, tensors[:n]),
             seed,
         )
         return results["output"], *final.values()
@@ -181,15 +180,15 @@ def _differentiate_again(
     return d_x, rest[:n], rest[n:]
 
 
-register_gradient(_library, op, _differentiate, _save)
-register_vmap(_library, op)
+register_gradient(_library, compiled_op, _differentiate, _save)
+register_vmap(_library, compiled_op)
 
 
-class _OfLibrary(torch.autograd.Function):
-    """A library's function whose gradient can be differentiated again, which cuDNN's cannot be."""
+class _CudnnFunction(torch.autograd.Function):
+    """A call of cuDNN. Its gradient can be differentiated again, which cuDNN's own cannot be."""
 
     @staticmethod
-    def forward(ctx: Any, made: Prepared, n_states: int, x: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, made: CompiledPlan, n_states: int, x: Tensor, *tensors: Tensor) -> Any:
         ctx.made, ctx.n_states = made, n_states
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
@@ -197,9 +196,11 @@ class _OfLibrary(torch.autograd.Function):
         with torch.set_grad_enabled(any(wanted)):
             ctx.inputs = [t.detach().requires_grad_(w) for t, w in zip((x, *tensors), wanted)]
             states, parameters = ctx.inputs[1 : 1 + n_states], ctx.inputs[1 + n_states :]
-            library = made.plan.library
-            assert library is not None
-            ctx.outputs = library.run(ctx.inputs[0], states, _named(made, parameters), made.reverse)
+            cudnn = made.plan.cudnn
+            assert cudnn is not None
+            ctx.outputs = cudnn.run(
+                ctx.inputs[0], states, _name_parameters(made, parameters), made.reverse
+            )
         return tuple(t.detach() for t in ctx.outputs)
 
     @staticmethod
@@ -214,7 +215,7 @@ class _OfLibrary(torch.autograd.Function):
             return None, None, d_x, *d_states, *d_parameters
         pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
         wanted = [t for t in ctx.inputs if t.requires_grad]
-        # The graph is kept: it goes with ctx, and this may be called again.
+        # backward may be called again; ctx frees the graph.
         found = iter(
             torch.autograd.grad(
                 [t for t, _ in pairs], wanted, [g for _, g in pairs],
@@ -231,8 +232,8 @@ class Call:
     Attributes:
         cell: the cell with its sizes.
         names: of its parameters, in the order of `parameters`.
-        plan: the text of :func:`hoconv.recurrent.plans.request`; what it says of masks, direction
-            and noise is what the rest says.
+        plan: the text of :func:`hoconv.recurrent.plans.request`; it agrees with `valid`, `training`
+            and `reverse`.
         x: (T, B, I).
         states: (B, n) of each state, before the first step.
         parameters: in the dtype of x.
@@ -255,17 +256,18 @@ class Call:
 
     @property
     def program(self) -> str:
-        """Which of the plan's programs runs: the one that a gradient can follow, where it may."""
+        """The program to run: ``forward`` if a gradient may be wanted, else ``inference``."""
         if not torch.is_grad_enabled():
             return "inference"
-        # Under a transform of torch.func a tensor may hide that an outer one differentiates by it.
+        # Under a transform of torch.func a tensor may not show that an outer transform
+        # differentiates it.
         hidden = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
         inputs = (self.x, *self.states, *self.parameters)
         return "forward" if hidden or any(t.requires_grad for t in inputs) else "inference"
 
 
 def run_reference(call: Call) -> list[Tensor]:
-    """The cell, called at every step: the output and the final states."""
+    """Calls the cell at every step; returns the output and the final states."""
     output, final = reference.recurrent(
         call.cell, call.x, call.states, dict(zip(call.names, call.parameters, strict=True)),
         valid=call.valid, training=call.training, seed=call.seed, reverse=call.reverse,
@@ -274,11 +276,11 @@ def run_reference(call: Call) -> list[Tensor]:
 
 
 def run_compiled(impl: str, call: Call) -> list[Tensor]:
-    """The plan's programs in C++ or CUDA: the output and the final states."""
+    """Runs a program of the plan in C++ or CUDA; returns the output and the final states."""
     x, states = call.x, call.states
     wide = torch.promote_types(x.dtype, torch.float32)
     sequences = [x] if call.valid is None else [x, call.valid]
-    found = op(
+    found = compiled_op(
         sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,
         call.program, impl,
     )  # fmt: skip
@@ -286,12 +288,12 @@ def run_compiled(impl: str, call: Call) -> list[Tensor]:
 
 
 def run_cuda(call: Call) -> list[Tensor]:
-    """The plan's programs in CUDA, or the library's function that does the same."""
+    """Runs a program of the plan in CUDA, or cuDNN if it computes the same at least as fast."""
     # torch.compile sees one op; torch.func knows how to transform it.
     seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not seen and (made := prepared(call.plan)).plan.library:
+    if not seen and (made := find_plan(call.plan)).plan.cudnn:
         return list(
-            _OfLibrary.apply(made, len(call.states), call.x, *call.states, *call.parameters)
+            _CudnnFunction.apply(made, len(call.states), call.x, *call.states, *call.parameters)
         )
     return run_compiled("cuda", call)
 

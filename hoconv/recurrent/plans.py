@@ -1,6 +1,7 @@
-"""Plans by content: an op takes a text that holds the whole cell, a constant to torch.compile.
+"""Plans, found by their content. The torch op takes a plan as a text, which holds the whole cell.
 
-A text means the same in every process: an exported program needs neither the cell nor its module.
+torch.compile treats the text as a constant. The text means the same in every process: an exported
+program needs neither the cell nor its module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import Loop
 from hoconv.recurrent.schedule import Plan, plan_trace
 
-# Plans that a process keeps; one that is asked for after more than these is made again.
+# The number of plans that a process keeps; it compiles older ones again.
 _KEPT = 256
 
 
@@ -30,10 +31,10 @@ class _Request(NamedTuple):
 
 
 def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse: bool) -> str:
-    """A plan as a text. Constants in, a constant out: torch.compile does not trace it.
+    """Writes a plan as a text. Arguments and result are constants: torch.compile does not trace it.
 
     Args:
-        cell: what :func:`hoconv.recurrent.frontend.serialize.to_text` made of its trace.
+        cell: the text of its trace, by :func:`hoconv.recurrent.frontend.serialize.to_text`.
         dtype, schedule, masked, reverse: as in :func:`hoconv.recurrent.schedule.plan_trace`.
     """
     name = str(dtype).removeprefix("torch.")
@@ -43,21 +44,21 @@ def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse:
 request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _parsed(text: str) -> _Request:
+def _parse(text: str) -> _Request:
     dtype, schedule, masked, reverse, cell = text.split("/", 4)
     return _Request(dtype, schedule, masked == "True", reverse == "True", cell)
 
 
-class Prepared:
-    """A plan and what was compiled of it.
+class CompiledPlan:
+    """A plan and its compiled loops.
 
     Attributes:
-        names: the cell's parameters, in the order in which an op takes them.
+        names: the names of the cell's parameters, in the order in which the op takes them.
         reverse: whether the first step is the last of the sequence.
     """
 
     def __init__(self, text: str) -> None:
-        r = _parsed(text)
+        r = _parse(text)
         self.plan: Plan = plan_trace(
             from_text(r.cell), getattr(torch, r.dtype), r.schedule,
             masked=r.masked, reverse=r.reverse,
@@ -72,7 +73,7 @@ class Prepared:
         return getattr(self.plan, which)
 
     def loop(self, which: str, impl: str, device_type: str) -> Loop | None:
-        """What runs the steps of one of the programs; None is PyTorch, op by op.
+        """The loop that runs the steps of a program; None for PyTorch, op by op.
 
         Raises:
             hoconv.jit.BuildError: there is no compiler, or it failed.
@@ -90,24 +91,24 @@ class Prepared:
 
 
 @functools.lru_cache(_KEPT)
-def prepared(text: str) -> Prepared:
-    """The plan of a request.
+def find_plan(text: str) -> CompiledPlan:
+    """The compiled plan of a text.
 
     Raises:
         ValueError: the text is of another version of hoconv.
     """
-    return Prepared(text)
+    return CompiledPlan(text)
 
 
 def prepare(impl: str, device_type: str, text: str, which: str) -> None:
-    """Compiles what runs one of a plan's programs, and with ``forward`` also ``backward``.
+    """Compiles the loop of one program of a plan; with ``forward`` also that of ``backward``.
 
     Raises:
         hoconv.jit.BuildError: the compiler failed.
     """
-    made = prepared(text)
-    if impl == "cuda" and made.plan.library:
-        return  # the library's function runs it, which has no kernels of ours
+    made = find_plan(text)
+    if impl == "cuda" and made.plan.cudnn:
+        return  # cuDNN computes the layer
     for program in (which, "backward") if which == "forward" else (which,):
         loop = made.loop(program, impl, device_type)
         if isinstance(loop, CudaLoop):

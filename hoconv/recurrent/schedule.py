@@ -1,6 +1,7 @@
-"""From a cell to its schedule: which passes run, in which order.
+"""Schedules: which passes run on a cell, in which order.
 
-The rungs of the ladder each add one thing to the one before, so that its worth can be measured:
+The schedules are a ladder. Each one, a rung, adds one optimisation to the one before, so that its
+effect can be measured:
 
 - ``naive``: every op by itself, every step;
 - ``combined``: products of one operand are one product;
@@ -21,7 +22,7 @@ import torch
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
 from hoconv.recurrent.ir.program import Program, flat
-from hoconv.recurrent.match import Library, fastest, match
+from hoconv.recurrent.match import CudnnLayer, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
@@ -37,13 +38,12 @@ SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "auto")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a layer in one direction computes. Each part is made when it is first asked for.
+    """The programs of a layer in one direction. Each is compiled when it is first read.
 
     Attributes:
-        schedule: the rung.
-        declarations: the cell's parameters.
-        common: what all programs have in common: the program after each pass, by the pass's name,
-            in order.
+        schedule: the name of the schedule.
+        declarations: the parameters of the cell.
+        common: the passes that all programs share, in order: name and program after the pass.
     """
 
     schedule: str
@@ -52,33 +52,33 @@ class Plan:
 
     @property
     def definition(self) -> Program:
-        """The program on which no pass but the dtypes' has worked: what autograd may see."""
+        """The program with inferred dtypes, without optimisation: autograd differentiates it."""
         return dict(self.common)["infer dtypes"]
 
     @functools.cached_property
     def inference(self) -> Program:
-        """The program where no gradient is wanted."""
-        return self._fused(self._loop)
+        """The program for calls that need no gradient."""
+        return self._fuse(self._loop)
 
     @functools.cached_property
     def forward(self) -> Program:
-        """The program that returns what the gradient needs, too."""
-        return self._fused(self._gradient[0])
+        """The program that also returns what `backward` reads."""
+        return self._fuse(self._gradient[0])
 
     @functools.cached_property
     def backward(self) -> Program:
         """The gradient of `forward`."""
-        return self._fused(self._gradient[1])
+        return self._fuse(self._gradient[1])
 
     @functools.cached_property
-    def library(self) -> Library | None:
-        """What a GPU runs instead of the programs, where that is at least as fast."""
+    def cudnn(self) -> CudnnLayer | None:
+        """The call of cuDNN that a GPU runs instead of the programs, if it is at least as fast."""
         traced = self.common[0][1]
         return match(traced) if self.schedule == "auto" and fastest(self._loop) else None
 
     @property
     def recorded(self) -> bool:
-        """Whether a GPU runs chunks of steps as graphs, or launches all by itself."""
+        """Whether CUDA graphs record chunks of steps; otherwise kernels are launched one by one."""
         return _reaches(self.schedule, "graph")
 
     @property
@@ -97,7 +97,7 @@ class Plan:
         forward, backward = differentiate(self._loop)
         return trim(forward, accumulate(backward))
 
-    def _fused(self, program: Program) -> Program:
+    def _fuse(self, program: Program) -> Program:
         return fuse(program) if _reaches(self.schedule, "fused") else program
 
 
@@ -110,14 +110,14 @@ def plan(
     masked: bool = False,
     reverse: bool = False,
 ) -> Plan:
-    """Compiles a cell to a rung.
+    """Compiles a cell by a schedule.
 
     Args:
         training: whether dropout and zoneout draw.
-        others: as in :func:`plan_trace`.
+        dtype, schedule, masked, reverse: as in :func:`plan_trace`.
 
     Raises:
-        CellError: a cell that is outside of the language.
+        CellError: the cell leaves the language.
     """
     return plan_trace(trace(cell, training), dtype, schedule, masked=masked, reverse=reverse)
 
@@ -125,7 +125,7 @@ def plan(
 def plan_trace(
     traced: Trace, dtype: torch.dtype, schedule: str, *, masked: bool = False, reverse: bool = False
 ) -> Plan:
-    """Compiles what a cell was traced to.
+    """Compiles the trace of a cell by a schedule.
 
     Args:
         dtype: of sequences and parameters.
@@ -156,7 +156,7 @@ def _reaches(schedule: str, rung: str) -> bool:
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:
-    """Passes from the one to the other only what the gradient reads."""
+    """Drops results of `forward`, and sequences of `backward`, that `backward` does not read."""
     regions = (*backward.before, *backward.step, *backward.after)
     read = {v for op in flat(regions) for v in op.values}
     read |= {v for _, v in backward.results} | {s.next for s in backward.states}

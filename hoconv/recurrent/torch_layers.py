@@ -23,7 +23,7 @@ class _LikePyTorch(RNN):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _convert(self, state_dict: Any, prefix: str, suffix: str) -> None:
-        """nn's weights and two biases of one layer and direction, as the cell names them."""
+        """Converts nn's weights and biases of one layer and direction to the cell's parameters."""
 
         def blocks(name: str) -> tuple[Tensor, ...]:
             return state_dict.pop(f"{prefix}{name}{suffix}").chunk(len(self._gates))
@@ -52,7 +52,7 @@ class _LikePyTorch(RNN):
 class LSTM(_LikePyTorch):
     """Arguments, shapes and results of nn.LSTM, whose state dict it takes; the cell is ours.
 
-    nn's two bias vectors of a gate become their sum. With `proj_size` the cell is
+    The bias of a gate is the sum of nn's two. With `proj_size` the cell is
     :data:`hoconv.recurrent.projected_lstm`. See :class:`RNN`.
     """
 

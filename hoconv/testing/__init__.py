@@ -1,1 +1,1 @@
-"""What checks a layer: random cells, and cases that compare them with their definitions."""
+"""Helpers of tests and fuzzing: random cells, and cases that compare cells with definitions."""

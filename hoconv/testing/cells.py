@@ -1,4 +1,4 @@
-"""Recurrent cells in float64, compiled to any rung, against their definition.
+"""Compares compiled recurrent cells, in float64 and by any schedule, with their definition.
 
 B batch, T time steps, n features.
 """
@@ -18,22 +18,22 @@ from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.runtime.interpret import Loop, interpret
-from hoconv.recurrent.runtime.packing import packed, unpacked
+from hoconv.recurrent.runtime.packing import pack, unpack
 from hoconv.recurrent.schedule import Plan
 
-# Of float64, absolute and relative.
+# Absolute and relative, in float64.
 _TOLERANCE = 1e-9
 
 
 def no_loop(program: Program) -> None:
-    """Programs are run op by op."""
+    """No loop: programs run op by op."""
 
 
-def close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
-    """Asserts that what a cell gave, and its gradients, are the definition's, NaN included."""
+def assert_close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Asserts that results and gradients of a cell are those of its definition, NaN included."""
     if not _reads_every_state(cell):
-        # The gradient of a state that no step reads is absent for autograd and zero for a program:
-        # times NaN or infinity it is NaN.
+        # Autograd has no gradient for a state that no step reads; a program has zeros, which
+        # become NaN where they are multiplied by NaN or infinity.
         got = {n: exact[n].where(exact[n].isfinite() & ~t.isfinite(), t) for n, t in got.items()}
     torch.testing.assert_close(
         dict(got), dict(exact), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True,
@@ -60,10 +60,10 @@ def _reads_every_state(cell: BoundCell) -> bool:
 
 
 class CellCase:
-    """A cell with random parameters and inputs; what it gives and its gradients, by its definition.
+    """A cell with random parameters and inputs, and its results and gradients by its definition.
 
     Args:
-        masked: whether its three sequences have lengths.
+        masked: whether the three sequences have different lengths.
         reverse: whether the first step is the last of the sequences.
     """
 
@@ -101,33 +101,33 @@ class CellCase:
         self.leaves = {"x": self.x, **self.states, **self.parameters}
         self.gradients = gradients(self.exact, self.leaves, self.cotangents)
 
-    def close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
-        close(self.cell, got, exact)
+    def assert_close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+        assert_close(self.cell, got, exact)
 
     def run(
         self, program: Program, loop: Loop | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        params = packed(program, self.parameters)
+        params = pack(program, self.parameters)
         return interpret(program, params, self.sequences, self.states, self.seed, loop)
 
     def check(self, program: Program) -> Program:
-        """What a program of any stage gives is exact, and so are its gradients by autograd."""
+        """Asserts that a program's results, and its gradients by autograd, are exact."""
         results, final = self.run(verify(program))
         got = {"output": results["output"], **final}
-        self.close(got, self.exact)
-        self.close(gradients(got, self.leaves, self.cotangents), self.gradients)
+        self.assert_close(got, self.exact)
+        self.assert_close(gradients(got, self.leaves, self.cotangents), self.gradients)
         return program
 
     def check_plan(self, made: Plan, loop: Callable[[Program], Loop | None] = no_loop) -> None:
-        """Its three programs, run: outputs, and all gradients by the backward program."""
+        """Asserts that the three programs of a plan give exact results and gradients."""
         with torch.no_grad():
             for program in (made.inference, made.forward, made.backward):
                 verify(program)
             results, final = self.run(made.inference, loop(made.inference))
-            self.close({"output": results["output"], **final}, self.exact)
+            self.assert_close({"output": results["output"], **final}, self.exact)
             results, final = self.run(made.forward, loop(made.forward))
-            self.close({"output": results.pop("output"), **final}, self.exact)
-            params = packed(made.backward, self.parameters)
+            self.assert_close({"output": results.pop("output"), **final}, self.exact)
+            params = pack(made.backward, self.parameters)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
             sequences = {name: read[name] for name, _ in made.backward.sequences}
             states = {f"d_{name}": self.cotangents[name] for name in self.states}
@@ -136,5 +136,5 @@ class CellCase:
             )
         found = {"x": results.get("d_x", torch.zeros_like(self.x))}
         found |= {name: final[f"d_{name}"] for name in self.states}
-        found |= unpacked(made.backward, results, self.parameters)
-        self.close(found, self.gradients)
+        found |= unpack(made.backward, results, self.parameters)
+        self.assert_close(found, self.gradients)

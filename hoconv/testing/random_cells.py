@@ -1,8 +1,8 @@
-"""Cells drawn at random from the whole language, the same ones for a seed every time.
+"""Draws random cells from the whole language; a seed always gives the same cell.
 
-A cell has values of three sorts: rows, which depend on x or a state; learned ones, which depend on
-parameters alone; and conditions. A tame cell keeps its values moderate. A wild one has constants
-such as infinities and NaN, too, and may use a value where its sort does not belong: it is refused.
+A cell has values of three sorts: rows, which depend on x or a state; learned values, which depend
+on parameters alone; and conditions. A tame cell keeps its values moderate. A wild cell also has
+constants such as infinity and NaN, and may use a value of the wrong sort: such a cell is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 _SIZES = (1, 2, 3, 4, 6)
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
-# Of the draws of a wild cell: wrong sorts, and wild numbers.
+# The shares of a wild cell's draws that are of a wrong sort, and that are wild numbers.
 _MISTAKES = 0.02
 _WILD = 0.3
 
 
 def random_cell(seed: int, wild: bool = False) -> BoundCell:
-    """A cell of one to four states of several sizes."""
+    """Draws a cell of one to four states of several sizes."""
     draw = random.Random(seed)
     sizes = {f"s{i}": draw.choice(_SIZES) for i in range(draw.choice((1, 2, 2, 3, 4)))}
     arguments = ", ".join(("x", *sizes))
@@ -33,7 +33,7 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
     def function(*rows: Any) -> Any:
         return _Body(random.Random(seed + 1000), rows, wild).run(sizes, count)
 
-    # A cell has named arguments, as many as states.
+    # A cell needs an argument for each state, with its name.
     scope: dict[str, Any] = {"function": function}
     exec(f"def random_{seed}({arguments}):\n    return function({arguments})", scope)
     made: Cell = rnn.cell(state=sizes)(scope[f"random_{seed}"])
@@ -50,13 +50,13 @@ def _functions() -> list[Function]:
 
 
 def _call(function: Function, a: Any, b: Any) -> Any:
-    """A function of one or two values, where it is moderate."""
+    """Calls a function of one or two values within its domain."""
     x = a if function.domain is None else function.domain(rnn, a)
     return getattr(rnn, function.name)(*(x, b)[: len(function.operands)])
 
 
 class _Body:
-    """One run of a cell; symbols and tensors draw the same."""
+    """The body of a random cell, run once; on symbols and on tensors it draws the same."""
 
     def __init__(self, draw: random.Random, rows: Any, wild: bool) -> None:
         self.draw = draw
@@ -77,7 +77,7 @@ class _Body:
             output = output + rnn.sum(next(iter(states.values())))
         return output, states
 
-    # What a value can be beside
+    # Operands that fit to a value
 
     def row(self) -> Any:
         return self.draw.choice(self.rows)
@@ -93,7 +93,7 @@ class _Body:
         return self.draw.choice((0.5, 2.0, -1.0))
 
     def partner(self, value: Any) -> Any:
-        """What an operator takes on its other side."""
+        """The other operand of an operator."""
         if self.wild and self.conditions and self.draw.random() < _MISTAKES:
             return self.draw.choice(self.conditions)
         kind = self.draw.random()
@@ -122,7 +122,7 @@ class _Body:
             )
         )()
 
-    # What is learned
+    # Learned values
 
     def vector(self, like: Any) -> Any:
         return rnn.parameter(f"p{next(self.names)}", like)
@@ -217,7 +217,7 @@ class _Body:
         )()
 
     def following(self, at: int, size: int) -> Any:
-        """What a state becomes: mostly something new, or what is there already."""
+        """The next value of a state: mostly a new value, sometimes an existing one."""
         ready = [v for v in self.rows if _size(v) == size]
         kind = self.draw.random()
         if kind < 0.1:

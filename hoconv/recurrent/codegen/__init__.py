@@ -1,1 +1,1 @@
-"""From programs to source code: where values are, loops over features, expressions, targets."""
+"""Generates source code: assigns storage, lowers ops to loops, writes C++ and CUDA."""

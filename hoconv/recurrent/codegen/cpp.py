@@ -1,6 +1,6 @@
-"""A program's time loop as C++: products by PyTorch, everything else by generated kernels.
+"""Writes the time loop of a program in C++: PyTorch computes products, generated kernels the rest.
 
-B batch, T time steps, i steps done before this one, t the place of this one in time.
+B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES, reduction
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target
 from hoconv.recurrent.codegen.loops import Kernel
-from hoconv.recurrent.codegen.steps import Steps, lower_steps, offset, pointers, row_pointers
-from hoconv.recurrent.codegen.storage import Place, Storage
+from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
+from hoconv.recurrent.codegen.storage import Location, Storage
 from hoconv.recurrent.ir.program import Op, Program
 
 HEADER = '#include "recurrent/loop.h"'
-# Elements that are worth waking a thread for.
+# The least number of statements, counted over features and rows, that is worth another thread.
 _GRAIN = 1 << 14
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
@@ -39,14 +39,14 @@ class _Simd(Target):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class CppSource:
     """A time loop in C++.
 
     Attributes:
         text: of ``int <name>(T, B, seed, buffers, scratch)``, which returns 0, or 1 where PyTorch
             failed; `buffers` are pointers in the order of the storage's. It needs :data:`HEADER`.
-        storage: what the buffers are.
-        scratch_bytes: how many each row needs.
+        storage: the layout of the buffers.
+        scratch_bytes: the bytes of scratch memory that each row needs.
     """
 
     text: str
@@ -54,20 +54,21 @@ class Source:
     scratch_bytes: int
 
 
-def emit_cpp(program: Program, name: str) -> Source:
-    """The source of a program's time loop, a function of this name."""
+def emit_cpp(program: Program, name: str) -> CppSource:
+    """Writes the time loop of a program as a C++ function of this name."""
     steps = lower_steps(program)
     lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
     lines += ["", "// The rows of the present step.", "struct Step {", "  int64_t t, seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, _, name in pointers(steps.storage)]
     lines += ["  char* scratch;", "};"]
     for kernel_name, kernel in steps.kernels.values():
-        lines += ["", *_kernel(kernel_name, kernel)]
-    lines += ["}  // namespace", "", *_loop(name, program, steps), f"}}  // namespace {name}_step"]
-    return Source("\n".join(lines) + "\n", steps.storage, steps.scratch_bytes)
+        lines += ["", *_write_kernel(kernel_name, kernel)]
+    lines += ["}  // namespace", "", *_write_loop(name, program, steps)]
+    lines.append(f"}}  // namespace {name}_step")
+    return CppSource("\n".join(lines) + "\n", steps.storage, steps.scratch_bytes)
 
 
-def _kernel(name: str, kernel: Kernel) -> list[str]:
+def _write_kernel(name: str, kernel: Kernel) -> list[str]:
     return [
         f"void {name}(const Step& s, int64_t begin, int64_t end) {{",
         "  [[maybe_unused]] const int64_t t = s.t, seed = s.seed;",
@@ -79,7 +80,7 @@ def _kernel(name: str, kernel: Kernel) -> list[str]:
     ]
 
 
-def _loop(name: str, program: Program, steps: Steps) -> list[str]:
+def _write_loop(name: str, program: Program, steps: LoweredSteps) -> list[str]:
     storage = steps.storage
     index = {buffer: i for i, buffer in enumerate(storage.buffers)}
     lines = [
@@ -104,18 +105,21 @@ def _loop(name: str, program: Program, steps: Steps) -> list[str]:
         start = f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{index[buffer]}])"
         lines.append(f"    s.{name} = {start}{offset(buffer, after, program.reverse)};")
     for item in steps.items:
-        lines += _product(item, storage) if isinstance(item, Op) else _call(*steps.kernels[item])
+        if isinstance(item, Op):
+            lines += _write_product(item, storage)
+        else:
+            lines += _write_call(*steps.kernels[item])
     return [*lines, "  }", "  return 0;", "}"]
 
 
-def _call(name: str, kernel: Kernel) -> list[str]:
+def _write_call(name: str, kernel: Kernel) -> list[str]:
     statements = sum(n * len(s) for section in kernel.sections for n, s in section.loops.items())
     grain = max(1, _GRAIN // max(1, statements))
     call = f"[&](int64_t begin, int64_t end) {{ {name}(s, begin, end); }}"
     return [f"    if (!for_rows(B, {grain}, {call})) return 1;"]
 
 
-def _product(op: Op, storage: Storage) -> list[str]:
+def _write_product(op: Op, storage: Storage) -> list[str]:
     x, weight, *bias = op.values
     by = storage.homes[weight].buffer
     out, operand = _variable(storage.homes[op.result]), _variable(storage.homes[x])
@@ -128,5 +132,5 @@ def _product(op: Op, storage: Storage) -> list[str]:
     ]
 
 
-def _variable(at: Place) -> str:
+def _variable(at: Location) -> str:
     return f"s.{at.buffer.name}{'_after' * at.after}"

@@ -1,11 +1,11 @@
-"""The kernels of a program's steps as CUDA: threads for features, one or more blocks for a row.
+"""Writes the kernels of a program's steps in CUDA: a thread computes features, blocks compute rows.
 
-Which step a kernel computes is counted in memory, and so is where its tensors are: a recorded chunk
-of steps can be launched again for the next ones, and for other tensors. Steps past the last one do
-nothing. The last kernel of a step and the first of the next are one: where products are between
-kernels, there are as many of the one as of the other.
+A kernel reads the number of its step and the addresses of its tensors from memory. A CUDA graph of
+several steps can therefore be launched again for later steps and for other tensors. A kernel past
+the last step returns at once. The last kernel of a step and the first kernel of the next step are
+fused across the loop's back edge: a step with n products then launches n kernels instead of n + 1.
 
-B batch, T time steps, i steps done before this one, t the place of this one in time.
+B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
-from hoconv.recurrent.codegen.steps import Steps, lower_steps, offset, pointers, row_pointers
+from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.ir.program import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 
 HEADER = '#include "recurrent/block.cuh"'
-# Threads of a block that waits for no other thread: few, so that small batches fill a GPU, too.
+# Threads of a block without barriers: few, so that small batches, too, fill a GPU with blocks.
 _THREADS = 128
 _MOST_THREADS = 1024
 _WARP = 32
@@ -40,7 +40,7 @@ class _Block(Target):
         ]
 
     def scalars(self, body: Sequence[str]) -> list[str]:
-        """Every thread computes them; the first one writes."""
+        """Every thread computes the scalars; the first one stores them."""
         return [line if line.startswith("const ") else f"if (first == 0) {line}" for line in body]
 
     def barrier(self) -> list[str]:
@@ -61,24 +61,24 @@ class CudaSource:
     """Kernels in CUDA.
 
     Attributes:
-        text: of kernels that are called with (call, ahead): the address of a ``Call``, and how many
-            steps after its `begin`. A ``Call`` is T, B, begin, the address of the seed or null,
-            those of the storage's buffers in their order, and that of scratch, 8 bytes each. Then
-            there are ``start(call, given)``, which writes a whole ``Call``, and ``advance(call,
-            steps)``, which adds to its `begin`; of one thread each.
-        steps: what the kernels are. Products read and write fixed places.
-        before: what is launched before the first step.
+        text: kernels with the arguments (call, ahead): the address of a ``Call``, and the number of
+            steps from its `begin` to the step to compute. A ``Call`` has fields of 8 bytes: T, B,
+            begin, the address of the seed or null, the addresses of ``storage.buffers`` in order,
+            the address of the scratch. Two more kernels have one thread each: ``start(call,
+            given)`` writes a whole ``Call``; ``advance(call, steps)`` adds to its `begin`.
+        steps: the lowered steps. Products read and write fixed addresses.
+        before: the kernels to launch before the first step.
         launches: the products of a step and the kernels between them, in order.
     """
 
     text: str
-    steps: Steps
+    steps: LoweredSteps
     before: tuple[Launch, ...]
     launches: tuple[Op | Launch, ...]
 
 
 def emit_cuda(program: Program) -> CudaSource:
-    """The source of a program's kernels, for NVRTC."""
+    """Writes the kernels of a program for NVRTC."""
     program = stage(program)
     fixed = {v for op in products(program) for v in (op.values[0], op.result)}
     steps = lower_steps(program, fixed)
@@ -92,33 +92,34 @@ def emit_cuda(program: Program) -> CudaSource:
     lines.append('extern "C" __global__ void advance(Call* call, const int64_t steps) {')
     lines += ["  call->begin += steps;", "}"]
     for name, kernel in steps.kernels.values():
-        lines += ["", *_kernel(program, steps, name, kernel)]
+        lines += ["", *_write_kernel(program, steps, name, kernel)]
 
     def launch(*parts: tuple[str, Kernel]) -> Launch:
-        alone = all(map(_waits_for_none, (kernel for _, kernel in parts))) and _apart(*parts)
-        made = _shape("_".join(["run", *(name for name, _ in parts)]), parts, alone)
-        lines.extend(["", *_launched(made, [name for name, _ in parts], alone)])
+        alone = all(_needs_no_barrier(kernel) for _, kernel in parts)
+        alone = alone and _touch_own_features(*parts)
+        made = _choose_launch("_".join(["run", *(name for name, _ in parts)]), parts, alone)
+        lines.extend(["", *_write_entry(made, [name for name, _ in parts], alone)])
         return made
 
     before: list[Launch] = []
     launches: list[Op | Launch] = []
     items = list(steps.items)
-    around = _around(program, items)
-    if around:
+    wraparound = _find_wraparound(program, items)
+    if wraparound:
         items = items[1:]
-        before.append(launch(steps.kernels[around[1]]))
+        before.append(launch(steps.kernels[wraparound[1]]))
     for item in items:
         if isinstance(item, Op):
             launches.append(item)
-        elif around and item is around[0]:
-            launches.append(launch(*(steps.kernels[group] for group in around)))
+        elif wraparound and item is wraparound[0]:
+            launches.append(launch(*(steps.kernels[group] for group in wraparound)))
         else:
             launches.append(launch(steps.kernels[item]))
     return CudaSource("\n".join(lines) + "\n", steps, tuple(before), tuple(launches))
 
 
-def _around(program: Program, items: Sequence[Op | Group]) -> tuple[Group, Group] | None:
-    """The last kernel of a step and the first of the next, where `fuse` has left two."""
+def _find_wraparound(program: Program, items: Sequence[Op | Group]) -> tuple[Group, Group] | None:
+    """The last kernel of a step and the first of the next step, if the program has been fused."""
     first, last = items[0], items[-1]
     if first is last or not (isinstance(first, Group) and isinstance(last, Group)):
         return None
@@ -126,26 +127,26 @@ def _around(program: Program, items: Sequence[Op | Group]) -> tuple[Group, Group
     return (last, first) if fused else None
 
 
-def _waits_for_none(kernel: Kernel) -> bool:
-    """Whether no thread of a row waits for another: for a reduction, or for memory."""
+def _needs_no_barrier(kernel: Kernel) -> bool:
+    """Whether no thread waits for another thread of its row: for a reduction, or for a store."""
     return len(kernel.sections) < 2 and not any(section.scalars for section in kernel.sections)
 
 
-def _apart(*parts: tuple[str, Kernel]) -> bool:
-    """Whether, of what several kernels read and write, each thread has its own features."""
+def _touch_own_features(*parts: tuple[str, Kernel]) -> bool:
+    """Whether each thread reads, of what another kernel writes, only its own features."""
     where: dict[str, list[set]] = defaultdict(lambda: [set() for _ in parts])
     written = set()
     for i, (_, kernel) in enumerate(parts):
         for access in accesses(kernel):
-            place = access.memory.place
-            name = "scratch" if place is None else place.buffer.name
+            location = access.memory.location
+            name = "scratch" if location is None else location.buffer.name
             where[name][i].add((access.size, access.offset))
             written |= {name} if access.writes else set()
     shared = (by for name, by in where.items() if name in written and sum(map(bool, by)) > 1)
     return all(len(set().union(*by)) == 1 and min(min(s) for s in by if s)[0] > 1 for by in shared)
 
 
-def _shape(name: str, parts: Sequence[tuple[str, Kernel]], alone: bool) -> Launch:
+def _choose_launch(name: str, parts: Sequence[tuple[str, Kernel]], alone: bool) -> Launch:
     sizes = (size for _, kernel in parts for section in kernel.sections for size in section.loops)
     widest = max(sizes, default=1)
     warps = -(-widest // _WARP) * _WARP
@@ -155,22 +156,22 @@ def _shape(name: str, parts: Sequence[tuple[str, Kernel]], alone: bool) -> Launc
     return Launch(name, -(-widest // threads), threads)
 
 
-def _launched(launch: Launch, names: Sequence[str], alone: bool) -> list[str]:
-    """A kernel that runs parts of one step and of those after it."""
+def _write_entry(launch: Launch, names: Sequence[str], alone: bool) -> list[str]:
+    """Writes the ``__global__`` function that runs part k for step i + k."""
     lines = [
         f'extern "C" __global__ void __launch_bounds__({launch.threads})',
         f"{launch.name}(const Call* call, const int64_t ahead) {{",
         "  const Call c = *call;",
         "  const int64_t i = c.begin + ahead;",
     ]
-    # What one part wrote is read by the next.
+    # A part reads what the part before it wrote.
     between = '  asm volatile("" ::: "memory");' if alone else "  __syncthreads();"
     for k, name in enumerate(names):
         lines += [f"  if (i + {k} < c.T) {name}(c, i + {k});", between]
     return [*lines[:-1], "}"]
 
 
-def _kernel(program: Program, steps: Steps, name: str, kernel: Kernel) -> list[str]:
+def _write_kernel(program: Program, steps: LoweredSteps, name: str, kernel: Kernel) -> list[str]:
     lines = [
         f"__device__ __forceinline__ void {name}(const Call& c, const int64_t i) {{",
         "  [[maybe_unused]] const int64_t T = c.T, B = c.B, row = blockIdx.x;",

@@ -1,4 +1,4 @@
-"""Each op that works row by row as an expression in the C family, for C++ and for CUDA."""
+"""Writes an op that works row by row as an expression that C++ and CUDA share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = {"f64": "double", "f32": "float", "bf16": "BFloat16", "f16": "Half", "bo
 
 
 def literal(number: float, dtype: str) -> str:
-    """A constant of a dtype, as PyTorch rounds it; what is past its range is infinite."""
+    """A constant, rounded to a dtype as by PyTorch; past the dtype's range it is infinite."""
     rounded = torch.tensor(number, dtype=DTYPES[dtype], device="cpu").item()
     if math.isnan(rounded):
         return f"not_a_number<{TYPES[dtype]}>()"
@@ -26,11 +26,11 @@ def literal(number: float, dtype: str) -> str:
 
 
 def expression(op: Op, names: dict[Value, str], feature: str) -> str:
-    """The value of an op.
+    """The expression of an op's result.
 
     Args:
-        names: of the variables that hold its operands.
-        feature: the index of the feature that is computed.
+        names: the variables that hold the operands.
+        feature: the index of the feature to compute.
     """
     real = next((v.type.dtype for v in op.values if v.type.dtype != "bool"), op.result.type.dtype)
     operands = [names[i] if isinstance(i, Value) else literal(i, real) for i in op.inputs]
@@ -42,16 +42,16 @@ def expression(op: Op, names: dict[Value, str], feature: str) -> str:
     if op.kind == "keep":
         return f"philox(seed, {feature}, row, t, {op.attrs[1]}) < {threshold(op.attrs[0])}ull"
     assert is_reduction(op.kind) or op.kind == "slice", op.kind
-    return operands[0]  # of one feature
+    return operands[0]  # the operand has one feature: it is the result
 
 
 def initial(op: Op) -> str:
-    """What a reduction begins with."""
+    """The initial value of a reduction."""
     return literal(reduction(op).identity, op.result.type.dtype)
 
 
 def reduced(op: Op, total: str, value: str) -> str:
-    """A reduction with one more value."""
+    """The reduction of a total and one more value."""
     return reduction(op).c.format(total, value)
 
 

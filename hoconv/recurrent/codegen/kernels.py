@@ -1,4 +1,4 @@
-"""A kernel's loops as statements in the C family, but for what differs between targets."""
+"""Writes a kernel's loops as C statements; a target adds what differs between C++ and CUDA."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from hoconv.recurrent.ir.program import Op, Value
 
 
 class Target(ABC):
-    """How a target runs over the features of a row."""
+    """How a target iterates over the features of a row."""
 
     @abstractmethod
     def loop(self, size: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:
-        """Runs a body for each feature ``j`` below size; `sums` are the reductions in it."""
+        """A loop over features ``j`` < size; `sums` are the reductions in its body, and names."""
 
     @abstractmethod
     def scalars(self, body: Sequence[str]) -> list[str]:
-        """Runs statements that define scalars; stores among them happen once a row."""
+        """Statements that define scalars; a row executes the stores among them once."""
 
     @abstractmethod
     def barrier(self) -> list[str]:
-        """Lets what follows read the features of the row that the loops before it wrote."""
+        """Makes the stores of the loops before it visible to all threads of the row."""
 
 
 class KernelWriter:
-    """Writes the statements for one row, whose index is ``row``, its step ``t``."""
+    """Writes the statements for the row of index ``row`` at time step ``t``."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.names: dict[Value, str] = {}
 
     def row(self, kernel: Kernel) -> list[str]:
-        """Everything that is done for a row."""
+        """All statements for a row."""
         lines = self.target.scalars(self._statements(kernel.first, "0")) if kernel.first else []
         for i, section in enumerate(kernel.sections):
             for size, statements in sorted(section.loops.items()):
@@ -75,25 +75,25 @@ class KernelWriter:
 
 
 def pointer(memory: Memory) -> str:
-    """The variable that points to a row."""
-    if memory.place is None:
+    """The name of the pointer to a row."""
+    if memory.location is None:
         return f"scratch{memory.scratch}"
-    return f"{memory.place.buffer.name}{'_after' * memory.place.after}"
+    return f"{memory.location.buffer.name}{'_after' * memory.location.after}"
 
 
 def element(memory: Memory, feature: str, offset: int) -> str:
-    """A feature of the row."""
+    """The expression of a feature in memory."""
     index = f"{feature} + {offset}" if offset and feature != "0" else str(offset or feature)
     return f"{pointer(memory)}[{index}]"
 
 
 @dataclass(frozen=True)
 class Access:
-    """One way in which a kernel reads or writes memory.
+    """One load or store of a kernel.
 
     Attributes:
-        size: the features of the loop that it is in; 1 outside of loops.
-        offset: from the loop's feature to that in memory.
+        size: the iterations of its loop; 1 outside of loops.
+        offset: from the loop's index to the feature in memory.
     """
 
     memory: Memory
@@ -103,7 +103,7 @@ class Access:
 
 
 def accesses(kernel: Kernel) -> list[Access]:
-    """All that a kernel reads and writes."""
+    """All loads and stores of a kernel."""
     loops = [(size, s) for section in kernel.sections for size, s in section.loops.items()]
     loops += [(1, kernel.first), *((1, section.scalars) for section in kernel.sections)]
     return [
@@ -115,5 +115,5 @@ def accesses(kernel: Kernel) -> list[Access]:
 
 
 def memories(kernel: Kernel) -> list[Memory]:
-    """What a kernel reads and writes, each once."""
+    """The distinct memories that a kernel reads or writes."""
     return list({pointer(a.memory): a.memory for a in accesses(kernel)}.values())

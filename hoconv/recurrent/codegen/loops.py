@@ -1,9 +1,9 @@
-"""A kernel's ops as loops over the features of a row, for any target.
+"""Lowers a group of ops to loops over the features of a row, for any target.
 
-A kernel is a row of sections. A section has loops, one for each number of features, and then
-scalars, which are what has one feature. What reads a reduction, or another feature of a vector
-than its own, is in a later section; between sections vectors are in memory: at home, or in scratch
-that belongs to the row.
+A kernel is a sequence of sections. A section has one loop for each vector length, and then scalars:
+values of one feature. An op that reads the result of a reduction, or another feature of a vector
+than the one it computes, goes to a later section. A vector that a later section reads is spilled to
+memory: to its home location, or to scratch memory of the row.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hoconv.recurrent.codegen.storage import Place, Storage
+from hoconv.recurrent.codegen.storage import Location, Storage
 from hoconv.recurrent.ir.kinds import is_reduction
 from hoconv.recurrent.ir.program import Group, Op, Type, Value
 
-_ALIGNMENT = 64  # bytes, of vectors in scratch: a vector register's
+_ALIGNMENT = 64  # bytes: vectors in scratch start at multiples of the widest vector register
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where rows of a value are: a place, or scratch of the row from an offset on, in bytes."""
+    """The memory of a value's rows: a location, or the scratch of the row at an offset in bytes."""
 
-    place: Place | None
+    location: Location | None
     scratch: int
     type: Type
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Reads a feature, at an offset from the loop's own."""
+    """Reads the feature at an offset from the loop's index."""
 
     value: Value
     memory: Memory
@@ -39,21 +39,21 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """An elementwise op."""
+    """Computes an elementwise op."""
 
     op: Op
 
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """A reduction of the loop's values: begun before the loop, known after it."""
+    """Accumulates a reduction: initialised before the loop, known after it."""
 
     op: Op
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Writes a feature, at an offset from the loop's own."""
+    """Writes the feature at an offset from the loop's index."""
 
     value: Value
     memory: Memory
@@ -65,7 +65,7 @@ Statement = Load | Compute | Reduce | Store
 
 @dataclass
 class Section:
-    """Loops by their number of features, then scalars."""
+    """Loops by the number of their iterations, then scalars."""
 
     loops: dict[int, list[Statement]] = field(default_factory=lambda: defaultdict(list))
     scalars: list[Statement] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Section:
 
 @dataclass
 class Kernel:
-    """The loops over one row. `first` are scalars that are read before all sections."""
+    """The loops over one row. `first` has the scalars that are computed before all sections."""
 
     first: list[Statement]
     sections: list[Section]
@@ -81,7 +81,7 @@ class Kernel:
 
 
 def lower(group: Group, storage: Storage, copies: Sequence[Value] = ()) -> Kernel:
-    """The loops that compute a group, and write `copies`, values from elsewhere."""
+    """Lowers a group; its kernel also stores `copies`, values that it does not compute."""
     return _Lowering(group, storage, copies).kernel
 
 
@@ -107,7 +107,7 @@ class _Lowering:
         self.kernel = Kernel(self.first, self.sections, self.scratch_bytes)
 
     def _section(self, op: Op) -> int:
-        """Where an op is computed; -1 of scalars that are known before all sections."""
+        """The section of an op; -1 for a scalar that is known before all sections."""
         row = op.result.type.size > 1
         at = 0 if row else -1
         for value in op.values:
@@ -121,13 +121,13 @@ class _Lowering:
         return at
 
     def _later(self, value: Value, op: Op) -> bool:
-        """Whether an op reads a vector of this kernel only after the loop that makes it."""
+        """Whether an op can read a vector of this kernel only after the loop that computes it."""
         if op.kind == "slice":
             return op.result.type.size > 1  # scalars come after the loops
         return self.made[value].kind == "cat"
 
     def _from_memory(self, value: Value, op: Op) -> bool:
-        """Whether an op reads a vector of this kernel from memory."""
+        """Whether an op reads a vector of this kernel from memory instead of from a register."""
         if value not in self.made or value.type.size == 1:
             return False
         if op.kind == "slice" or self.made[value].kind == "cat":
@@ -154,7 +154,7 @@ class _Lowering:
         return self.first if section < 0 else self._in_section(section).scalars
 
     def _ready(self, value: Value, section: int, op: Op | None = None) -> None:
-        """Loads an operand where a loop, or a scalar, does not have it already."""
+        """Loads an operand, unless a register of the same loop or of the row holds it already."""
         scalar = value.type.size == 1
         if value in self.made and (op is None or not self._from_memory(value, op)):
             return
@@ -194,7 +194,7 @@ class _Lowering:
         statements += [Store(value, memory) for memory in places]
 
     def _place_cat(self, op: Op) -> None:
-        """Parts are written beside each other where they are made."""
+        """Stores each part of a ``cat`` at its offset, in the loop that computes the part."""
         result = op.result
         places = [Memory(p, 0, result.type) for p in self.storage.stores.get(result, ())]
         if not places:

@@ -1,6 +1,6 @@
-"""A program's steps as kernels and products, with where they find their rows: for any target.
+"""Lowers the steps of a program to kernels, products and addresses, for any target.
 
-B batch, T time steps, i steps done before this one, t the place of this one in time.
+B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import memories, pointer
 from hoconv.recurrent.codegen.loops import Kernel, lower
-from hoconv.recurrent.codegen.storage import Buffer, Storage, place
+from hoconv.recurrent.codegen.storage import Buffer, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Op, Program, Value
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """What a time loop is made of.
+class LoweredSteps:
+    """The body of a time loop.
 
     Attributes:
-        items: products, and groups that compute something, in order.
-        kernels: of each group: its name and its loops.
-        scratch_bytes: how many a row needs.
+        items: products, and groups whose kernel is not empty, in order.
+        kernels: the name and the loops of each group's kernel.
+        scratch_bytes: the bytes of scratch memory that a row needs.
     """
 
     storage: Storage
@@ -31,12 +31,13 @@ class Steps:
     scratch_bytes: int
 
 
-def lower_steps(program: Program, fixed: Collection[Value] = ()) -> Steps:
-    """Gives every value its place, `fixed` as in :func:`place`, and every kernel its loops."""
-    storage = place(program, fixed)
+def lower_steps(program: Program, fixed: Collection[Value] = ()) -> LoweredSteps:
+    """Assigns storage (`fixed`: see :func:`assign_storage`) and lowers every group to loops."""
+    storage = assign_storage(program, fixed)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
-    # What no kernel makes and has to be written, or a product writes to one of several places.
+    # Values to store that no kernel of the step computes: they come from elsewhere, or a product
+    # computes them and writes only one of several locations.
     copies = [
         v for v, places in storage.stores.items()
         if v not in made and len(places) > (v in products)
@@ -51,11 +52,14 @@ def lower_steps(program: Program, fixed: Collection[Value] = ()) -> Steps:
             kernels[item] = f"kernel{len(kernels)}", kernel
         items.append(item)
     most = max((kernel.scratch_bytes for _, kernel in kernels.values()), default=0)
-    return Steps(storage, tuple(items), kernels, most)
+    return LoweredSteps(storage, tuple(items), kernels, most)
 
 
 def pointers(storage: Storage) -> list[tuple[Buffer, bool, str]]:
-    """Of each buffer: its rows at this step, and of a state's those after it, with their names."""
+    """The pointers of a step: (buffer, whether to the rows after the step, name).
+
+    A buffer of a state has two: to the rows before the step and to those after it.
+    """
     found = []
     for buffer in storage.buffers:
         found.append((buffer, False, buffer.name))
@@ -65,7 +69,7 @@ def pointers(storage: Storage) -> list[tuple[Buffer, bool, str]]:
 
 
 def offset(buffer: Buffer, after: bool, reverse: bool) -> str:
-    """From a buffer's beginning to the rows of this step, as a sum to add to."""
+    """The offset from a buffer's start to the rows of this step, as " + ..." to append."""
     rows = f"B * {buffer.type.size}"
     match buffer.kind:
         case "sequence":
@@ -79,14 +83,14 @@ def offset(buffer: Buffer, after: bool, reverse: bool) -> str:
 
 
 def row_pointers(kernel: Kernel) -> list[str]:
-    """Declares a pointer to the row in each place that a kernel reads or writes."""
+    """Declares a pointer to the present row of each memory that a kernel reads or writes."""
     lines = []
     for memory in memories(kernel):
         own, name = TYPES[memory.type.dtype], pointer(memory)
-        if memory.place is None:
+        if memory.location is None:
             start = f"s.scratch + row * {kernel.scratch_bytes} + {memory.scratch}"
             at = f"reinterpret_cast<{own}*>({start})"
-        elif memory.place.buffer.kind == "once":
+        elif memory.location.buffer.kind == "once":
             at = f"s.{name}"
         else:
             at = f"s.{name} + row * {memory.type.size}"

@@ -1,9 +1,9 @@
-"""Where the values of a program's steps are kept.
+"""Assigns memory to the values of a program's steps.
 
-A value that leaves the kernel that makes it has a home in memory, from which everything else reads
-it. A state has room for two steps, or, where what the steps read of it is saved, for all: then
-nothing is copied to save it. A target may ask for homes that stay where they are from step to step:
-a saved state is then written to both.
+A value that another kernel or product reads has a home: the location from which they read it.
+A state has a buffer of two steps, which take turns (double buffering). A state that is saved for
+the gradient has a buffer of all steps instead, so that saving it copies nothing. A target may ask
+for homes at fixed addresses; a saved state then has both buffers, and is stored twice.
 
 B batch, T time steps, n features.
 """
@@ -24,14 +24,14 @@ Kind = Literal["once", "sequence", "step", "state", "history"]
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory that a run is given.
+    """A tensor that the time loop reads or writes.
 
     Attributes:
         name: an identifier.
-        kind: ``once``, shaped as its type; ``sequence``, (T, B, n); ``step``, (B, n); ``state``,
-            (2, B, n), of which steps take turns; ``history``, (T + 1, B, n): a state before step
-            t in row t, and after the last step in row T.
-        type: of its elements and features.
+        kind: ``once``, of the type's shape; ``sequence``, (T, B, n); ``step``, (B, n); ``state``,
+            (2, B, n), double buffered; ``history``, (T + 1, B, n): entry t is the state before
+            step t, entry T the state after the last step.
+        type: dtype and features.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Buffer:
     type: Type
 
     def shape(self, T: int, B: int) -> tuple[int, ...]:
-        """The shape of the tensor that it is, of T steps and B rows."""
+        """The shape of the tensor for T steps and B rows."""
         leading = {"sequence": (T, B), "step": (B,), "state": (2, B), "history": (T + 1, B)}
         return (*leading.get(self.kind, ()), *self.type.shape)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Rows in a buffer at the present step: those of a state before it, or `after` it."""
+class Location:
+    """The rows of a buffer that the present step uses; of a state, those before or `after` it."""
 
     buffer: Buffer
     after: bool = False
@@ -57,18 +57,19 @@ class Storage:
     """The buffers of a program's steps.
 
     Attributes:
-        items: the step, everything but products in groups. The last group may be empty: it copies.
-        homes: where a value is read from; parameters, sequences and states have one, too.
-        stores: where the step writes a value, the home first.
+        items: the products of the step, and all other ops in groups. The last group may be empty;
+            its kernel stores what no other kernel stores.
+        homes: the location that readers use; parameters, sequences and states have one, too.
+        stores: the locations to which the step writes a value, the home first.
         params, sequences, states, yields: buffers, in the order of the program's. A state and a
             yield may share one.
-        initial: of each state: the buffers that hold it before the first step.
+        initial: the buffers that hold each state before the first step.
         temporaries: the other buffers, one for each value that is read by another item.
     """
 
     items: tuple[Op | Group, ...]
-    homes: Mapping[Value, Place]
-    stores: Mapping[Value, Sequence[Place]]
+    homes: Mapping[Value, Location]
+    stores: Mapping[Value, Sequence[Location]]
     params: tuple[Buffer, ...]
     sequences: tuple[Buffer, ...]
     states: tuple[Buffer, ...]
@@ -78,17 +79,17 @@ class Storage:
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """All of them, each once."""
+        """All buffers, each once."""
         found = (*self.params, *self.sequences, *self.states, *self.yields, *self.temporaries)
         return tuple(dict.fromkeys(found))
 
 
-def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
-    """Finds a home for every value that needs one.
+def assign_storage(program: Program, fixed: Collection[Value] = ()) -> Storage:
+    """Assigns a home to every value that needs one.
 
     Args:
-        fixed: values whose home is to be at the same address at every step, or, of a state, at
-            every other one.
+        fixed: values whose home must have the same address at every step; of a state, at every
+            second step.
     """
     items = [
         item if isinstance(item, Group) or not is_rowwise(item.kind) else Group((item,))
@@ -120,24 +121,24 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
     )
     given = (*(p.value for p in program.params), *(v for _, v in program.sequences),
              *program.made_before)  # fmt: skip
-    homes = {v: Place(b) for v, b in zip(given, (*params, *sequences, *before))}
-    homes |= {s.value: Place(b) for s, b in zip(program.states, states)}
+    homes = {v: Location(b) for v, b in zip(given, (*params, *sequences, *before))}
+    homes |= {s.value: Location(b) for s, b in zip(program.states, states)}
 
-    stores: dict[Value, list[Place]] = defaultdict(list)
+    stores: dict[Value, list[Location]] = defaultdict(list)
     kept: dict[Value, Buffer] = {}
     for each, buffer in zip(program.yields, yields):
         if buffer.kind == "history":
             kept[each.source] = buffer
         else:
-            stores[each.source].append(Place(buffer))
+            stores[each.source].append(Location(buffer))
     initial = tuple(
         tuple(dict.fromkeys((buffer, kept.get(state.value, buffer))))
         for state, buffer in zip(program.states, states)
     )
     for state, own in zip(program.states, initial):
-        stores[state.next] += [Place(buffer, after=True) for buffer in own]
+        stores[state.next] += [Location(buffer, after=True) for buffer in own]
 
-    readers: dict[Value, set[int]] = defaultdict(set)  # by their places among the items
+    readers: dict[Value, set[int]] = defaultdict(set)  # by the index of the item
     for i, item in enumerate(items):
         for value in _read(item):
             readers[value].add(i)
@@ -146,13 +147,13 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
         for made in _results(item):
             elsewhere = bool(readers[made] - {i})
             if made in fixed:
-                stores[made].sort(key=lambda place: place.buffer.kind != "state")
+                stores[made].sort(key=lambda location: location.buffer.kind != "state")
                 homeless = [p.buffer.kind for p in stores[made][:1]] != ["state"]
             else:
                 homeless = elsewhere and not stores[made]
             if homeless:
                 temporaries.append(Buffer(f"step{len(temporaries)}", "step", made.type))
-                stores[made].insert(0, Place(temporaries[-1]))
+                stores[made].insert(0, Location(temporaries[-1]))
             if stores[made]:
                 homes[made] = stores[made][0]
     items.append(Group(()))
@@ -161,7 +162,7 @@ def place(program: Program, fixed: Collection[Value] = ()) -> Storage:
 
 
 def _saved_states(program: Program) -> dict[Value, Yield]:
-    """Of each state that is written to a sequence as a step reads it: which yield does."""
+    """The states that a yield writes as the step reads them, with the yield."""
     states = {s.value for s in program.states}
     return {y.source: y for y in program.yields if y.source in states}
 

@@ -1,1 +1,1 @@
-"""From a cell, a Python function, to a program: the language, symbols, traces."""
+"""Turns a cell, a Python function, into a program: the language, symbols, tracing."""

@@ -1,4 +1,4 @@
-"""A cell: a Python function over one time step, and what is known about it.
+"""Cells: Python functions over one time step, with their states and options.
 
 B batch, I input size, H hidden size, n features.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hoconv.recurrent.frontend.errors import CellError, line_in, located
-from hoconv.recurrent.frontend.frame import Frame, Row, entered
+from hoconv.recurrent.frontend.errors import CellError, find_line, locate_error
+from hoconv.recurrent.frontend.frame import Frame, Row, enter_frame
 
 HIDDEN = "hidden_size"
 _GIVEN = ("input_size", HIDDEN)
@@ -29,13 +29,13 @@ _TAKEN = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What :func:`cell` makes of a function.
+    """A function over one time step that :func:`cell` has decorated.
 
     Attributes:
-        name: the function's.
+        name: the name of the function.
         function: ``function(x, *states, **options) -> (output, {state: next})``.
-        states: name of a state -> its size: an int or the name of an option, of ``hidden_size`` or
-            of ``input_size``.
+        states: name of a state -> its size: an int, the name of an option, ``hidden_size`` or
+            ``input_size``.
         options: name of an option -> its default, `inspect.Parameter.empty` where it has none.
     """
 
@@ -45,7 +45,7 @@ class Cell:
     options: Mapping[str, Any]
 
     def __reduce__(self) -> Any:
-        """By the name under which the cell can be imported, as functions are pickled."""
+        """Pickles the cell as functions are pickled: by the name under which it can be imported."""
         where = self.function.__module__, self.function.__qualname__
         try:
             found = _find(*where)
@@ -62,7 +62,7 @@ class Cell:
         return self
 
     def bind(self, input_size: int, hidden_size: int, options: Mapping[str, Any]) -> BoundCell:
-        """The cell with its sizes and options.
+        """Gives the cell its sizes and options.
 
         Raises:
             TypeError: an option that the cell does not have, or a missing one.
@@ -90,7 +90,7 @@ class Cell:
 
 
 def _find(module: str, qualname: str) -> Cell:
-    """A cell that was pickled: where it is defined."""
+    """Imports a pickled cell from the module that defines it."""
     return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
@@ -112,29 +112,29 @@ class BoundCell:
         """Runs the cell for one time step.
 
         Args:
-            frame: whose parameters, whose random numbers.
+            frame: provides parameters and random numbers.
             x: (B, I).
             states: (B, n) of each state, in the order of their declaration.
 
         Returns:
-            The output of the step, (B, n), and what recurs, by the state's name.
+            The output of the step, (B, n), and the next states by name.
 
         Raises:
             CellError: the cell raised an exception, or returned something else.
         """
         function = self.cell.function
         try:
-            with entered(frame):
+            with enter_frame(frame):
                 result = function(x, *states, **self.options)
         except CellError:
             raise
         except Exception as error:
-            line = line_in(error.__traceback__, function.__code__)
+            line = find_line(error.__traceback__, function.__code__)
             message = f"{type(error).__name__}: {error}"
-            raise located(message, function.__code__.co_filename, line, self.name) from error
-        return self._checked(result)
+            raise locate_error(message, function.__code__.co_filename, line, self.name) from error
+        return self._check_result(result)
 
-    def _checked(self, result: Any) -> tuple[Row, dict[str, Row]]:
+    def _check_result(self, result: Any) -> tuple[Row, dict[str, Row]]:
         names = list(self.state_sizes)
         shape = f"(output, dict({', '.join(f'{n}=...' for n in names)}))"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
@@ -173,15 +173,16 @@ class BoundCell:
             and (before.opname, before.argval) != ("LOAD_CONST", None)  # of a function that ends
         }  # fmt: skip
         line = returns.pop() if len(returns) == 1 else code.co_firstlineno
-        return located(message, code.co_filename, line, self.name)
+        return locate_error(message, code.co_filename, line, self.name)
 
 
 def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[..., Any]], Cell]:
     """Makes a cell of a function over one time step.
 
     The function takes x, its states, and options as keyword-only arguments; an option named
-    ``input_size`` or ``hidden_size`` is given the layer's. It returns the step's output and a dict
-    of what recurs, and is written with the functions of this package and with operators::
+    ``input_size`` or ``hidden_size`` receives the size of the layer. The function returns the
+    output of the step and a dict of the next states. It uses the functions of this package and
+    Python's operators::
 
         @rnn.cell(state=("h",))
         def elman(x, h):
@@ -189,7 +190,7 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
             return h, dict(h=h)
 
     Args:
-        state: the names of what recurs. A dict gives their sizes, each an int or the name of an
+        state: the names of the states. A dict gives their sizes, each an int or the name of an
             option, ``"input_size"`` or ``"hidden_size"``; a sequence, the hidden size to all.
 
     Raises:
@@ -205,7 +206,7 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
 
         def refuse(message: str) -> CellError:
             line = code.co_firstlineno
-            return located(message, code.co_filename, line, function.__name__)
+            return locate_error(message, code.co_filename, line, function.__name__)
 
         arguments = inspect.signature(function).parameters.values()
         positional = [a.name for a in arguments if a.kind == a.POSITIONAL_OR_KEYWORD]

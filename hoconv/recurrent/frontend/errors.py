@@ -1,4 +1,4 @@
-"""Errors in a cell, told at the cell's own line."""
+"""Reports errors in a cell at the line of the cell."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _READY_CELLS = str(_RECURRENT / "cells.py")
 
 
 class CellError(ValueError):
-    """A cell that cannot be compiled: its file and line, what is wrong, what to write instead."""
+    """A cell cannot be compiled. Says file and line, what is wrong, and what to write instead."""
 
 
-def located(message: str, filename: str, line: int, cell: str) -> CellError:
-    """A :class:`CellError` that shows a line of a cell."""
+def locate_error(message: str, filename: str, line: int, cell: str) -> CellError:
+    """Makes a :class:`CellError` that shows a line of a cell."""
     source = linecache.getline(filename, line).strip()
     shown = f"\n    {source}" if source else ""
     return CellError(f"{filename}:{line}: in the cell {cell}: {message}{shown}")
 
 
-def line_in(traceback: TracebackType | None, code: CodeType) -> int:
+def find_line(traceback: TracebackType | None, code: CodeType) -> int:
     """The line of a function at which an exception passed through it."""
     line = code.co_firstlineno
     while traceback is not None:
@@ -36,7 +36,7 @@ def line_in(traceback: TracebackType | None, code: CodeType) -> int:
     return line
 
 
-def caller_in_cell() -> FrameType | None:
+def find_caller() -> FrameType | None:
     """The innermost frame outside of the language's own files, and of PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_inner(frame.f_code.co_filename):

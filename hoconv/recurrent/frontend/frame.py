@@ -1,4 +1,4 @@
-"""What a cell is run in: its parameters, its random numbers, and who computes its ops.
+"""The frame in which a cell runs: provides parameters and random numbers, and computes ops.
 
 B batch, n features.
 """
@@ -21,7 +21,7 @@ Row = Any
 
 
 class Frame(ABC):
-    """What a cell's step is run in: whose parameters, whose random numbers."""
+    """Provides parameters and random numbers to a step of a cell, and computes its ops."""
 
     training: bool
 
@@ -46,7 +46,7 @@ _local = _Local()
 
 
 @contextmanager
-def entered(frame: Frame) -> Iterator[None]:
+def enter_frame(frame: Frame) -> Iterator[None]:
     """Runs a step in a frame."""
     before, _local.frame = _local.frame, frame
     try:

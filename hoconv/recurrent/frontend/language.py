@@ -1,7 +1,7 @@
-"""The functions that a cell is written in.
+"""The functions of the language of cells that are not in the table of functions.
 
-Called on tensors they compute; called on symbols they build the graph. Values are rows of features,
-(B, n); operands have one size, or size 1, which is repeated. A number is a constant.
+On tensors they compute, on symbols they append ops to a program. Values are rows of features,
+(B, n). Operands have the same size, or size 1, which is repeated. A number is a constant.
 
 B batch, n features.
 """
@@ -23,14 +23,14 @@ def _checked_name(function: str, name: Any) -> None:
              f"got {name!r}")  # fmt: skip
 
 
-# What is learned
+# Learned maps and vectors
 
 
 def linear(name: str, *operands: Row, size: int | None = None, bias: bool = True) -> Row:
     """A learned linear map of all operands: ``W [a, b, ...] + bias``.
 
     Args:
-        name: tells it from the cell's other linear maps; the layer's parameters are
+        name: the name of the map, unique in the cell; the layer's parameters are
             ``weight_<name>_l<layer>`` (size, sum of the operands' sizes) and
             ``bias_<name>_l<layer>`` (size).
         operands: any number of values (B, n), of any sizes.
@@ -53,7 +53,7 @@ def parameter(name: str, like: Row | int | None = None, *, init: float | None = 
         name: the layer's parameter is ``<name>_l<layer>``.
         like: its size, or a value whose size it takes; by default the layer's hidden size. Size 1
             is a scalar.
-        init: what all its elements are at first; by default random as the weights are.
+        init: the initial value of all elements; by default random, as weights are.
     """
     _checked_name("parameter", name)
     size = like if like is None or isinstance(like, int) else like.shape[-1]
@@ -62,7 +62,7 @@ def parameter(name: str, like: Row | int | None = None, *, init: float | None = 
     return current_frame("parameter").parameter(name, size, init)
 
 
-# Elementwise functions of functions
+# Elementwise, composed of functions of the table
 
 
 def gelu(x: Row) -> Row:

@@ -1,7 +1,7 @@
-"""A cell's trace as a text, and back: what an op is given, so that it needs nothing else.
+"""Writes the trace of a cell as text, and reads it back.
 
-An exported program holds the text and runs in a process that has never seen the cell. Two cells
-with one text are one cell.
+The text is an argument of the torch op and says all about the cell: an exported program runs in a
+process that has never imported the cell. Cells with equal texts share a plan.
 
 n features, m features of a result.
 """
@@ -26,15 +26,15 @@ from hoconv.recurrent.ir.program import (
     flat,
 )
 
-# Of the form below and of what the ops mean. An exported program outlives the code that wrote it.
+# The version of the format below and of the meaning of ops: exported programs outlive the code.
 _VERSION = 1
-_SUFFIX = " forward"  # of a traced program's name
+_SUFFIX = " forward"  # at the end of the name of a traced program
 
 
 def to_text(trace: Trace) -> str:
-    """The cell's name, and the trace as JSON.
+    """Writes the name of the cell, and the trace as JSON.
 
-    An operand is the number of a value, an int, or a constant, a float.
+    An operand is an int, the number of a value, or a float, a constant.
     """
     program = trace.program
     (_, x), = program.sequences  # fmt: skip
@@ -45,7 +45,7 @@ def to_text(trace: Trace) -> str:
     def number(operand: Operand) -> int | float:
         return numbers[operand] if isinstance(operand, Value) else operand
 
-    told = json.dumps(
+    document = json.dumps(
         {
             "version": _VERSION,
             "declarations": [[d.name, d.shape, d.init] for d in trace.declarations],
@@ -60,31 +60,31 @@ def to_text(trace: Trace) -> str:
         },
         separators=(",", ":"),
     )
-    return f"{program.name.removesuffix(_SUFFIX)} {told}"
+    return f"{program.name.removesuffix(_SUFFIX)} {document}"
 
 
 def from_text(text: str) -> Trace:
-    """The trace of a text.
+    """Reads the trace from a text.
 
     Raises:
         ValueError: a text of another version of hoconv, or with an op that this one does not have.
     """
     name, _, written = text.partition(" ")
-    told: dict[str, Any] = json.loads(written)
-    if told["version"] != _VERSION:
+    document: dict[str, Any] = json.loads(written)
+    if document["version"] != _VERSION:
         raise ValueError(
             f"this recurrent cell was exported by another version of hoconv (form "
-            f"{told['version']}, here {_VERSION}): export it again"
+            f"{document['version']}, here {_VERSION}): export it again"
         )
     params = tuple(
         Param(Value(Type("once", tuple(shape)), hint), (Piece(parameter, _columns(columns)),))
-        for hint, shape, parameter, columns in told["params"]
+        for hint, shape, parameter, columns in document["params"]
     )
-    x = Value(Type("sequence", (told["x"],)), "x")
-    states = [Value(Type("step", (size,)), name) for name, size, _ in told["states"]]
+    x = Value(Type("sequence", (document["x"],)), "x")
+    states = [Value(Type("step", (size,)), name) for name, size, _ in document["states"]]
     values = [*(p.value for p in params), x, *states]
     builder = Builder()
-    for kind, operands, attrs in told["ops"]:
+    for kind, operands, attrs in document["ops"]:
         if not is_known(kind):
             raise ValueError(
                 f"this recurrent cell was exported by another version of hoconv, which has the op "
@@ -92,7 +92,7 @@ def from_text(text: str) -> Trace:
             )
         inputs = [Symbol(builder, values[o]) if isinstance(o, int) else o for o in operands]
         values.append(builder.apply(kind, *inputs, attrs=tuple(attrs)).value)
-    source = values[told["output"]]
+    source = values[document["output"]]
     sequence = Value(Type("sequence", source.type.shape), "output")
     program = Program(
         name=name + _SUFFIX,
@@ -100,14 +100,16 @@ def from_text(text: str) -> Trace:
         sequences=(("x", x),),
         states=tuple(
             State(name, value, values[after])
-            for (name, _, after), value in zip(told["states"], states, strict=True)
+            for (name, _, after), value in zip(document["states"], states, strict=True)
         ),
         before=tuple(builder.before),
         step=tuple(builder.ops),
         yields=(Yield("output", source, sequence),),
         results=(("output", sequence),),
     )
-    return Trace(program, tuple(Declaration(n, tuple(s), i) for n, s, i in told["declarations"]))
+    return Trace(
+        program, tuple(Declaration(n, tuple(s), i) for n, s, i in document["declarations"])
+    )
 
 
 def _columns(columns: list[int] | None) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
-"""Symbols: what a cell is run on to find out its graph.
+"""Symbols: a cell is traced by running it on symbols instead of tensors.
 
-A symbol stands for rows of features of one value. Its operators append ops to a builder.
+A symbol stands for the rows of one value. Its operators append ops to a builder.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, NoReturn
 
-from hoconv.recurrent.frontend.errors import caller_in_cell, located
+from hoconv.recurrent.frontend.errors import find_caller, locate_error
 from hoconv.recurrent.ir.kinds import (
     SOURCES,
     SUMS,
@@ -25,22 +25,22 @@ _LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / < <= > 
 
 def fail(message: str) -> NoReturn:
     """Raises a CellError at the line of the cell that is being run."""
-    frame = caller_in_cell()
+    frame = find_caller()
     if frame is None:
         raise ValueError(message)
-    raise located(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    raise locate_error(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 class Builder:
     """Appends ops to a region.
 
     Args:
-        rate: of the region's results: ``step``, or ``sequence`` where whole sequences are read.
-        dtype: of the region's numbers.
+        rate: the rate of results: ``step``, or ``sequence`` if the region reads whole sequences.
+        dtype: the dtype of numbers.
 
     Attributes:
-        ops: those of the region.
-        before: those of a step that depend on parameters alone.
+        ops: the ops of the region.
+        before: the ops of a step that depend on parameters alone.
     """
 
     def __init__(self, rate: Rate = "step", dtype: str = "real") -> None:
@@ -52,10 +52,10 @@ class Builder:
     def apply(
         self, kind: str, *operands: Any, attrs: tuple[int | float, ...] = (), dtype: str = ""
     ) -> Symbol:
-        """The result of an op on symbols, values and numbers; of rate ``once`` where they all are.
+        """Appends an op on symbols, values and numbers. Its rate is ``once`` if theirs are.
 
         Raises:
-            CellError: operands that do not fit, or that are no values of the step.
+            CellError: operands that do not fit, or that are not values of the step.
         """
         inputs = tuple(self._operand(kind, o) for o in operands)
         try:
@@ -70,7 +70,7 @@ class Builder:
         return self._append(Op(kind, inputs, Value(Type(rate, shape, dtype)), attrs))
 
     def zeros(self, size: int, like: Value) -> Symbol:
-        """Zeros to stand beside parts of a gradient of `like`, which may be one of a parameter."""
+        """Zeros to concatenate with parts of the gradient of `like`."""
         rate = like.type.rate if self.rate == "sequence" else self.rate
         return self._append(Op("fill", (), Value(Type(rate, (size,), self.dtype)), (0.0, size)))
 
@@ -79,11 +79,11 @@ class Builder:
         return Symbol(self, op.result)
 
     def cast(self, symbol: Symbol, dtype: str) -> Symbol:
-        """The symbol in another dtype; itself where that is its own."""
+        """Casts a symbol to a dtype, unless it has that dtype."""
         if symbol.value.type.dtype == dtype:
             return symbol
         made = next((op for op in reversed(self.ops) if op.result is symbol.value), None)
-        if made is not None and made.kind == "cat":  # each part where it is made
+        if made is not None and made.kind == "cat":  # cast the parts, where they are computed
             parts = (self.cast(Symbol(self, part), dtype) for part in made.values)
             return self.apply("cat", *parts, dtype=dtype)
         return self.apply("cast", symbol, dtype=dtype)

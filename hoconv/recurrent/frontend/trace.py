@@ -1,4 +1,4 @@
-"""Cell to graph: runs a cell on symbols.
+"""Traces a cell to a program by running it on symbols.
 
 I input size, n features of an operand, m features of a result.
 """
@@ -15,7 +15,7 @@ from hoconv.recurrent.ir.program import Param, Piece, Program, State, Type, Valu
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter that a cell asked for. `init` is None where it starts as the weights do."""
+    """A parameter that a cell declares. `init` is None if it is initialised as weights are."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Declaration:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What running a cell on symbols found out."""
+    """The program of a cell and the parameters that it declares."""
 
     program: Program
     declarations: tuple[Declaration, ...]
@@ -115,10 +115,10 @@ class _Tracer(Frame):
 
 
 def trace(cell: BoundCell, training: bool = False) -> Trace:
-    """The graph of a cell's step, with nothing done to it.
+    """Traces a cell to the program of its step, without any pass.
 
     Raises:
-        CellError: a cell that is outside of the language; says the line and what to write instead.
+        CellError: the cell leaves the language; says the line and what to write instead.
     """
     tracer = _Tracer(cell, training)
     x = Value(Type("sequence", (cell.input_size,)), "x")

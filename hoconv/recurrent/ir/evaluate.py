@@ -1,6 +1,6 @@
-"""What each kind of op means on tensors: the definition that every implementation follows.
+"""Evaluates ops on tensors: the definition that every implementation follows.
 
-Rows are the last but one dimension, features the last: (B, n), or (T, B, n) of whole sequences.
+The last dimension is features, the one before it rows: (B, n), or (T, B, n) of whole sequences.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What states and elementwise functions are computed in: float32 for half precision."""
+    """The dtype of states and elementwise functions: float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A function of the table; numbers among the operands are constants of `dtype`."""
+    """Evaluates a function of the table; numbers among the operands are constants of `dtype`."""
     function = FUNCTIONS[kind]
     assert function.evaluate is not None, kind
     device = next((o.device for o in operands if isinstance(o, Tensor)), None)
@@ -43,7 +43,7 @@ def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Ten
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
-    """Features beside each other; a parameter's are repeated for every row."""
+    """Concatenates features; those of a parameter are repeated for every row."""
     rows = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*rows, part.shape[-1]) for part in parts], -1)
 

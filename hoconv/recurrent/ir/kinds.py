@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
 from hoconv.recurrent.ir.program import Operand, Value
 
-# Besides the functions of the table there are ops that need attributes, weights or sequences.
+# Ops that are no functions of the table, because they need attributes, weights or whole sequences.
 # slice: attrs (start, stop), some features; cat: the features of several rows beside each other.
 LAYOUT = ("slice", "cat")
 # fill: attrs (value, n), n times the same number. keep: attrs (probability, site, n), true with
@@ -93,7 +93,7 @@ def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
 def result_shape(
     kind: str, inputs: Sequence[Operand], attrs: Sequence[int | float]
 ) -> tuple[int, ...]:
-    """The shape of what an op gives.
+    """The shape of an op's result.
 
     Raises:
         OperandError: the operands' shapes do not fit; says which they are.
@@ -131,7 +131,7 @@ def result_shape(
 
 
 def is_boolean(kind: str, inputs: Sequence[Operand]) -> bool:
-    """Whether the result is true or false."""
+    """Whether the result is a condition: true or false."""
     if kind in LAYOUT:
         return any(isinstance(i, Value) and i.type.dtype == "bool" for i in inputs)
     return kind == "keep" or (kind in FUNCTIONS and FUNCTIONS[kind].result == "condition")

@@ -1,11 +1,11 @@
 """The intermediate representation: one recurrent layer in one direction as a program in SSA form.
 
 A program has three regions. ``before`` runs once, on whole sequences and on parameters; ``step``
-runs once a time step; ``after`` runs once, on whole sequences that the steps have written. The same
-form holds the forward computation and its gradient, whose steps run backwards in time.
+runs at every time step; ``after`` runs once, on the sequences that the steps have written. The
+forward computation is a program, and its gradient is another, whose steps run backwards in time.
 
 Everything is immutable: a pass takes a program and returns another. Values are compared by
-identity; their numbers are given when they are printed.
+identity; printing numbers them.
 
 B batch, T time steps, n features of a value, m features of a result.
 """
@@ -23,11 +23,11 @@ _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 
 @dataclass(frozen=True)
 class Type:
-    """What a value is, the batch implied.
+    """The type of a value, without the batch dimension.
 
     Attributes:
-        rate: ``step``: (B, n), another at every time step; ``sequence``: (T, B, n), of which a
-            step reads (B, n), its own; ``once``: a parameter's, without batch and time.
+        rate: ``step``: (B, n), computed at every time step; ``sequence``: (T, B, n), of which step
+            t reads entry t; ``once``: of parameters, without batch and time.
         shape: (n,), or (m, n) of a weight.
         dtype: ``f64``, ``f32``, ``bf16``, ``f16``, ``bool``; ``real`` until dtypes are inferred.
     """
@@ -38,12 +38,12 @@ class Type:
 
     @property
     def size(self) -> int:
-        """The features of a row."""
+        """The number of features of a row."""
         return self.shape[-1]
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the features of a row."""
+        """The bytes of a row."""
         return _BYTES[self.dtype] * self.size
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Type:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """The result of one op, or what a program is given. `hint` is a name to print, or empty."""
+    """The result of one op, or an input of the program. `hint` is a name to print, or empty."""
 
     type: Type
     hint: str = ""
@@ -72,7 +72,7 @@ class Op:
 
     @functools.cached_property
     def values(self) -> tuple[Value, ...]:
-        """The inputs that are no constants."""
+        """The inputs that are not constants."""
         return tuple(i for i in self.inputs if isinstance(i, Value))
 
 
@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter of the layer, or some columns of it: what one linear map gives one operand."""
+    """A parameter of the layer, or the columns of it that a linear map applies to one operand."""
 
     parameter: str
     columns: tuple[int, int] | None = None
@@ -97,7 +97,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Param:
-    """A parameter as the program reads it: pieces on top of each other, contiguous."""
+    """A parameter as the program reads it: pieces, concatenated by rows."""
 
     value: Value
     pieces: tuple[Piece, ...]
@@ -105,10 +105,10 @@ class Param:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What recurs: `value` is read by a step and `next` by the step after it.
+    """A state: a step reads `value` and computes `next`, which is `value` of the following step.
 
-    A sum over the steps has a `total`: it begins with zeros, and after the loop it is read as a
-    sequence of one step, (1, B, n).
+    A running sum has a `total`: it starts with zeros, and the ops after the loop read its last
+    value as a sequence of one step, (1, B, n).
     """
 
     name: str
@@ -131,11 +131,11 @@ class Program:
     """One layer in one direction, or its gradient.
 
     Attributes:
-        sequences: what is read, by name: (T, B, n).
-        states: given at the first step, by name: (B, n); those after the last step are results,
-            but for sums.
+        sequences: the input sequences by name: (T, B, n).
+        states: (B, n); the caller gives their values before the first step and gets those after
+            the last one, except for running sums.
         yields: sequences that the steps write.
-        results: what else is returned, by name: values of rate ``sequence`` or ``once``.
+        results: the other results by name: values of rate ``sequence`` or ``once``.
         reverse: whether the steps run from the last to the first.
     """
 
@@ -152,7 +152,7 @@ class Program:
 
     @functools.cached_property
     def made_before(self) -> tuple[Value, ...]:
-        """What is made before the loop and read in it."""
+        """The results of ops before the loop that the steps read."""
         read = {v for op in flat(self.step) for v in op.values} | set(step_outputs(self))
         return tuple(op.result for op in flat(self.before) if op.result in read)
 
@@ -161,7 +161,7 @@ class Program:
 
 
 def flat(items: Iterable[Op | Group]) -> Iterator[Op]:
-    """The ops of a region, those of groups included, in order."""
+    """The ops of a region in order, including those in groups."""
     for item in items:
         if isinstance(item, Group):
             yield from item.ops
@@ -170,12 +170,12 @@ def flat(items: Iterable[Op | Group]) -> Iterator[Op]:
 
 
 def step_outputs(program: Program) -> list[Value]:
-    """What has to be left of a step: next states and what is written to sequences."""
+    """The outputs of a step: next states and the sources of yields."""
     return [s.next for s in program.states] + [y.source for y in program.yields]
 
 
 class _Printer:
-    """Numbers values in the order in which they appear."""
+    """Prints a program; numbers values in the order in which they appear."""
 
     def __init__(self) -> None:
         self.names: dict[Value, str] = {}

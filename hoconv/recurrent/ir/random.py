@@ -1,8 +1,8 @@
-"""Random masks from a counter: the same in every implementation, whatever the order of work.
+"""Draws random masks from a counter: every implementation draws the same, in any order.
 
 Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011) of the key
-`seed` and the counter (feature, row, step, site); `site` tells the draws of one step apart. Nothing
-has to be saved for the gradient: a mask is drawn again.
+`seed` and the counter (feature, row, step, site); `site` numbers the draws of one step. A mask need
+not be saved for the gradient: it is drawn again.
 
 B batch, n features.
 """
@@ -19,11 +19,11 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tensor:
-    """The first of the four 32-bit words, as int64, of counters that broadcast; seed a scalar."""
+    """The first of the four 32-bit words, as int64. Counters broadcast; the seed is a scalar."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(_ROUNDS):
-        # The product of 32-bit words is 64 bits, the highest of which int64 calls its sign.
+        # The product of two 32-bit words has 64 bits; int64 takes the highest as its sign.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _LOW) ^ c1 ^ k0,
@@ -36,15 +36,15 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tens
 
 
 def threshold(probability: float) -> int:
-    """A 32-bit word is below it with this probability."""
+    """The bound below which a random 32-bit word is with this probability."""
     return round(probability * 2**32)
 
 
 def keep(probability: float, site: int, size: int, batch: int, step: int, seed: Tensor) -> Tensor:
-    """Which of (batch, size) elements are kept, each with this probability; bool.
+    """Draws a mask (batch, size), bool, whose elements are true with this probability.
 
     Args:
-        site: tells the draws of one step apart.
+        site: the number of the draw within the step.
         step: the time step.
         seed: int64 scalar, on the device of the result.
     """

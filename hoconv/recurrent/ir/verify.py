@@ -1,4 +1,4 @@
-"""What must hold of every program, checked after every pass in tests."""
+"""Verifies that a program is well formed; the tests do so after every pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
 
 
 class VerificationError(AssertionError):
-    """A pass made a program that is not well formed."""
+    """A program is not well formed."""
 
 
 def verify(program: Program) -> Program:

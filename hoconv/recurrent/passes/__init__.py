@@ -1,1 +1,1 @@
-"""The compiler's passes: each a function from a program to a program, one a file."""
+"""The passes of the compiler: functions from a program to a program, one in each file."""

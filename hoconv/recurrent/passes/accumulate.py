@@ -1,7 +1,7 @@
-"""Sequences that are written only to be summed over time become sums that recur.
+"""Replaces sequences that are only summed over time by running sums.
 
-The gradient of a vector of parameters is such a sum: (B, n) that stay in the cache, instead of
-(T, B, n) in memory.
+The gradient of a vector of parameters is such a sum. Its running sum, (B, n), stays in the cache;
+the sequence, (T, B, n), would go to memory.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
-from hoconv.recurrent.passes.rewrite import substituted
+from hoconv.recurrent.passes.rewrite import substitute
 
 
 def accumulate(program: Program) -> Program:
-    """Makes a state of every yield that nothing but ``total`` reads."""
+    """Replaces every yield that nothing but ``total`` reads by a state that adds up."""
     wide = program.states[0].value.type.dtype
     step, states = list(flat(program.step)), list(program.states)
     yields: list[Yield] = []
@@ -38,5 +38,5 @@ def accumulate(program: Program) -> Program:
         step=tuple(step),
         states=tuple(states),
         yields=tuple(yields),
-        after=tuple(substituted(op, totals) for op in flat(program.after)),
+        after=tuple(substitute(op, totals) for op in flat(program.after)),
     )

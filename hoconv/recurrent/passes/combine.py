@@ -1,4 +1,4 @@
-"""Independent products of one operand become one, with their weights on top of each other."""
+"""Combines products of the same operand into one product, by concatenating their weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hoconv.recurrent.ir.program import Op, Param, Program, Type, Value, flat
 
 
 def combine(program: Program) -> Program:
-    """Makes one ``linear`` of all that read the same value and have a bias, or have none."""
+    """Combines the ``linear`` ops that read one value: those with a bias, and those without."""
     params = {p.value: p for p in program.params}
     before, params = _region(program.before, params)
     step, params = _region(program.step, params)
@@ -28,14 +28,14 @@ def _region(items: tuple, params: dict[Value, Param]) -> tuple[tuple[Op, ...], d
     result = []
     for op in ops:
         if op in first:
-            result += _combined(first[op], params)
+            result += _combine_products(first[op], params)
         elif op not in gone:
             result.append(op)
     return tuple(result), params
 
 
-def _combined(same: list[Op], params: dict[Value, Param]) -> list[Op]:
-    """The product of the packed weights, and its slices; packs the parameters."""
+def _combine_products(same: list[Op], params: dict[Value, Param]) -> list[Op]:
+    """Concatenates the parameters; returns the product and the slices that replace the ops."""
     inputs = [same[0].values[0]]
     for column in range(1, len(same[0].inputs)):
         packed = [params.pop(op.values[column]) for op in same]

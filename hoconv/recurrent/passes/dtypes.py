@@ -1,4 +1,4 @@
-"""Dtypes of all values, and casts where they meet.
+"""Infers the dtype of every value, and inserts casts between different dtypes.
 
 Sequences, parameters and products have the layer's dtype; states and everything else are computed
 in float32 at least.
@@ -16,7 +16,7 @@ from hoconv.recurrent.ir.program import Op, Operand, Param, Program, State, Valu
 
 
 def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
-    """The program for sequences and parameters of a dtype.
+    """Types a program whose sequences and parameters have a dtype.
 
     Args:
         program: a traced one, without groups.
@@ -54,7 +54,7 @@ def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
     sequences = tuple((name, give(v, narrow)) for name, v in program.sequences)
     states = [give(s.value, wide) for s in program.states]
     before = region(program.before, [])
-    # Casts of parameters are made where they are used first: in the step, when it is there.
+    # `cast` appends to the region that reads a parameter first; a cast in the step is moved below.
     step = region(program.step, [])
     following = [cast(typed[s.next], wide, step) for s in program.states]
     written = [cast(typed[y.source], narrow, step) for y in program.yields]

@@ -1,4 +1,4 @@
-"""Runs of ops between products become groups: one kernel each."""
+"""Fuses the ops between products into groups; a group becomes one kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 
 
 def fuse(program: Program) -> Program:
-    """Puts all ops that work row by row into as few groups as the products between them allow."""
+    """Fuses all ops that work row by row into as few groups as the products between them allow."""
     return replace(
         program,
         before=_region(program.before),
@@ -20,10 +20,11 @@ def fuse(program: Program) -> Program:
 
 
 def _region(items: tuple) -> tuple[Op | Group, ...]:
-    """Alternating levels: products at odd ones, groups at even ones.
+    """Schedules the ops of a region on levels: groups on even levels, products on odd ones.
 
-    An op's level is the lowest at which its inputs are there. One that is first needed later moves
-    there: its inputs are read where its result would be.
+    An op is first scheduled as soon as possible: on the lowest level after its inputs. Then an op
+    of a group moves as late as possible, to the group that reads its result first, so that the
+    result need not leave a kernel.
     """
     ops = list(flat(items))
     level: dict[Value, int] = {}
@@ -31,7 +32,7 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
         lowest = max((level.get(v, 0) for v in op.values), default=0)
         rowwise = _in_group(op)
         level[op.result] = lowest + (lowest % 2 == (1 if rowwise else 0))
-    needed: dict[Value, int] = {}  # the level at which a result is read first
+    needed: dict[Value, int] = {}  # the first level that reads a result
     for op in reversed(ops):
         if _in_group(op):
             level[op.result] = max(level[op.result], needed.get(op.result, 0))
@@ -48,5 +49,5 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
 
 
 def _in_group(op: Op) -> bool:
-    """Parameters alone are no rows: what is made of them is computed by itself."""
+    """Whether an op belongs to a group. One that reads parameters alone has no rows."""
     return is_rowwise(op.kind) and op.result.type.rate != "once"

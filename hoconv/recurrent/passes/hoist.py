@@ -1,4 +1,4 @@
-"""What depends on the input alone leaves the time loop: one product for all steps."""
+"""Hoists ops that do not depend on a state out of the time loop: one product for all steps."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import SOURCES
 from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
-from hoconv.recurrent.passes.rewrite import substituted, with_outputs
+from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
 def hoist(program: Program) -> Program:
     """Moves ops that read no state from the step to before it, on whole sequences.
 
-    Random masks stay: they are made from a counter, and would have to be stored.
+    Random masks stay: drawing them again is cheaper than storing them.
     """
     values: dict[Value, Value] = {}
     before, step = list(program.before), []
     for given in flat(program.step):
-        op = substituted(given, values)
+        op = substitute(given, values)
         if op.kind in SOURCES or any(v.type.rate == "step" for v in op.values):
             step.append(op)
             continue
         whole = Value(Type("sequence", op.result.type.shape, op.result.type.dtype), op.result.hint)
         values[op.result] = whole
         before.append(Op(op.kind, op.inputs, whole, op.attrs))
-    return with_outputs(replace(program, before=tuple(before), step=tuple(step)), values)
+    return replace_outputs(replace(program, before=tuple(before), step=tuple(step)), values)

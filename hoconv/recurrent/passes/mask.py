@@ -1,4 +1,4 @@
-"""Sequences of different lengths: past its last step a sequence's states stay as they are."""
+"""Masks steps past the end of a sequence: its states stay as they are, its outputs are 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hoconv.recurrent.ir.program import Program, State, Type, Value, Yield
 
 
 def mask(program: Program) -> Program:
-    """Reads another sequence, ``valid`` (T, B, 1) bool; where it is false, outputs are 0."""
+    """Makes the program read ``valid`` (T, B, 1) bool and mask the steps where it is false."""
     valid = Value(Type("sequence", (1,), "bool"), "valid")
     builder = Builder()
     inside = Symbol(builder, valid)

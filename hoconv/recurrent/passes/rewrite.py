@@ -1,4 +1,4 @@
-"""What passes share: replacing values by others."""
+"""Replaces values by other values: what passes share."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield
 
 
-def mapped(operand: Operand, values: Mapping[Value, Value]) -> Operand:
-    """The value that takes the place of an operand, or itself."""
+def map_operand(operand: Operand, values: Mapping[Value, Value]) -> Operand:
+    """The replacement of an operand, or the operand itself."""
     return values.get(operand, operand) if isinstance(operand, Value) else operand
 
 
-def substituted(op: Op, values: Mapping[Value, Value]) -> Op:
-    """An op with other inputs; the result stays."""
+def substitute(op: Op, values: Mapping[Value, Value]) -> Op:
+    """An op with replaced inputs and the same result."""
     if not any(v in values for v in op.values):
         return op
-    return Op(op.kind, tuple(mapped(i, values) for i in op.inputs), op.result, op.attrs)
+    return Op(op.kind, tuple(map_operand(i, values) for i in op.inputs), op.result, op.attrs)
 
 
-def with_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
-    """A program whose next states, yields and results are other values."""
+def replace_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
+    """A program with replaced next states, sources of yields, and results."""
     return replace(
         program,
         states=tuple(replace(s, next=values.get(s.next, s.next)) for s in program.states),

@@ -1,19 +1,19 @@
-"""Common subexpressions, trivial ops and dead code."""
+"""Eliminates common subexpressions, trivial ops and dead code."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield, flat, step_outputs
-from hoconv.recurrent.passes.rewrite import substituted, with_outputs
+from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
 def simplify(program: Program) -> Program:
-    """The same program without what is computed twice, for nothing, or not at all."""
-    return _live(_shared(program))
+    """An equal program without common subexpressions, trivial ops and dead code."""
+    return _eliminate_dead(_eliminate_common(program))
 
 
-def _shared(program: Program) -> Program:
+def _eliminate_common(program: Program) -> Program:
     values: dict[Value, Value] = {}
     seen: dict[tuple, Value] = {}
     made_by: dict[Value, Op] = {}
@@ -21,11 +21,11 @@ def _shared(program: Program) -> Program:
     def region(items: tuple) -> tuple[Op, ...]:
         ops = []
         for given in flat(items):
-            op = substituted(given, values)
+            op = substitute(given, values)
             # -0.0 equals 0.0, but is another constant.
             inputs = tuple(repr(i) if isinstance(i, float) else i for i in op.inputs)
             key = (op.kind, inputs, repr(op.attrs), op.result.type)
-            same = seen.get(key) or _trivial(op, made_by)
+            same = seen.get(key) or _find_equal(op, made_by)
             if same is not None:
                 values[op.result] = same
                 continue
@@ -41,11 +41,11 @@ def _shared(program: Program) -> Program:
         values[each.sequence] = yields.setdefault(source, each).sequence
     after = region(program.after)
     program = replace(program, yields=tuple(yields.values()))
-    return with_outputs(replace(program, before=before, step=step, after=after), values)
+    return replace_outputs(replace(program, before=before, step=step, after=after), values)
 
 
-def _trivial(op: Op, made_by: dict[Value, Op]) -> Value | None:
-    """A value that is there already and equals the op's result."""
+def _find_equal(op: Op, made_by: dict[Value, Op]) -> Value | None:
+    """An operand, or an operand's operand, that equals the op's result; None if there is none."""
 
     def same(operand: Operand | None) -> Value | None:
         if isinstance(operand, Value) and operand.type == op.result.type:
@@ -71,7 +71,7 @@ def _trivial(op: Op, made_by: dict[Value, Op]) -> Value | None:
     return None
 
 
-def _live(program: Program) -> Program:
+def _eliminate_dead(program: Program) -> Program:
     wanted = {v for _, v in program.results} | {s.next for s in program.states}
 
     def region(items: tuple) -> tuple[Op, ...]:

@@ -1,15 +1,15 @@
-"""Slices and casts of whole sequences go back to where they are read, which costs nothing there."""
+"""Sinks slices and casts of whole sequences back into the step, where a load does them for free."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
-from hoconv.recurrent.passes.rewrite import substituted, with_outputs
+from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
 def sink(program: Program) -> Program:
-    """Moves slices and casts from before the loop into the step, where only steps read them."""
+    """Moves slices and casts that only the step reads from before the loop into the step."""
     before = list(flat(program.before))
     sunk: list[Op] = []
     for op in reversed(list(before)):
@@ -20,9 +20,9 @@ def sink(program: Program) -> Program:
     values: dict[Value, Value] = {}
     step = []
     for given in (*reversed(sunk), *flat(program.step)):
-        op = substituted(given, values)
+        op = substitute(given, values)
         if op.result.type.rate == "sequence":
             values[op.result] = Value(replace(op.result.type, rate="step"), op.result.hint)
             op = replace(op, result=values[op.result])
         step.append(op)
-    return with_outputs(replace(program, before=tuple(before), step=tuple(step)), values)
+    return replace_outputs(replace(program, before=tuple(before), step=tuple(step)), values)

@@ -1,6 +1,6 @@
-"""Rows of sequences that products of a step read are copied first to where they can stay.
+"""Stages operands of products: copies rows of sequences to a fixed address at every step.
 
-A recorded product finds its operands at the same addresses at every step.
+A product that a CUDA graph records reads the same addresses at every step.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import PRODUCTS
 from hoconv.recurrent.ir.program import Group, Op, Program, Value
-from hoconv.recurrent.passes.rewrite import substituted
+from hoconv.recurrent.passes.rewrite import substitute
 
 
 def stage(program: Program) -> Program:
-    """Makes every product of the step read values of the step; a cast to the same dtype copies."""
+    """Makes every product of the step read values of the step. A cast to the same dtype copies."""
     copies: dict[Value, Value] = {}
     for op in products(program):
         x = op.values[0]
@@ -23,7 +23,7 @@ def stage(program: Program) -> Program:
         return program
     first = Group(tuple(Op("cast", (x,), copy) for x, copy in copies.items()))
     step = (
-        substituted(item, copies) if isinstance(item, Op) and item.kind in PRODUCTS else item
+        substitute(item, copies) if isinstance(item, Op) and item.kind in PRODUCTS else item
         for item in program.step
     )
     return replace(program, step=(first, *step))

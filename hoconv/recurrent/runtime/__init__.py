@@ -1,1 +1,1 @@
-"""What runs a program: op by op, or as compiled loops on the CPU and on GPUs."""
+"""Runs programs: op by op in PyTorch, or as compiled loops on the CPU and on GPUs."""

@@ -1,4 +1,4 @@
-"""The tensors that a compiled loop's buffers are.
+"""Binds tensors to the buffers of a compiled loop.
 
 B batch, T time steps, n features.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from hoconv.recurrent.codegen.storage import Buffer, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.runtime.interpret import Tensors, steps
+from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 
 
 def empty(buffer: Buffer, T: int, B: int, device: torch.device) -> Tensor:
-    """A new tensor for a buffer."""
+    """Allocates the tensor of a buffer."""
     return torch.empty(buffer.shape(T, B), dtype=DTYPES[buffer.type.dtype], device=device)
 
 
@@ -28,14 +28,14 @@ def bind(
     initial: list[Tensor],
     resident: Mapping[Buffer, Tensor],
 ) -> dict[Buffer, Tensor]:
-    """The tensor of each buffer, the initial states written.
+    """Gives each buffer a tensor, and writes the initial states.
 
     Args:
-        values: what is there before the loop.
+        values: the tensors that exist before the loop.
         initial: (B, n) of each state.
-        resident: tensors that some buffers have already; what is given to them is copied.
+        resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
-    T, B = steps(program, values), initial[0].shape[0]
+    T, B = count_steps(program, values), initial[0].shape[0]
     given = [p.value for p in program.params] + [v for _, v in program.sequences]
     given += program.made_before
     tensors = dict(resident)
@@ -55,7 +55,7 @@ def bind(
 
 
 def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
-    """Compiled code is given an address: what is there must be what it was compiled for."""
+    """Checks a tensor before compiled code reads it through a bare pointer."""
     expected = DTYPES[buffer.type.dtype], buffer.shape(T, B), device
     got = tensor.dtype, tuple(tensor.shape), tensor.device
     if got != expected:
@@ -68,7 +68,7 @@ def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device)
 def results(
     program: Program, storage: Storage, tensors: Mapping[Buffer, Tensor], T: int
 ) -> tuple[Tensors, list[Tensor]]:
-    """What T steps have written, and the states after the last."""
+    """The sequences that T steps have written, and the states after the last step."""
     written: Tensors = {
         each.sequence: tensors[buffer][:T]
         for each, buffer in zip(program.yields, storage.yields, strict=True)

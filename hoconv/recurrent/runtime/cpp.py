@@ -1,4 +1,4 @@
-"""The time loop of a program as compiled C++, on the CPU.
+"""Compiles and runs the time loop of a program in C++ on the CPU.
 
 B batch, T time steps, n features.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from hoconv import jit
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.cpp import HEADER, Source, emit_cpp
+from hoconv.recurrent.codegen.cpp import HEADER, CppSource, emit_cpp
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.interpret import Tensors, steps
+from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 
 
 def obstacle() -> str | None:
-    """Why loops cannot be compiled here, with the fix. Compiles nothing."""
+    """Says why loops cannot be compiled here, and the fix. Compiles nothing."""
     try:
         jit.compiler("cpu")
     except jit.BuildError as error:
@@ -31,16 +31,16 @@ def obstacle() -> str | None:
 
 
 def load() -> None:
-    """Compiles and loads a library without loops: the compiler and the cache work.
+    """Checks the compiler and the cache by compiling a library without loops.
 
     Raises:
-        hoconv.jit.BuildError: they do not.
+        hoconv.jit.BuildError: one of them does not work.
     """
     compile_loops({})
 
 
 def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
-    """Compiles the time loops of programs, under their names, into one library.
+    """Compiles the time loops of named programs into one library.
 
     Raises:
         hoconv.jit.BuildError: there is no compiler, or it failed.
@@ -54,7 +54,7 @@ def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
 class CppLoop:
     """Runs the steps of one program."""
 
-    def __init__(self, source: Source, function: Any) -> None:
+    def __init__(self, source: CppSource, function: Any) -> None:
         self.source = source
         self.function = function
         self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_bool] + [ctypes.c_void_p] * 2
@@ -64,7 +64,7 @@ class CppLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.storage
-        T, B = steps(program, values), initial[0].shape[0]
+        T, B = count_steps(program, values), initial[0].shape[0]
         tensors = bind(program, storage, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
         pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))

@@ -1,9 +1,10 @@
-"""The time loop of a program on a GPU: kernels compiled at run time, products by PyTorch.
+"""Runs the time loop of a program on a GPU: NVRTC compiles kernels, PyTorch computes products.
 
-Chunks of steps are recorded as CUDA graphs, and launched again for the next steps and for other
-tensors: a new length or batch compiles nothing. What is recorded has fixed addresses: all that
-products read and write is in memory that stays from call to call, a workspace. Kernels read where
-everything else is from memory, which a kernel writes when a call begins: nothing waits for the GPU.
+CUDA graphs record chunks of steps. They are launched again for later steps and for other tensors,
+so that a new length or batch compiles nothing. A graph holds the addresses of the products'
+operands: these lie in a workspace, which is kept from call to call. Kernels read all other
+addresses from a table in GPU memory, which a kernel writes at the start of a call: the CPU never
+waits for the GPU.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.driver import Kernels
-from hoconv.recurrent.runtime.interpret import Tensors, steps
+from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace
 
-# How many batch sizes, streams and precisions have a workspace at a time, of each program.
-_KEPT = 8
+# Workspaces that a program keeps: one for each batch size, stream and precision of products.
+_MOST_WORKSPACES = 8
 
 
 def obstacle() -> str | None:
-    """Why loops cannot run on a GPU here, with the fix. Compiles nothing."""
+    """Says why loops cannot run on a GPU here, and the fix. Compiles nothing."""
     return nvrtc.obstacle() if torch.cuda.is_available() else jit.no_gpu()
 
 
 def load() -> None:
-    """Compiles a source without kernels: NVRTC and the cache work.
+    """Checks NVRTC and the cache by compiling a source without kernels of its own.
 
     Raises:
-        hoconv.jit.BuildError: they do not.
+        hoconv.jit.BuildError: one of them does not work.
     """
     for architecture in _architectures():
         compile_cuda("recurrent", HEADER, architecture)
 
 
 def _architectures() -> list[str]:
-    """Those of the GPUs here, as NVRTC names them."""
+    """The architectures of the GPUs here, as NVRTC names them."""
     return [f"sm_{capability.replace('.', '')}" for capability in jit.visible_gpus()]
 
 
@@ -56,15 +57,16 @@ class CudaLoop:
 
     Args:
         program: the only one that it is called with.
-        recorded: whether chunks of steps are recorded, or every step is launched by itself.
+        recorded: whether CUDA graphs record chunks of steps; otherwise kernels are launched one by
+            one.
     """
 
     def __init__(self, program: Program, recorded: bool) -> None:
         self.source = emit_cuda(program)
         self.recorded = recorded
         self._code = functools.cache(functools.partial(compile_cuda, "recurrent", self.source.text))
-        self._kernels = functools.cache(self._loaded)
-        self._kept = functools.lru_cache(_KEPT)(self._lasting)
+        self._kernels = functools.cache(self._load)
+        self._workspaces = functools.lru_cache(_MOST_WORKSPACES)(self._kept_workspace)
         self._lock = threading.Lock()
 
     def __call__(
@@ -72,23 +74,23 @@ class CudaLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.steps.storage
-        T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
+        T, B, device = count_steps(program, values), initial[0].shape[0], initial[0].device
         with torch.cuda.device(device), self._lock:
             stream = torch.cuda.current_stream().cuda_stream
-            # Into a graph that is being captured, whose memory is its own, steps go one by one; and
-            # where memory is that of graphs to come, as when torch.compile warms up.
+            # A graph that the caller captures, or allocates for (as torch.compile does to warm up),
+            # owns the memory allocated now: the workspace is not kept, and records no graphs.
             try:
                 if torch.cuda.is_current_stream_capturing():
-                    raise _Borrowed
-                workspace = self._kept(B, device, stream, _precision())
-            except _Borrowed:
-                workspace = self._workspace(B, device, None)
+                    raise _CannotKeep
+                workspace = self._workspaces(B, device, stream, _precision())
+            except _CannotKeep:
+                workspace = self._new_workspace(B, device, None)
             tensors = bind(program, storage, values, initial, workspace.resident)
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
 
     def prepare(self) -> None:
-        """Compiles its kernels for the GPUs here.
+        """Compiles the kernels for the GPUs here.
 
         Raises:
             hoconv.jit.BuildError: NVRTC fails.
@@ -96,29 +98,33 @@ class CudaLoop:
         for architecture in _architectures():
             self._code(architecture)
 
-    def _loaded(self, architecture: str) -> Kernels:
+    def _load(self, architecture: str) -> Cubin:
         code = self._code(architecture).read_bytes()
         driver = ctypes.CDLL("libcuda.so.1")
-        return Kernels(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
+        return Cubin(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 
-    def _lasting(self, B: int, device: torch.device, stream: int, _precision: Any) -> Workspace:
+    def _kept_workspace(
+        self, B: int, device: torch.device, stream: int, _precision: Any
+    ) -> Workspace:
         """One to keep for this stream and precision of products."""
-        if _borrowed(device):
-            raise _Borrowed
-        return self._workspace(B, device, _recorder(device, stream) if self.recorded else None)
+        if _is_in_graph_pool(device):
+            raise _CannotKeep
+        return self._new_workspace(
+            B, device, _make_recorder(device, stream) if self.recorded else None
+        )
 
-    def _workspace(self, B: int, device: torch.device, record: Recorder | None) -> Workspace:
+    def _new_workspace(self, B: int, device: torch.device, record: Recorder | None) -> Workspace:
         major, minor = torch.cuda.get_device_capability(device)
         kernels = self._kernels(f"sm_{major}{minor}")
         return Workspace(self.source, kernels, B, device, record)
 
 
-class _Borrowed(Exception):
-    """What is allocated now may not be kept."""
+class _CannotKeep(Exception):
+    """Memory that is allocated now belongs to a CUDA graph of the caller."""
 
 
-def _borrowed(device: torch.device) -> bool:
-    """Whether what is allocated now belongs to a pool of someone's graphs."""
+def _is_in_graph_pool(device: torch.device) -> bool:
+    """Whether memory that is allocated now comes from the memory pool of CUDA graphs."""
     if torch.cuda.get_allocator_backend() != "native":
         return False
     address = torch.empty(1, device=device).data_ptr()
@@ -130,41 +136,41 @@ def _borrowed(device: torch.device) -> bool:
 
 
 @functools.cache
-def _recorder(device: torch.device, stream: int) -> Recorder:
-    """Records graphs to run on a stream.
+def _make_recorder(device: torch.device, stream: int) -> Recorder:
+    """Makes a function that records graphs for a stream.
 
-    They run one after another, and share what cuBLAS works in, which belongs to their pool of
-    memory; those of two streams may run at the same time.
+    The graphs of one stream run one after another: they share a memory pool, and in it the
+    workspace of cuBLAS. Graphs of two streams may run at the same time and have a pool each.
     """
 
-    def place() -> tuple[torch.cuda.Stream, Any, None]:
+    def new_pool() -> tuple[torch.cuda.Stream, Any, None]:
         return torch.cuda.Stream(device), torch.cuda.graph_pool_handle(), None
 
-    side, pool, first = place()
+    side, pool, first = new_pool()
 
     def record(launch: Callable[[], None]) -> Callable[[], None]:
         nonlocal side, pool, first
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(side):
-                # Only launches are recorded; what else happens meanwhile, such as the loading of
-                # a product's kernel or an object's end, is not part of the graph, and allowed.
+                # "relaxed" permits calls that a graph cannot record, such as loading the kernel of
+                # a product or freeing an object; they run at once.
                 graph.capture_begin(pool, capture_error_mode="relaxed")
                 try:
                     launch()
                 finally:
                     graph.capture_end()
         except BaseException:
-            side, pool, first = place()  # where recording failed, it may not begin again
+            side, pool, first = new_pool()  # a failed capture leaves the old ones unusable
             raise
-        first = first or graph  # a pool none of whose graphs is left takes no other
+        first = first or graph  # keeps the pool alive: without graphs it takes no new one
         return graph.replay
 
     return record
 
 
 def _precision() -> tuple[Any, ...]:
-    """The settings that decide how products are computed."""
+    """PyTorch's settings for the precision of products; graphs record their effect."""
     matmul = torch.backends.cuda.matmul
     return (
         matmul.fp32_precision,

@@ -1,4 +1,4 @@
-"""Kernels as the CUDA driver's C interface launches them."""
+"""Loads a cubin and launches its kernels through the C interface of the CUDA driver."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Kernels:
-    """Launches the kernels of a cubin, in the current context.
+class Cubin:
+    """A loaded cubin, which launches its kernels in the current context.
 
     Args:
         driver: libcuda.
-        code: the cubin.
-        stream: gives the address of the stream to launch on.
+        code: the bytes of the cubin.
+        stream: returns the address of the stream to launch on.
     """
 
     def __init__(self, driver: ctypes.CDLL, code: bytes, stream: Callable[[], int]) -> None:
@@ -23,26 +23,26 @@ class Kernels:
         self.library = ctypes.c_void_p()
         no_options = (None, None, 0)
         made = ctypes.byref(self.library)
-        self._checked(driver.cuLibraryLoadData(made, code, *no_options, *no_options))
-        self._function = functools.cache(self._found)
+        self._check(driver.cuLibraryLoadData(made, code, *no_options, *no_options))
+        self._function = functools.cache(self._find_kernel)
 
     def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
         """As :data:`hoconv.recurrent.runtime.workspace.Launcher`."""
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         grid, block, stream = (rows, blocks, 1), (threads, 1, 1), ctypes.c_void_p(self.stream())
-        self._checked(
+        self._check(
             self.driver.cuLaunchKernel(
                 self._function(name), *grid, *block, 0, stream, addresses, None
             )
         )
 
-    def _found(self, name: str) -> ctypes.c_void_p:
-        kernel = ctypes.c_void_p()  # launched as a function is
+    def _find_kernel(self, name: str) -> ctypes.c_void_p:
+        kernel = ctypes.c_void_p()  # cuLaunchKernel takes it as a function
         made = ctypes.byref(kernel)
-        self._checked(self.driver.cuLibraryGetKernel(made, self.library, name.encode()))
+        self._check(self.driver.cuLibraryGetKernel(made, self.library, name.encode()))
         return kernel
 
-    def _checked(self, status: int) -> None:
+    def _check(self, status: int) -> None:
         if status:
             name = ctypes.c_char_p()
             self.driver.cuGetErrorName(status, ctypes.byref(name))

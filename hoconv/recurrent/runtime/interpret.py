@@ -1,4 +1,4 @@
-"""Runs a program of any stage op by op in PyTorch: what passes and generated code are tested with.
+"""Runs a program, after any pass, op by op in PyTorch. Passes and generated code are tested by it.
 
 B batch, T time steps, n features.
 """
@@ -17,8 +17,8 @@ from hoconv.recurrent.ir.program import Op, Program, Value, flat
 from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
-# Runs the steps: given a program, what is there before the loop, the states before the first step,
-# and a seed, returns the sequences that the steps write and the states after the last.
+# A loop runs all steps: from a program, the tensors that exist before the loop, the initial states
+# and the seed it computes the sequences that the steps write and the states after the last step.
 Loop = Callable[[Program, Tensors, list[Tensor], Tensor | None], tuple[Tensors, list[Tensor]]]
 
 
@@ -33,11 +33,11 @@ def interpret(
     """Runs a program.
 
     Args:
-        params: one for each of the program's, see :mod:`hoconv.recurrent.runtime.packing`.
-        sequences: what it reads, by name: (T, B, n) or, of a parameter's, (n,).
+        params: the tensors of ``program.params``, see :mod:`hoconv.recurrent.runtime.packing`.
+        sequences: what the program reads, by name: (T, B, n); (n,) if made of parameters alone.
         states: (B, n) before the first step, by name.
         seed: int64 scalar, of the random masks.
-        loop: runs the steps; without one they are run op by op, and autograd sees every op.
+        loop: runs the steps; without one they run op by op, and autograd records every op.
 
     Returns:
         The program's results, and the states after the last step, by name.
@@ -68,15 +68,15 @@ def interpret(
     return results, {s.name: state for s, state in last.items() if s.total is None}
 
 
-def steps(program: Program, values: Tensors) -> int:
-    """T, that of any sequence that the program reads."""
+def count_steps(program: Program, values: Tensors) -> int:
+    """T, the number of time steps of the sequences that the program reads."""
     return next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
 
 
 def _steps(
     program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
 ) -> tuple[Tensors, list[Tensor]]:
-    T, B, device = steps(program, values), initial[0].shape[0], initial[0].device
+    T, B, device = count_steps(program, values), initial[0].shape[0], initial[0].device
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
     now = initial
     for t in reversed(range(T)) if program.reverse else range(T):

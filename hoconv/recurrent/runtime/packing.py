@@ -1,4 +1,4 @@
-"""A layer's parameters as a program reads them, and their gradients back.
+"""Packs a layer's parameters as a program reads them, and unpacks their gradients.
 
 m features of a result, n features of an operand.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from hoconv.recurrent.ir.program import Piece, Program
 
 
-def packed(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """Of each of the program's params: its pieces on top of each other, contiguous."""
+def pack(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensor of each param of a program: its pieces, concatenated by rows, contiguous."""
     found = []
     for param in program.params:
         pieces = [_piece(piece, parameters) for piece in param.pieces]
@@ -23,10 +23,10 @@ def packed(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     return found
 
 
-def unpacked(
+def unpack(
     program: Program, results: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradient of each parameter from a gradient program's results; 0 where it has none."""
+    """The gradient of each parameter, from the results of a backward program; 0 without one."""
     parts: dict[str, dict[tuple[int, int] | None, Tensor]] = defaultdict(dict)
     for i, param in enumerate(program.params):
         if (result := results.get(f"d_{i}")) is None:

@@ -1,4 +1,4 @@
-"""Matrix products of whole sequences, by oneDNN where PyTorch has it and it is the fastest.
+"""Computes matrix products of whole sequences, large ones by oneDNN where PyTorch has it.
 
 T time steps, B batch, n features of x, m features of the result.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hoconv.recurrent.ir import evaluate
 
-# Multiplications from which oneDNN, which takes longer to start, is no slower than PyTorch's own.
+# oneDNN takes longer to start: it is as fast as PyTorch's product from this many multiplications.
 _LARGE = 1 << 24
 
 

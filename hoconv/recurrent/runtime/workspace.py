@@ -1,4 +1,4 @@
-"""What a GPU's loop keeps between calls for one batch size: memory at fixed addresses.
+"""Keeps memory at fixed addresses, and the CUDA graphs that use it, between calls of a GPU's loop.
 
 B batch, T time steps, n features.
 """
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch
-from hoconv.recurrent.codegen.storage import Buffer, Place
+from hoconv.recurrent.codegen.storage import Buffer, Location
 from hoconv.recurrent.ir.program import Op
 from hoconv.recurrent.runtime.buffers import empty
 
-# Starts a kernel: its name, its grid's rows and blocks, the threads of a block; and arguments, of
-# ctypes.
+# Launches a kernel: (name, rows and blocks of its grid, threads of a block, arguments of ctypes).
 Launcher = Callable[..., None]
-# Records what a function launches, without running it; what it returns runs that.
+# Records what a function launches, without running it; returns a function that runs the record.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-# Steps of the longest chunk, a power of two: what is left over is launched in halves of it.
+# Steps of the longest chunk, a power of two. Smaller powers of two cover the remaining steps.
 CHUNK = 32
 
 
@@ -35,7 +34,7 @@ class Workspace:
             one by one.
 
     Attributes:
-        resident: the tensors of what products read and write, weights included.
+        resident: the tensors that products read and write, weights included.
     """
 
     def __init__(
@@ -68,16 +67,16 @@ class Workspace:
             for parity in (0, 1)
         ]  # fmt: skip
 
-        if record:  # kernels are loaded and libraries set up outside of what is recorded
+        if record:  # a first run loads kernels and sets libraries up, which graphs cannot record
             self._start(0, None, {})
             self._chunk(2)
 
     def run(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
-        """Runs T steps, and at most one more, which writes nothing that is kept.
+        """Runs T steps, and at most one more, whose kernels return at once.
 
         Args:
             seed: int64 scalar, of the random masks.
-            tensors: of all buffers; those of states begin with the initial ones.
+            tensors: the tensors of all buffers; the initial states are written.
         """
         self._start(T, seed, tensors)
         if self.record is None:
@@ -123,12 +122,14 @@ class Workspace:
         )
 
     def _product(self, op: Op, parity: int) -> Callable[[], Any]:
-        """A product of a step of even or odd number."""
+        """A function that computes a product, of even steps (parity 0) or of odd ones (1)."""
         homes = self.source.steps.storage.homes
 
-        def at(place: Place) -> Tensor:
-            tensor = self.resident[place.buffer]
-            return tensor[(parity + place.after) % 2] if place.buffer.kind == "state" else tensor
+        def at(location: Location) -> Tensor:
+            tensor = self.resident[location.buffer]
+            return (
+                tensor[(parity + location.after) % 2] if location.buffer.kind == "state" else tensor
+            )
 
         x, by, *bias = (at(homes[v]) for v in op.values)
         if op.kind == "linear":

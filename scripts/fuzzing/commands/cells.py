@@ -22,7 +22,7 @@ from hoconv.implementations import ImplementationError, choose
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.testing.cells import CellCase, close, gradients
+from hoconv.testing.cells import CellCase, assert_close, gradients
 from hoconv.testing.random_cells import random_cell
 
 METHOD = (
@@ -119,7 +119,7 @@ def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
         if exact == got:
             return Verdict("refused", str(exact))
         return Verdict("wrong", f"refused by one alone: {exact if got is None else got}")
-    close(cell, got, exact)
+    assert_close(cell, got, exact)
     return Verdict("equal")
 
 

@@ -17,8 +17,8 @@ from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch, emit_cuda
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.driver import Kernels
-from hoconv.recurrent.runtime.interpret import Tensors, steps
+from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Workspace
 
 _HEADER = """
@@ -89,7 +89,7 @@ def shim_loops(programs: Mapping[str, Program]) -> dict[str, ShimLoop]:
     text = "".join((_HEADER, *parts, _DRIVER.format(libraries=libraries)))
     driver = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {
-        name: ShimLoop(source, Kernels(driver, name.encode(), lambda: 3))
+        name: ShimLoop(source, Cubin(driver, name.encode(), lambda: 3))
         for name, source in sources.items()
     }
 
@@ -124,7 +124,7 @@ def _waits(name: str, body: str) -> bool:
 class ShimLoop:
     """As ``hoconv.recurrent.runtime.cuda.CudaLoop``, on a CPU; `recorded` counts what was."""
 
-    def __init__(self, source: CudaSource, kernels: Kernels) -> None:
+    def __init__(self, source: CudaSource, kernels: Cubin) -> None:
         self.source = source
         self.kernels = kernels
         self.workspaces: dict[int, Workspace] = {}
@@ -133,7 +133,7 @@ class ShimLoop:
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
     ) -> tuple[Tensors, list[Tensor]]:
-        T, B = steps(program, values), initial[0].shape[0]
+        T, B = count_steps(program, values), initial[0].shape[0]
         if B not in self.workspaces:
             arguments = (self.source, self.kernels, B, torch.device("cpu"), self._record)
             self.workspaces[B] = Workspace(*arguments)

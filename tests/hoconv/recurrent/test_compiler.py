@@ -22,7 +22,7 @@ from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
 from hoconv.recurrent.runtime.interpret import Loop, interpret
-from hoconv.recurrent.runtime.packing import packed
+from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.testing.cells import CellCase
 from hoconv.testing.random_cells import random_cell
@@ -208,7 +208,7 @@ def test_half_precision_is_computed_as_the_definition_says(which: str, dtype: to
     x, valid = torch.randn(4, 3, 3).to(dtype), torch.rand(4, 3, 1) < 0.7
     states = {name: torch.randn(3, n).to(dtype) for name, n in cell.state_sizes.items()}
     exact, finals = reference.recurrent(cell, x, list(states.values()), parameters, valid=valid)
-    params = packed(made.inference, parameters)
+    params = pack(made.inference, parameters)
     got, last = interpret(made.inference, params, {"x": x, "valid": valid}, states)
     torch.testing.assert_close(got["output"], exact, rtol=2e-2, atol=2e-2)
     for mine, definition in zip(last.values(), finals, strict=True):

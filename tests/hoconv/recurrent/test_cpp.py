@@ -16,7 +16,7 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.operator import OPERATOR
-from hoconv.recurrent.ops import op
+from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
@@ -207,7 +207,7 @@ def test_torch_library_finds_no_fault(which: str) -> None:
     tests = ("test_schema", "test_faketensor")
     if which == "forward":
         tests += ("test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, arguments, test_utils=tests)
+    torch.library.opcheck(compiled_op, arguments, test_utils=tests)
 
 
 def test_a_new_length_or_batch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

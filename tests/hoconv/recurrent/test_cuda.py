@@ -14,7 +14,7 @@ from hoconv.recurrent.codegen.cuda import Launch, emit_cuda
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import Op, Program
 from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import packed
+from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import READY, bound, cell_case
@@ -93,7 +93,7 @@ def test_chunks_of_steps_serve_every_length_and_batch(dtype: torch.dtype) -> Non
     cell = bound("minimal_gated")
     program = plan(cell, dtype).forward
     loop = shim_loops({"forward": program})["forward"]
-    params = packed(program, {d.name: torch.randn(d.shape).to(dtype)
+    params = pack(program, {d.name: torch.randn(d.shape).to(dtype)
                               for d in trace(cell).declarations})  # fmt: skip
     for B in (2, 5):
         for T in (1, 2, 3, 31, 32, 33, 70):

@@ -165,6 +165,6 @@ def test_kernels_are_compiled_before_a_call_with_those_of_the_gradient(
     assert len(compiled) == 4
     compiled.clear()
     small = plans.request(to_text(trace(bound("lstm"))), torch.float32, "auto", False, False)
-    assert plans.prepared(small).plan.library
+    assert plans.find_plan(small).plan.cudnn
     plans.prepare("cuda", "cuda", small, "forward")
     assert compiled == []  # cuDNN's is called

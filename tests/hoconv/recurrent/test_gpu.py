@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
-from hoconv.recurrent.plans import prepared
+from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
 from hoconv.recurrent.schedule import plan
@@ -102,7 +102,7 @@ def test_gradients_have_gradients_where_cudnn_runs_the_layer(name: str) -> None:
                                     create_graph=True)  # fmt: skip
         loss = torch.stack([g.square().sum() for g in first]).sum()
         found.append((output, *first, *torch.autograd.grad(loss, [leaf, *made.parameters()])))
-        assert ("OfLibrary" in str(output.grad_fn)) == (made is ours)
+        assert ("CudnnFunction" in str(output.grad_fn)) == (made is ours)
     for mine, exact in zip(*found, strict=True):
         assert (mine - exact).norm() <= 1e-4 * exact.norm()
 
@@ -123,7 +123,7 @@ def test_equal_pytorch_with_two_layers_and_directions_packed(kind: str, size: in
 def test_what_the_library_runs_equals_the_definition(name: str) -> None:
     ours, reference = pair(name, bidirectional=True)
     ours.float()
-    assert plan(ours.runs[0][0], torch.float32).library
+    assert plan(ours.runs[0][0], torch.float32).cudnn
     x = sequence(7, 5, 3).cuda()
     found, exact = gradients(ours, x.float()), gradients(reference, x)
     torch.testing.assert_close([t.double() for t in found], exact, rtol=1e-4, atol=1e-4)
@@ -186,7 +186,7 @@ def test_a_known_length_and_batch_record_nothing(monkeypatch: pytest.MonkeyPatch
 def test_what_could_not_be_recorded_is_recorded_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepared.cache_clear()  # what other tests have recorded
+    find_plan.cache_clear()  # what other tests have recorded
     ours, reference = pair("gru")
     chunk = Workspace._chunk
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
-from hoconv.recurrent.plans import prepared
+from hoconv.recurrent.plans import find_plan
 from tests.hoconv.recurrent.support import agree, layer, sequence
 
 
@@ -178,7 +178,7 @@ def test_of_a_library_s_function_are_those_of_the_definition(
     monkeypatch.setattr(match, "fastest", lambda program: True)
     monkeypatch.setattr("hoconv.recurrent.schedule.fastest", lambda program: True)
     monkeypatch.setitem(layers.RUNS, "cpp", ops.run_cuda)
-    prepared.cache_clear()
+    find_plan.cache_clear()
     made = layer(name)
     x = sequence(4, 2, 3).requires_grad_()
     found = []
@@ -186,13 +186,13 @@ def test_of_a_library_s_function_are_those_of_the_definition(
         made.impl = impl
         output = made(x)[0]
         if impl == "cpp":
-            assert "OfLibrary" in str(output.grad_fn.next_functions) + str(output.grad_fn)
+            assert "CudnnFunction" in str(output.grad_fn.next_functions) + str(output.grad_fn)
         loss = penalty_when_fed_its_state(made, x) + fed_its_output(made, x)
         found.append((loss, *torch.autograd.grad(loss, [x, *made.parameters()])))
         twice = made(x)[0].sum()
         found[-1] += torch.autograd.grad(twice, [x], retain_graph=True)
         found[-1] += torch.autograd.grad(twice, [x])
-    prepared.cache_clear()
+    find_plan.cache_clear()
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
 

@@ -302,14 +302,14 @@ def test_the_op_reads_no_memory_that_is_not_there() -> None:
     """Whatever called it: an exported program, or another's code."""
     from hoconv.recurrent.frontend.serialize import to_text
     from hoconv.recurrent.frontend.trace import trace
-    from hoconv.recurrent.ops import op
+    from hoconv.recurrent.ops import compiled_op
     from hoconv.recurrent.plans import request
 
     cell = rnn.elman.bind(3, 4, {})
     plan = request(to_text(trace(cell)), torch.float32, "auto", False, False)
     x, h = torch.randn(2, 1, 3), torch.zeros(1, 4)
     weight, bias = torch.randn(4, 7), torch.randn(4)
-    assert op([x], [h], [weight, bias], None, plan, "inference", "cpp")
+    assert compiled_op([x], [h], [weight, bias], None, plan, "inference", "cpp")
     for sequences, states, parameters in (
         ([x], [h], [weight, torch.randn(3)]),
         ([x], [h], [weight, bias.double()]),
@@ -319,7 +319,7 @@ def test_the_op_reads_no_memory_that_is_not_there() -> None:
         ([x], [torch.zeros(2, 4)], [weight, bias]),
     ):
         with pytest.raises((ValueError, RuntimeError)):
-            op(sequences, states, parameters, None, plan, "inference", "cpp")
+            compiled_op(sequences, states, parameters, None, plan, "inference", "cpp")
 
 
 def test_what_is_past_a_sequence_s_end_reaches_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Which cells are a library's, and that it computes the same."""
+"""Which cells cuDNN computes, and that it computes the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import trace
-from hoconv.recurrent.match import Library, match
+from hoconv.recurrent.match import CudnnLayer, match
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import READY, bound
 
@@ -44,7 +44,7 @@ def without_relu(x: Any, h: Any) -> Any:
     return h, dict(h=h)
 
 
-def matched(cell: BoundCell) -> Library | None:
+def matched(cell: BoundCell) -> CudnnLayer | None:
     return match(trace(cell).program)
 
 
@@ -70,9 +70,9 @@ def test_the_library_computes_the_cell(
     cell: rnn.Cell, options: dict[str, Any], function: str, reverse: bool
 ) -> None:
     made = cell.bind(3, 4, options)
-    library = matched(made)
-    assert library is not None
-    assert library.function == function
+    cudnn = matched(made)
+    assert cudnn is not None
+    assert cudnn.function == function
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64).requires_grad_()
@@ -80,7 +80,7 @@ def test_the_library_computes_the_cell(
     parameters = {d.name: draw(*d.shape) for d in trace(made).declarations}
     x, states = draw(5, 2, 3), [draw(2, n) for n in made.state_sizes.values()]
     output, final = reference.recurrent(made, x, states, parameters, reverse=reverse)
-    found = library.run(x, states, parameters, reverse)
+    found = cudnn.run(x, states, parameters, reverse)
     leaves = [x, *states, *parameters.values()]
     for mine, exact in zip(found, (output, *final), strict=True):
         torch.testing.assert_close(mine, exact)
@@ -92,8 +92,8 @@ def test_the_library_computes_the_cell(
 
 
 def test_only_auto_and_small_float32_take_the_library() -> None:
-    assert plan(bound("lstm"), torch.float32).library
-    assert not plan(bound("lstm"), torch.float32, "graph").library
-    assert not plan(bound("lstm"), torch.float32, masked=True).library
-    assert not plan(bound("lstm"), torch.bfloat16).library
-    assert not plan(bound("lstm", 3, 512), torch.float32).library
+    assert plan(bound("lstm"), torch.float32).cudnn
+    assert not plan(bound("lstm"), torch.float32, "graph").cudnn
+    assert not plan(bound("lstm"), torch.float32, masked=True).cudnn
+    assert not plan(bound("lstm"), torch.bfloat16).cudnn
+    assert not plan(bound("lstm", 3, 512), torch.float32).cudnn

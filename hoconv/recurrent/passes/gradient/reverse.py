@@ -1,10 +1,10 @@
-"""The gradient of a program by reverse mode on its IR.
+"""Differentiates a program by reverse-mode differentiation of its IR.
 
-The gradient is a program too: its steps run backwards in time and carry the gradients of the
-states. What the forward steps gave to products is multiplied with the gradients of their results
-after the loop, in one product over all steps and rows for each weight. Random masks are drawn
-again; of what else the backward steps read of the forward ones, `saved` decides what is kept and
-what is computed again.
+The gradient is a program, too: its steps run backwards in time and carry the gradients of the
+states. The gradient of a weight is one product after the loop, over all steps and rows: of the
+operands that the forward steps gave to the product, and of the gradients of its results. Of the
+values of the forward steps that the backward steps read, :mod:`.saved` chooses which are saved and
+which are rematerialised; random masks are drawn again.
 
 Gradients are added up in the dtype of the states; those of products are cast to theirs.
 """
@@ -20,13 +20,13 @@ from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
-from hoconv.recurrent.passes.gradient.saved import choose_saved, computed_again
-from hoconv.recurrent.passes.rewrite import substituted
+from hoconv.recurrent.passes.gradient.saved import choose_saved, select_rematerialized
+from hoconv.recurrent.passes.rewrite import substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
 def differentiate(program: Program) -> tuple[Program, Program]:
-    """The program with what has to be saved as further results, and its gradient.
+    """The program, which also returns the saved values, and its gradient.
 
     The gradient reads the program's params and sequences, ``d_output`` (T, B, n) and what was
     saved, by the names of the results that hold it; its states ``d_<state>`` begin with the
@@ -37,14 +37,14 @@ def differentiate(program: Program) -> tuple[Program, Program]:
     Args:
         program: without groups; its last op of rate ``step`` may be anything.
     """
-    steps = _Steps(program)
+    steps = _StepAdjoint(program)
     needed = steps.needed()
     saved = choose_saved(program, needed)
     return _with_saved(program, saved), _backward(program, steps, saved)
 
 
 class _Adjoint:
-    """Gradients of values, added up part by part."""
+    """Accumulates the gradients of values, which arrive in parts (ranges of features)."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
@@ -60,10 +60,10 @@ class _Adjoint:
         self.parts[value].append((start, value.type.size if stop is None else stop, g))
 
     def total(self, value: Value) -> Symbol | None:
-        """The gradient of a value, whole; None where there is none."""
+        """The sum of the parts of a value's gradient; None without parts."""
         remaining = sorted(self.parts.pop(value, []), key=lambda part: part[:2])
         total = None
-        while remaining:  # each round takes parts that lie beside each other
+        while remaining:  # each round concatenates parts that do not overlap
             row, rest, end = [], [], 0
             for start, stop, g in remaining:
                 if start < end:
@@ -82,7 +82,7 @@ class _Adjoint:
         return total
 
     def through(self, op: Op) -> None:
-        """Passes the gradient of an op's result on to its operands, except to weights."""
+        """Propagates the gradient of an op's result to its operands, except to weights."""
         g = self.total(op.result)
         if g is None:
             return
@@ -115,13 +115,13 @@ class _Adjoint:
         raise NotImplementedError
 
 
-class _Steps(_Adjoint):
-    """The reverse of the steps.
+class _StepAdjoint(_Adjoint):
+    """The adjoint of a step.
 
     Attributes:
-        products: of each ``linear`` of the step: its op and the gradient of its result.
+        products: the ``linear`` ops of the step, each with the gradient of its result.
         following: the gradients of the states that the step read.
-        outside: the gradients of what else it read, sequences and vectors of parameters.
+        outside: the gradients of the sequences and the vectors of parameters that it read.
     """
 
     def __init__(self, program: Program) -> None:
@@ -162,11 +162,11 @@ class _Steps(_Adjoint):
         return {v for v in read - made if v.type.rate == "step"}
 
 
-class _Sequences(_Adjoint):
-    """The reverse of what is before the loop, on whole sequences.
+class _SequenceAdjoint(_Adjoint):
+    """The adjoint of the ops before the loop, on whole sequences.
 
     Attributes:
-        weights: of each weight: its gradient.
+        weights: the gradient of each weight.
     """
 
     def __init__(self, wide: str) -> None:
@@ -187,12 +187,12 @@ class _Sequences(_Adjoint):
 
 
 def _with_saved(program: Program, saved: list[Value]) -> Program:
-    """The program that also returns what its steps save, as ``saved_<i>``."""
+    """The program that also returns the values that its steps save, as ``saved_<i>``."""
     yields = []
     for i, value in enumerate(saved):
         sequence = Value(replace(value.type, rate="sequence"), f"saved_{i}")
         yields.append(Yield(f"saved_{i}", value, sequence))
-    # What is made before the loop may be read again as it is.
+    # The backward steps may read what is computed before the loop as it is.
     made = [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
     return replace(
         program,
@@ -201,8 +201,8 @@ def _with_saved(program: Program, saved: list[Value]) -> Program:
     )
 
 
-def _backward(program: Program, steps: _Steps, saved: list[Value]) -> Program:
-    again = computed_again(program, steps.needed(), saved)
+def _backward(program: Program, steps: _StepAdjoint, saved: list[Value]) -> Program:
+    again = select_rematerialized(program, steps.needed(), saved)
     values = {
         value: Value(replace(value.type, rate="sequence"), f"saved_{i}")
         for i, value in enumerate(saved)
@@ -212,14 +212,14 @@ def _backward(program: Program, steps: _Steps, saved: list[Value]) -> Program:
     sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
     step = []
     for op in [*again, *steps.builder.ops]:
-        clone = substituted(op, values)
+        clone = substitute(op, values)
         values[op.result] = Value(op.result.type, op.result.hint)
         step.append(Op(clone.kind, clone.inputs, values[op.result], clone.attrs))
 
     yields: dict[Value, Yield] = {}
 
     def sequence(value: Value) -> Value:
-        """What a step makes as a whole sequence: read as it is, or written by the steps."""
+        """The sequence of a value over all steps; a yield writes what the steps compute."""
         value = values.get(value, value)
         if value.type.rate != "step":
             return value
@@ -228,7 +228,7 @@ def _backward(program: Program, steps: _Steps, saved: list[Value]) -> Program:
             yields[value] = Yield(f"written_{len(yields)}", value, whole)
         return yields[value].sequence
 
-    after = _Sequences(steps.builder.dtype)
+    after = _SequenceAdjoint(steps.builder.dtype)
     for op, g in steps.products:
         after.multiply(op, Symbol(after.builder, sequence(g)), sequence(op.values[0]))
     for value, g in steps.outside.items():

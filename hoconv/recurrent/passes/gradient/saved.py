@@ -1,9 +1,10 @@
-"""What the forward steps save for the backward ones, and what those compute again.
+"""Chooses what the forward steps save for the backward steps, and what those rematerialise.
 
-A minimum cut between what only the forward steps know (states, products, costly functions) and
-what the backward steps read, weighed by the bytes of a row: everything behind the cut is computed
-again by cheap functions from what is saved on it. The construction is that of the min-cut
-partitioner of torch.compile (He and Yu, Transcending Runtime-Memory Tradeoffs, 2023).
+The choice is a minimum cut of the data flow. Its source is what the backward steps cannot compute
+themselves: states, products and costly functions. Its sink is what they read. A value costs the
+bytes of its row. Values on the cut are saved; cheap ops behind it are rematerialised. The
+construction is that of the min-cut partitioner of torch.compile (He and Yu, Transcending
+Runtime-Memory Tradeoffs, 2023).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
         program: a forward program without groups.
         needed: values of rate ``step``, results of ops or states.
     """
-    import networkx  # here: importing hoconv is not to wait for it
+    import networkx  # not at the top: it takes long to import
 
-    # A value is an edge from "in" to "out", whose capacity is what saving it costs: the cut is
-    # through values. Edges without a capacity cannot be cut.
+    # A value is an edge from its "in" to its "out" node, whose capacity is the cost of saving it.
+    # The other edges have no capacity and cannot be cut.
     network = networkx.DiGraph()
     network.add_nodes_from(("forward", "backward"))
-    free = {v for _, v in program.sequences}  # kept for the gradients of weights anyway
+    free = {v for _, v in program.sequences}  # saved for the gradients of weights anyway
     ops = list(flat(program.step))
     made_by = {op.result: op for op in ops}
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
@@ -47,7 +48,9 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
     return [v for v in values if (v, "out") in behind and (v, "in") not in behind]
 
 
-def computed_again(program: Program, needed: Iterable[Value], saved: Iterable[Value]) -> list[Op]:
+def select_rematerialized(
+    program: Program, needed: Iterable[Value], saved: Iterable[Value]
+) -> list[Op]:
     """The ops of the forward steps that give the needed values, given the saved ones."""
     wanted, known = set(needed), set(saved)
     again = []
