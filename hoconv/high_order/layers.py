@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
-from hoconv.implementations import check_name
+from hoconv.high_order.layer.ops import convolutions_allow_tf32
+from hoconv.high_order.layer.rule import why_unfused
+from hoconv.implementations import check_name, resolve
+from hoconv.registration import autocast
 
 
 class HighOrderConv2d(nn.Module):
@@ -94,6 +98,23 @@ class HighOrderConv2d(nn.Module):
             residual=self.residual,
             impl=self.impl,
         )
+
+    @torch.no_grad()
+    def why_unfused(self) -> str | None:
+        """Why a call would generate and apply the kernels in two steps, in words; None where a
+        fused kernel does both.
+
+        It asks for the device and dtype of the parameters, or for the dtype of autocast where that
+        is on, and for the implementation that `impl` means there, which is compiled if need be.
+
+        Raises:
+            hoconv.implementations.ImplementationError: that implementation cannot run here.
+        """
+        device_type = self.generator.weight.device.type
+        (weight,) = autocast(device_type, self.generator.weight)
+        impl = resolve(OPERATOR.name, self.impl, device_type)
+        allow_tf32 = convolutions_allow_tf32()
+        return why_unfused(impl, weight, self.kernel_size, self.dilation, allow_tf32)
 
     def extra_repr(self) -> str:
         return (

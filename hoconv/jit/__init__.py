@@ -12,6 +12,7 @@ and a build killed half-way leaves a lock behind on which every later start wait
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -71,6 +72,18 @@ def _loaded(library: str) -> str | None:
     except (BuildError, OSError) as error:
         return f"{error} ({error.__cause__})" if error.__cause__ else str(error)
     return None
+
+
+@functools.cache
+def functions(library: str) -> ctypes.CDLL:
+    """The functions of a library that are no operators, by their C names.
+
+    Raises:
+        BuildError: the library cannot be used.
+    """
+    if reason := load(library):
+        raise BuildError(reason)
+    return ctypes.CDLL(str(compile(library, visible_gpus() if library == "cuda" else ())))
 
 
 def obstacle(library: str) -> str | None:

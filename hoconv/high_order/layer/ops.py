@@ -5,8 +5,8 @@ again and returns the gradients of x and of the generator's parameters. Each has
 implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order come from the same maps as
 compositions of ops that are differentiable any number of times.
 
-What the fused kernels do not cover, `fuses` says; there the implementation is PyTorch's convolution
-and the same implementation of the high-order convolution.
+Where `why_unfused` gives a reason, the layer is PyTorch's convolution and the same implementation
+of the high-order convolution.
 
 B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 s kernel size of the generator.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.high_order.layer import composed, reference
-from hoconv.high_order.layer.rule import fuses
+from hoconv.high_order.layer.rule import why_unfused
 from hoconv.registration import (
     LIBRARIES,
     define,
@@ -131,20 +131,21 @@ def run(
     residual: bool,
 ) -> Tensor:
     """The layer by one implementation: in its fused kernel where there is one, else composed."""
-    allow_tf32 = _convolutions_allow_tf32()
-    if fuses(impl, x, weight, kernel_size, dilation, allow_tf32):
-        op = getattr(_ops.high_order_layer, impl)
-        softmax = normalize == "softmax"
-        return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
-    apply = composed.application(impl)
-    return reference.high_order_layer(
-        x, weight, bias, kernel_size, dilation, normalize, residual, apply
-    )
+    allow_tf32 = convolutions_allow_tf32()
+    if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation, allow_tf32):
+        apply = composed.application(impl)
+        return reference.high_order_layer(
+            x, weight, bias, kernel_size, dilation, normalize, residual, apply
+        )
+    op = getattr(_ops.high_order_layer, impl)
+    softmax = normalize == "softmax"
+    return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
 
 
-def _convolutions_allow_tf32() -> bool:
+def convolutions_allow_tf32() -> bool:
+    """Whether float32 products of PyTorch's convolutions may be rounded to TF32, on a GPU."""
     return torch._C._get_cudnn_allow_tf32()
 
 
 # To torch.compile the flag is what it is when a graph is compiled, as for PyTorch's convolutions.
-_convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore
+convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore

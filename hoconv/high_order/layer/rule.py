@@ -1,57 +1,62 @@
-"""Where the fused kernels run, and where generator and application stay two operators."""
+"""Why a layer's generator and application stay two operators where no fused kernel runs."""
 
 from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# CUDA: how many channels of sums fit the registers of one pass of the backward kernel over the
-# image (`chunk_of` in backward_strips.cuh), by kernel size and the generator's; s = 1 takes all.
-_CHANNELS_A_PASS = {
-    (3, 3): 8, (3, 5): 3, (3, 7): 1,
-    (5, 3): 8, (5, 5): 3, (5, 7): 1,
-    (7, 3): 3, (7, 5): 1, (7, 7): 1,
-}  # fmt: skip
-# Up to how many passes a training step was faster fused, measured on an H200 at 112 x 112 pixels:
-# kernel size -> (16 bits or TF32, float32 as three products of TF32).
-_PASSES = {3: (6, 6), 5: (6, 3), 7: (4, 1)}
-# Most shared memory of the backward kernel for a row of a channel in the window of its last warp.
-_BYTES_OF_A_ROW = 2048
+from hoconv import jit
 
 
-def _shared_memory(x: Tensor) -> int:
-    """Bytes that a block may have, where x is or, if that is no GPU, on the current one."""
-    device = x.device if x.is_cuda else None
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def why_unfused(
+    impl: str, weight: Tensor, kernel_size: int, dilation: int, allow_tf32: bool
+) -> str | None:
+    """Why an implementation computes a layer in two steps, in words; None where it is fused.
 
+    A layer whose input has no channel or no pixel is not fused either.
 
-def fuses(
-    impl: str, x: Tensor, weight: Tensor, kernel_size: int, dilation: int, allow_tf32: bool
-) -> bool:
-    """Whether an implementation computes such a layer in one fused kernel.
+    Args:
+        impl: ``"reference"``, which is never fused; ``"cpp"``, which is on a CPU; or ``"cuda"``,
+            whose compiled library says what its kernels compute and where they are faster.
+        weight: of the generator, (k * k * G, C, s, s), with the call's device and dtype.
+        kernel_size, dilation: of the application.
+        allow_tf32: whether float32 products may be rounded to TF32.
 
-    Nothing is fused where x has no channel or no pixel. On a CPU `cpp` fuses all else. On a GPU
-    `cuda` does where its tiles fit the shared memory of a multiprocessor (no float64, kernel sizes
-    3, 5 and 7, generators of odd size up to 7, up to 16 channels, taps that reach up to 8 pixels,
-    and not many of both) and it is the faster way.
+    Raises:
+        hoconv.jit.BuildError: `impl` is ``"cuda"`` and its library cannot be used.
     """
-    C, s = weight.shape[1:3]
-    if 0 in x.shape[1:]:
-        return False
-    if x.device.type == "cpu":
-        return impl == "cpp"
-    reach = max(dilation * (kernel_size - 1) // 2, s // 2)
-    fits = (
-        impl == "cuda"
-        and x.dtype != torch.float64
-        and kernel_size in (3, 5, 7)
-        and s in (1, 3, 5, 7)
-        and C <= 16
-        and reach <= 8
-        and C * (2 * reach + 1) * _BYTES_OF_A_ROW <= _shared_memory(x)
-    )
-    if not fits:
-        return False
-    passes = -(-C // _CHANNELS_A_PASS.get((kernel_size, int(s)), 16))
-    in_one_product, in_three = _PASSES[kernel_size]
-    return passes <= (in_three if x.dtype == torch.float32 and not allow_tf32 else in_one_product)
+    if impl == "reference":
+        return "the reference is never fused"
+    if impl == "cpp":
+        return None if weight.device.type == "cpu" else "cpp is fused on a CPU only"
+    sizes = kernel_size, weight.shape[2], weight.shape[1], dilation
+    # index, not int: it makes a number that torch.compile takes for a variable a constant.
+    return _why_cuda_unfused(*map(operator.index, sizes), weight.dtype, allow_tf32, weight.device)
+
+
+def _why_cuda_unfused(*layer: Any) -> str | None:
+    return _why_cuda_unfused_once(*layer)
+
+
+# A constant to torch.compile, which does not trace it: constants in, a string out.
+_why_cuda_unfused._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def _why_cuda_unfused_once(
+    kernel_size: int, generator_size: int, channels: int, dilation: int, dtype: torch.dtype,
+    allow_tf32: bool, device: torch.device,
+) -> str | None:  # fmt: skip
+    say = jit.functions("cuda").hoconv_high_order_layer_why_unfused
+    say.restype = ctypes.c_char_p
+    say.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_bool, ctypes.c_int64]
+    gpu = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
+    shared_memory = gpu.shared_memory_per_block_optin
+    sizes = kernel_size, generator_size, channels, dilation
+    name = str(dtype).removeprefix("torch.").encode()
+    return say(*sizes, name, allow_tf32, shared_memory).decode() or None

@@ -12,11 +12,10 @@
 #include <optional>
 
 #include "high_order/image.cuh"
+#include "high_order/layer/cuda/limits.cuh"
 #include "high_order/layer/cuda/precision.cuh"
 
 namespace hoconv::high_order::layer {
-
-constexpr int kMostReach = 8;  // pixels from the centre to the farthest tap
 
 struct Layer {
   int64_t B;
@@ -34,11 +33,11 @@ struct Layer {
         weight.dim() == 4 && weight.size(1) == x.size(1) && weight.size(2) == weight.size(3),
         "generator_weight: expected (k * k * G, C, s, s)");
     check_alike(weight, x, "generator_weight");
-    STD_TORCH_CHECK(k_ == 3 || k_ == 5 || k_ == 7, "kernel_size: expected 3, 5 or 7, got ", k_);
+    STD_TORCH_CHECK(serves_kernel_size(k_), "kernel_size: expected 3, 5 or 7, got ", k_);
     STD_TORCH_CHECK(x.size(2) < (1 << 30) && x.size(3) < (1 << 30), "x: image too large");
     B = x.size(0), C = x.size(1), H = x.size(2), W = x.size(3);
     k = k_, taps = k * k, s = weight.size(2);
-    STD_TORCH_CHECK(s == 1 || s == 3 || s == 5 || s == 7,
+    STD_TORCH_CHECK(serves_generator_size(s),
                     "generator_weight: expected a size of 1, 3, 5 or 7, got ", s);
     STD_TORCH_CHECK(weight.size(0) > 0 && weight.size(0) % taps == 0,
                     "generator_weight: expected k * k * G output channels");

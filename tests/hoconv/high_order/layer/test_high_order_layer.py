@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hoconv
 from hoconv.high_order import high_order_layer
 from hoconv.high_order.layer.operator import OPERATOR
-from hoconv.high_order.layer.rule import fuses
+from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import choose
 from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.support import Place, places
@@ -57,8 +57,8 @@ def op(place: Place, name: str = "") -> torch._ops.OpOverload:
 
 
 def skip_unless_fused(place: Place, x: Tensor, weight: Tensor, k: int) -> None:
-    if not fuses(place.impl, x, weight, k, 1, False):
-        pytest.skip(f"{place.impl} on {place.device} is the generator and the application")
+    if reason := why_unfused(place.impl, weight, k, 1, False):
+        pytest.skip(f"not fused: {reason}")
 
 
 def definition(

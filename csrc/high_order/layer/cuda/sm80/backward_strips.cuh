@@ -12,11 +12,7 @@ constexpr int kMostWarps = 4;
 
 // Channels whose sums of the generator's gradient fit the registers of a warp.
 template <int k, int s>
-constexpr int chunk_of = s == 1   ? 16
-                         : k == 7 ? (s == 3 ? 3 : 1)
-                         : s == 3 ? 8
-                         : s == 5 ? 3
-                                  : 1;
+constexpr int chunk_of = channels_a_pass(k, s);
 
 struct Strips {
   int warps, across, down;  // strips across an image, segments down a strip
