@@ -219,8 +219,20 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
         (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
+        (("+callbacks.mine=7",), "callbacks.mine: expected the _target_ of a Lightning callback"),
+        (("+callbacks.mine._target_=builtins.dict",), "callbacks.mine: expected the _target_ of a"),
+        (("+callbacks.mine._target_=no.such.Thing",), "Error loading 'no.such.Thing'"),
     ],
-    ids=["network", "model", "data", "model for other data", "interpolation"],
+    ids=[
+        "network",
+        "model",
+        "data",
+        "model for other data",
+        "interpolation",
+        "callback",
+        "other object",
+        "target",
+    ],
 )
 def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
     failed = run(*SHORT, *overrides)
@@ -228,6 +240,27 @@ def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
     (line,) = failed.err.splitlines()
     assert line.startswith(f"Error: {message}")
     assert failed.results["error"] == line.replace("Error", "MisconfigurationException", 1)
+
+
+def test_null_switches_a_callback_off(run, tmp_path):
+    segment = (
+        *SHORT, "data=coco_tiny", "model=segmentation", "data.image_size=16", "data.batch_size=4",
+        "model.network.width=4", f"data.cache_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    assert (run(*segment).folder / "pictures").exists()
+    done = run(*segment, "callbacks.pictures=null")
+    assert done.exit_code == 0
+    assert not (done.folder / "pictures").exists()
+
+
+def test_a_callback_of_the_user_s_is_called(run):
+    stop = (
+        "+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping",
+        "+callbacks.stop.monitor=val/loss", "+callbacks.stop.stopping_threshold=1000",
+    )  # fmt: skip
+    done = run(*SHORT, "trainer.max_epochs=2", *stop)
+    assert done.exit_code == 0
+    assert len(done.losses) == 4  # of one epoch
 
 
 @pytest.mark.parametrize("sweep", [False, True])
