@@ -1,4 +1,4 @@
-"""Which samples come next: for a seed and an epoch always the same, for any number of processes.
+"""Samplers and a loader whose order depends on the seed and the epoch alone.
 
 So a run that was stopped goes on with the batch that it would have seen; all that its checkpoint
 holds is the epoch and the number of batches. torchdata's StatefulDataLoader does not serve: its
@@ -118,11 +118,11 @@ class Epochs(BatchSampler):
 
 
 class TrainingLoader(DataLoader):
-    """A DataLoader whose batch sampler is :class:`Epochs`, and that goes on where it was.
+    """A DataLoader over :class:`Epochs` that can resume in the middle of an epoch.
 
-    An iteration is one epoch; workers fetch the first batches of the next one meanwhile. Its state,
-    which Lightning keeps in checkpoints, counts the batches that are done with: the next one has
-    been asked for.
+    An iteration is one epoch; towards its end workers fetch the first batches of the next one. The
+    state, which Lightning keeps in checkpoints, is the epoch and the number of its batches that
+    were used: a batch counts once the next one has been asked for.
     """
 
     batch_sampler: Epochs  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -152,14 +152,14 @@ class TrainingLoader(DataLoader):
 
 
 def share(trainer: pl.Trainer | None) -> dict[str, int]:
-    """Which of how many processes this is, as arguments of the samplers."""
+    """This process's rank and the number of processes, as arguments of the samplers."""
     if trainer is None:
         return {}
     return {"rank": trainer.global_rank, "world_size": trainer.world_size}
 
 
 def loader_options(trainer: pl.Trainer | None, num_workers: int) -> dict[str, Any]:
-    """What the loaders of all data sets have in common."""
+    """Arguments that the loaders of all data sets have in common."""
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,

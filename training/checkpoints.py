@@ -1,4 +1,4 @@
-"""Checkpoints that a killed run goes on from, bit for bit."""
+"""Writing checkpoints, and resuming a killed run from them, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from training import console, disk
 
-FOLDER = "resume"  # in that of the run
+FOLDER = "resume"  # of the step checkpoints, in the folder of the run
 # A run that goes on finds the checkpoints that it made.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Checkpoints replace what was there at once, or not at all; and hold nothing but data.
+    """Writes checkpoints whole or not at all, and loads data only, no pickled code.
 
-    One that is to be deleted, as another takes its place, stays until that one is on the disk.
-    Where there is no room, all that the run can go on from but the newest make it.
+    A checkpoint that another one replaces is deleted once that one is on the disk. Where the disk
+    is full, all step checkpoints but the newest are deleted to make room.
 
     Args:
         run_dir: the folder of the run.
@@ -41,7 +41,7 @@ class WholeFiles(TorchCheckpointIO):
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._written = True  # the last one
+        self._written = True  # whether the last checkpoint is on the disk
         self._replaced: list[Path] = []
 
     def save_checkpoint(
@@ -81,7 +81,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
-    """The weights that are tested and kept, as the arguments of ModelCheckpoint say."""
+    """Makes the callback that keeps the weights to be tested; `arguments` are ModelCheckpoint's."""
     return ModelCheckpoint(
         run_dir / "checkpoints",
         filename="epoch_{epoch}",
@@ -92,17 +92,17 @@ def epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
 
 
 class StepCheckpoints(pl.Callback):
-    """A checkpoint every so many steps, and one before the run stops when it is asked to.
+    """Writes a checkpoint every `every_n_steps` steps, and one on SIGTERM before the run stops.
 
-    They are made between batches: after all that belongs to a step, its validation and what was
-    logged included, when the next batch is there. With Lightning's state they hold that of the
-    training data, which is a :class:`~datamodules.sampling.TrainingLoader`, of the random number
-    generators of every process, and of the logger.
+    Checkpoints are written when the next batch has been fetched: by then the step, its validation
+    and its logging are over. Beside Lightning's state they hold the state of the training loader, a
+    :class:`~datamodules.sampling.TrainingLoader`, of the random number generators of every process,
+    and of the logger.
 
     Args:
-        run_dir: the folder of the run; they are ``resume/step_<number>.ckpt`` in it.
-        every_n_steps: optimizer steps from one to the next.
-        keep: how many, the newest ones.
+        run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.
+        every_n_steps: optimizer steps from one checkpoint to the next.
+        keep: how many of the newest checkpoints are kept.
 
     Raises:
         SIGTERMException: after a checkpoint, where the process received SIGTERM.
@@ -166,7 +166,7 @@ class StepCheckpoints(pl.Callback):
         self._asked_to_stop = True
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
-        """Whether any process was asked to; several agree on it at intervals, which costs time."""
+        """Whether any process received SIGTERM. To agree costs time: several do so at intervals."""
         if trainer.world_size > 1 and self._step % trainer.log_every_n_steps:  # pyright: ignore
             return False
         return trainer.strategy.reduce_boolean_decision(self._asked_to_stop, all=False)
@@ -182,15 +182,15 @@ class StepCheckpoints(pl.Callback):
 
 
 def saved(run_dir: Path) -> list[tuple[int, Path]]:
-    """The steps after which there are checkpoints, and where; the newest last."""
+    """The step and the path of every step checkpoint, the newest last."""
     paths = (run_dir / FOLDER).glob("step_*.ckpt")
     return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
 
 
 def continuation(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint that can be read, and the arguments with which the logger goes on.
+    """Finds the newest checkpoint that can be read; returns it and the resumed logger's arguments.
 
-    Names the checkpoints that cannot be read; None and nothing where there is no other.
+    Warns of each checkpoint that cannot be read. Without any it returns None and no arguments.
     """
     for step, path in reversed(saved(run_dir)):
         try:
@@ -209,7 +209,7 @@ def continuation(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
 
 @rank_zero_only
 def discard(run_dir: Path) -> None:
-    """Deletes what a run that finished will not go on from."""
+    """Deletes the step checkpoints of a run that finished."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
     disk.forget(run_dir / FOLDER)
 
@@ -220,8 +220,8 @@ def _delete(path: Path) -> None:
 
 
 def plugins(run_dir: Path) -> list[Any]:
-    """Of the trainer: whole checkpoints, and no second way of going on in SLURM, which starts a
-    job with --requeue again by itself."""
+    """The trainer's plugins: whole checkpoints; in SLURM no requeueing by Lightning, as SLURM
+    restarts a job with --requeue itself."""
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     return [WholeFiles(run_dir), *slurm]
 

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: configuration, layers, progress, results.
+"""Printing to the terminal: configuration, implementations, progress, results, errors.
 
 Plain text where the output is a file or a pipe: no colours, no moving bar, no cut lines.
 """
@@ -23,8 +23,7 @@ from hoconv.implementations import Choice
 
 
 class _Console(Console):
-    """Where it writes to a file on a full disk, or to a reader that is gone, its text is lost and
-    not the run."""
+    """Drops text that cannot be written, to a full disk or a closed pipe: the run goes on."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(OSError):
@@ -44,7 +43,7 @@ def show_config(config: DictConfig) -> None:
 
 
 def show_implementations(chosen: Mapping[str, Choice]) -> None:
-    """A row for each layer built on an operator: its qualified name, and what it will use."""
+    """Prints the start-up table: the implementation of each layer, and why it was chosen."""
     table = Table("layer", "implementation", "why", title="Implementations")
     for name, choice in chosen.items():
         table.add_row(name, choice.name, choice.why)
@@ -77,21 +76,21 @@ def show_results(
 
 
 def show_problem(kind: str, message: str) -> None:
-    """One line on stderr, red in a terminal."""
+    """Prints one line on stderr, red in a terminal."""
     text = f"{kind}: {message}"
     _Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
 
 
 @rank_zero_only
 def warn(message: str) -> None:
-    """What a run survives: one line on stderr."""
+    """Prints one line on stderr about a problem that does not stop the run."""
     _Console(stderr=True).print(
         f"Warning: {message}", style="yellow", soft_wrap=True, markup=False, highlight=False
     )
 
 
 def progress() -> pl.Callback:
-    """A progress bar in a terminal, a line for each epoch elsewhere."""
+    """The callback that shows progress: a bar in a terminal, a line for each epoch elsewhere."""
     return _ProgressBar() if stdout().is_terminal else _EpochLines()
 
 

@@ -1,7 +1,4 @@
-"""Writing on a disk that may be full: what it has no room for is lost, and nothing else.
-
-A file is written whole or not at all, so that what was there before can always be read.
-"""
+"""Writing files whole or not at all, and going on where the disk is full."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import BinaryIO
 
 from training import console
 
-PARTIAL = ".partial"  # ends the name of what is being written
+PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 class DiskError(Exception):
@@ -27,7 +24,8 @@ class DiskError(Exception):
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A DiskError in place of an OSError, and of what a library, as torch.save, makes of one."""
+    """Raises DiskError for an OSError, or for an error that a library, such as torch.save, raised
+    from one."""
     try:
         yield
     except Exception as error:
@@ -41,10 +39,10 @@ def named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends, whole and on the disk.
+    """Opens a file that replaces `path`, flushed to the disk, when the block ends.
 
     Raises:
-        DiskError: it cannot; what was there stays as it was, and nothing else is left.
+        DiskError: the file cannot be written; `path` is unchanged and no partial file is left.
     """
     partial = path.with_name(path.name + PARTIAL)
     with named(path):
@@ -62,10 +60,10 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 
 
 def append(path: Path, text: str) -> None:
-    """Adds to the end of a file that is there.
+    """Appends to an existing file.
 
     Raises:
-        DiskError: it cannot; nothing was added.
+        DiskError: the text cannot be written; the file is unchanged.
     """
     with named(path):
         size = path.stat().st_size
@@ -79,14 +77,14 @@ def append(path: Path, text: str) -> None:
 
 
 def attempt(path: Path, write: Callable[[], None], again: bool = False) -> bool:
-    """Whether `write` wrote `path`: where the disk does not let it, the run goes on.
+    """Calls `write`; where the disk fails, warns instead of raising. Returns whether it wrote.
 
-    Says so in one line, the first time for each folder; :func:`settle` says what is missing.
+    The first failure in each folder is one line; :func:`settle` names every missing file.
 
     Args:
         path: what `write` writes, by `replaced` or `append`.
-        write: other errors than DiskError are its caller's.
-        again: whether `settle` is to try it once more.
+        write: raises DiskError where the disk fails; other errors pass.
+        again: whether `settle` calls `write` once more.
     """
     try:
         write()
@@ -101,18 +99,18 @@ def attempt(path: Path, write: Callable[[], None], again: bool = False) -> bool:
 
 
 def current(path: Path) -> bool:
-    """Whether a file is there, as it was last attempted to be written by this process."""
+    """Whether a file exists and this process's last attempt to write it succeeded."""
     return path.is_file() and path not in _lost
 
 
 def forget(path: Path) -> None:
-    """Misses a file, or those in a folder, no longer: the run has no more use for them."""
+    """Forgets failures to write a file, or files in a folder, that the run no longer needs."""
     for lost in [lost for lost in _lost if lost.is_relative_to(path)]:
         del _lost[lost]
 
 
 def settle() -> None:
-    """At the end of a run: writes what there is room for by now, and names what is missing."""
+    """Ends a run: tries failed writes again where asked to, and names the files still missing."""
     for path, lost in list(_lost.items()):
         if lost.write:
             attempt(path, lost.write)

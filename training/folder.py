@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or that of the run which is to go on."""
+"""Choosing the folder of a run, a new one or that of a run to resume, and its config.yaml."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from training.lock import live
 from training.moved import renamed, upgrade
 
 CONFIG = "config.yaml"  # in the folder of a run
-PROBE_BYTES = 2**15  # more than what a run writes beside checkpoints and pictures
+PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures
 
 
 def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> str:
-    """For ``hydra.run.dir``: with ``resume=auto`` the newest folder in `parent` of a run of the
-    same overrides that did not finish, and has a checkpoint or is going on; otherwise
+    """Chooses ``hydra.run.dir``. With ``resume=auto`` it is the newest folder in `parent` whose run
+    had the same overrides, did not finish, and has a checkpoint or is still going on; otherwise
     ``parent/name``."""
     if resume == "auto":
         wanted = _identity(as_given(_root_.hydra.overrides.task))
@@ -46,8 +46,8 @@ def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> st
 
 
 class WritableFolder(Callback):
-    """A hook of Hydra: where the folder of a run or a sweep cannot be written, the process exits
-    with 1 and one line, before Hydra writes there."""
+    """A Hydra callback: exits with 1 and one line where the folder of a run or a sweep cannot be
+    written, before Hydra writes there."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)  # the name of the folder refers to it
@@ -72,8 +72,8 @@ def _require_writable(folder: str, name: str) -> None:
 
 
 def begin(config: DictConfig, run_dir: Path) -> None:
-    """Writes config.yaml, and deletes what a run before it in this folder left half written, or
-    would have gone on from.
+    """Writes config.yaml; deletes partial files, and step checkpoints that this run does not resume
+    from, of an earlier run in this folder.
 
     Raises:
         MisconfigurationException: the run is to go on, and was begun with another configuration,
@@ -137,7 +137,7 @@ def finished(folder: Path) -> bool:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What is in results.json; nothing where that cannot be read."""
+    """The contents of results.json; empty where it cannot be read."""
     try:
         return json.loads((folder / "results.json").read_text())
     except (OSError, ValueError):

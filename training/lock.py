@@ -1,4 +1,4 @@
-"""One command at a time in the folder of a run."""
+"""A lock on the folder of a run: one command at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOCK = "hhlli"  # struct flock of Linux: type, whence, start, length, process
 
 
 class RunningError(Exception):
-    """The folder is that of a run that is going on."""
+    """Another process is running in this folder."""
 
 
 @contextlib.contextmanager
@@ -78,12 +78,12 @@ def _owner(path: Path) -> str:
 
 
 def live(run_dir: Path) -> bool:
-    """Whether another process holds the folder. For a process that holds none: closing any file
-    of a process ends its lock on it."""
+    """Whether another process holds the lock of a folder. Not for a process that holds it itself:
+    to close the file here would release that lock."""
     question = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with (run_dir / NAME).open("rb") as file:
             kind, *_ = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, question))
-    except OSError:  # there is none, or the file system has no locks
+    except OSError:  # no lock file, or a file system without locks
         return False
     return kind != fcntl.F_UNLCK

@@ -1,6 +1,6 @@
-"""Where metrics go: a CSV file, or Weights & Biases without surprises.
+"""Loggers of metrics: a CSV file, or Weights & Biases.
 
-What a logger calls its `continuation` are the arguments with which it goes on after a checkpoint.
+A logger's `continuation` holds the arguments with which a resumed run makes it again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from training.results.table import GrowingTable
 
 
 class CSVMetrics(Logger):
-    """A row for each step and group of metrics, on disk at once.
+    """Writes each group of metrics as a row of a CSV file, at once.
 
     Args:
         path: of the file.
-        rows: how many of those that are there are kept, to go on after them.
+        rows: how many rows of an existing file are kept; new ones follow.
     """
 
     def __init__(self, path: str | Path, rows: int = 0) -> None:
@@ -64,7 +64,7 @@ class CSVMetrics(Logger):
 
 
 class WandbRun(WandbLogger):
-    """A WandbLogger that goes on where its connection, or its process, is lost."""
+    """A WandbLogger that warns once, instead of raising, where W&B's server or process is lost."""
 
     @property
     def continuation(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class WandbRun(WandbLogger):
 
 
 def wandb_logger(**arguments: Any) -> WandbRun:
-    """A logger that is offline where there is no API key, unless WANDB_MODE says otherwise, and
+    """Makes a W&B logger, offline where there is no API key, unless WANDB_MODE says otherwise, and
     where the server cannot be reached.
 
     Args:
@@ -115,7 +115,7 @@ def wandb_logger(**arguments: Any) -> WandbRun:
 
 
 def wandb_error() -> type[Exception]:
-    """What wandb raises; imported here, as it takes a second that other loggers need not wait."""
+    """wandb's base exception, imported late: the import takes a second."""
     from wandb.errors import Error
 
     return Error

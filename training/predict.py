@@ -1,4 +1,4 @@
-"""``mode=predict``: what a trained model says about the images of a folder."""
+"""``mode=predict``: predictions of a trained model for the images of a folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
 
 
 def _run_of(checkpoint: Path, results: Results) -> Any:
-    """The configuration of the run that made a checkpoint; `results` takes over its names."""
+    """Reads the configuration of the run that made a checkpoint; copies its model, data and seed to
+    `results`."""
     folder = checkpoint.parent.parent
     if not checkpoint.is_file():
         raise MisconfigurationException(f"ckpt: there is no file {checkpoint}")

@@ -1,4 +1,4 @@
-"""What ``${name:...}`` means in conf/, beside Hydra's own."""
+"""The resolvers ``${name:...}`` of conf/, beside Hydra's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def check(config: DictConfig) -> None:
-    """Resolves everything once, before anything is made.
+    """Resolves the whole configuration once, before anything is instantiated.
 
     Raises:
         MisconfigurationException: some value cannot be resolved.

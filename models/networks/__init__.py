@@ -1,1 +1,1 @@
-"""The networks: images in, logits out; and how words are read off them."""
+"""Networks from images to logits, and beam search over the words of a captioner."""

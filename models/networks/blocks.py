@@ -1,4 +1,4 @@
-"""What the networks are built of."""
+"""Layers that several networks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are means over what a batch happens to hold, and over several such batches."""
+"""Means over batches with different numbers of terms, on one or several devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mean(NamedTuple):
-    """The sum of terms and their number, which makes the mean of several means one of all terms.
+    """A mean as the sum of its terms and their number, so that several combine exactly.
 
     Attributes:
         total: scalar.
@@ -20,13 +20,14 @@ class Mean(NamedTuple):
     count: Tensor
 
     def value(self) -> Tensor:
-        """0 where there is nothing."""
+        """The mean of this process's terms; 0 where there are none."""
         return self.total / self.count.clamp(min=1)
 
     def share(self) -> Tensor:
-        """What this process has of the mean over all of them, times their number.
+        """This process's total over the mean number of terms a process.
 
-        DDP and FSDP take the mean of the gradients, which then is the gradient of that mean.
+        The mean of it over all processes is the mean of all terms. DDP and FSDP take the mean of
+        the processes' gradients, which then is the gradient of that mean.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self.value()

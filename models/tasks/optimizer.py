@@ -1,4 +1,4 @@
-"""How the models are optimised."""
+"""The optimizer and the learning-rate schedule of all models."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What watches over a run, step by step, and writes what it sees."""
+"""Lightning callbacks: checks, and files that are written, while a model trains or predicts."""

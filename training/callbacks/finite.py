@@ -1,4 +1,4 @@
-"""A stop where the first NaN or infinity is made."""
+"""Finding the module that makes the first NaN or infinity, forward or backward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class NotFiniteError(ArithmeticError):
 
 
 class FiniteLayers(pl.Callback):
-    """Looks at what goes into every module and what comes out, forward and backward, and waits for
-    the device each time: for finding a fault, not for training.
+    """Checks the inputs and outputs of every module, and their gradients, in every training step.
 
-    The module that is named is the one whose own code made the first value that is not finite,
-    be it a layer with or without children: all that came to it was finite, and what it returned, or
-    gave to a module that it calls, was not. Infinite inputs that do no harm, as those of a mask,
-    pass. Tensors are found in tuples, lists, dicts, dataclasses and PackedSequences. The scaled
-    gradients of ``precision=16-mixed`` may be infinite in a sound run, which this stops.
+    Each check waits for the device: use it to find a fault, not to train.
+
+    The error names the module whose own code made the first value that is not finite: its inputs
+    were finite, and what it returned, or passed to a module that it calls, was not. A module with
+    children may be the one. Infinite inputs whose output is finite, such as those of a mask, are no
+    fault. Tensors are found in tuples, lists, dicts, dataclasses and PackedSequences. The scaled
+    gradients of ``precision=16-mixed`` may be infinite in a sound run; this callback stops it.
 
     Raises:
         NotFiniteError: while training: names the step, the module with the implementation that it
@@ -85,7 +86,7 @@ class FiniteLayers(pl.Callback):
         module.register_forward_hook(after, with_kwargs=True)
 
     def _blame(self, call: _Call) -> NoReturn:
-        """Stops for the output of a module, which is not finite."""
+        """Raises the error for a module whose output is not finite."""
         what = f"the output of {call.what} is not finite; its inputs were"
         if not call.finite:  # something around it, which had finite ones, made them
             maker = next((c for c in reversed(self._calls) if c.finite), None)
@@ -99,8 +100,8 @@ class FiniteLayers(pl.Callback):
         self._stop(f"{what} finite, and so are its parameters")
 
     def _guarded(self, values: Any, message: str) -> Any:
-        """The values, with a stop where their gradient, from this use of them, is not finite."""
-        guarded: dict[int, Tensor] = {}  # what was one tensor stays one
+        """Returns the values; raises where the gradient from this use of them is not finite."""
+        guarded: dict[int, Tensor] = {}  # by id: a tensor that occurs twice is guarded once
 
         def check(gradient: Tensor) -> None:
             if not _finite(gradient):
@@ -128,7 +129,7 @@ class FiniteLayers(pl.Callback):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A module that is at work."""
+    """A module whose forward has not returned."""
 
     what: str
     name: str
@@ -137,7 +138,7 @@ class _Call:
 
 
 def _mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """The values with `function` of every tensor in place of it."""
+    """Replaces every tensor in the values by `function` of it."""
 
     def map_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The loss of every training step: losses.csv, to compare runs bit for bit, and train/loss."""
+"""Recording the loss of every training step in losses.csv, and some as train/loss."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ NAME = "train/loss"
 
 
 class LossRecord(pl.Callback):
-    """Writes ``step,loss`` for every training batch, in digits that give the same float back; of
-    several devices the mean. Every ``trainer.log_every_n_steps`` of them the last is logged as
-    ``train/loss``, and it is what the progress bar shows.
+    """Writes ``step,loss`` for every training batch, the mean over all devices, in digits that give
+    the same float back: runs can be compared bit for bit. Every ``trainer.log_every_n_steps`` steps
+    the last loss is logged as ``train/loss`` and shown in the progress bar.
 
-    Losses stay on the device until so many of them are fetched at once, so that the record does
-    not slow the run down: ``self.log(..., prog_bar=True)`` in a step would wait for each. What is
-    fetched is on disk at once, and the rest follows at the end of an epoch, when a checkpoint is
-    made and when the run fails or is interrupted. A run that goes on after a checkpoint goes on
-    after its last row.
+    Losses stay on the device until ``log_every_n_steps`` of them are fetched and written at once:
+    ``self.log(..., prog_bar=True)`` in a step would wait for each. The rest is written at the end
+    of an epoch, with each checkpoint, and when the run fails or is interrupted. A resumed run
+    appends after the rows that its checkpoint counts.
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Pictures of what a model sees and says: PNG files in the folder of the run, and W&B.
+"""Pictures of inputs, targets and predictions: PNG files in the folder of the run, and at W&B.
 
 B batch, S image size.
 """
@@ -27,10 +27,10 @@ MIN_ROW, TEXT_WIDTH, FONT_SIZE, MARGIN, TEXT_COLUMNS = 96, 480, 14, 8, 64
 
 
 class Pictures(pl.Callback, ABC):
-    """At each validation the first images of the first batch, one a row; in
-    ``pictures/epoch_<number>.png``, and for W&B as ``val/pictures``.
+    """Draws the first images of the first batch of each validation, one a row, to
+    ``pictures/epoch_<number>.png``, and logs the file to W&B as ``val/pictures``.
 
-    The data module's `pixels` turns normalised images back.
+    The data module's method `pixels` undoes the normalisation.
     """
 
     @abstractmethod
@@ -67,8 +67,8 @@ class Pictures(pl.Callback, ABC):
 
 
 class SegmentationPictures(Pictures):
-    """The image, the truth, the prediction: the model's validation step returns the predicted
-    classes (B, S, S)."""
+    """Draws image, target and prediction side by side. The model's validation step returns the
+    predicted classes (B, S, S)."""
 
     def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
         labelled = (colours()[part[:SHOWN].long().cpu()] for part in (batch.labels, outputs))
@@ -76,8 +76,8 @@ class SegmentationPictures(Pictures):
 
 
 class CaptionPictures(Pictures):
-    """The image, and beside it the caption of the model and one that a person wrote: the model's
-    validation step returns its captions."""
+    """Draws the image, and beside it the model's caption and a reference. The model's validation
+    step returns its captions."""
 
     def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
         size = max(pixels.shape[1], MIN_ROW)
@@ -93,7 +93,7 @@ class CaptionPictures(Pictures):
 
 
 def write(path: Path, picture: Image.Image) -> None:
-    """As PNG.
+    """Writes a picture as PNG.
 
     Raises:
         DiskError: it cannot be written.
@@ -103,11 +103,11 @@ def write(path: Path, picture: Image.Image) -> None:
 
 
 def colours() -> Tensor:
-    """(256, 3) uint8: a colour for each class as PASCAL VOC gives them out; 0, the background, is
-    black, and 255, the pixels that count in nothing, nearly white."""
+    """Returns the colour of each class, as PASCAL VOC defines them, (256, 3) uint8: 0, the
+    background, is black; 255, ignored pixels, nearly white."""
     classes = np.arange(256)
     table = np.zeros((256, 3), int)
-    for bit in range(8):  # the bits of a class, three at a time, from the highest of each colour
+    for bit in range(8):  # three bits of the class a round, to the highest free bit of each channel
         for channel in range(3):
             table[:, channel] |= (classes >> (3 * bit + channel) & 1) << (7 - bit)
     return torch.from_numpy(table.astype(np.uint8))

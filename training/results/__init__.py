@@ -1,1 +1,1 @@
-"""What a run leaves: results.json, losses.csv, and the tables of a sweep."""
+"""Files that runs and sweeps leave: results.json, growing CSV tables, sweep.json."""

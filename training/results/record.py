@@ -1,4 +1,4 @@
-"""results.json: what a run was, how it ended and what it measured, for people and scripts."""
+"""results.json: settings, status, metrics, throughput and environment of a run."""
 
 from __future__ import annotations
 

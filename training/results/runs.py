@@ -1,4 +1,4 @@
-"""Runs that are over, read from their folders."""
+"""Reading the runs in folders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from training.implementations import label
 
 CURVE_POINTS = 100  # of a loss curve: each the mean of as many steps as it takes
-NO_SETTING = ("seed", "resume", "logger")  # what makes no difference to what is compared
+NO_SETTING = ("seed", "resume", "logger")  # overrides that do not tell compared runs apart
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left: the contents of its results.json, and the loss of every step."""
+    """A run: the contents of its results.json, and the loss of every step."""
 
     folder: Path
     results: dict[str, Any]
@@ -26,7 +26,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What was asked for by name, and what it is made of."""
+        """Overrides, model, data and implementation: name -> value."""
         overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
         named = {name: self.results[name] for name in ("data", "model")}
         named["impl"] = label(self.results["impl"])

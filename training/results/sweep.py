@@ -1,4 +1,4 @@
-"""What a sweep ends with: one table of its jobs, sweep.json, and their loss curves in sweep.png."""
+"""The end of a sweep: one table of its jobs, sweep.json, and loss curves in sweep.png."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.results.runs import Run, read, varied
 
 
 class SweepTable(Callback):
-    """A hook of Hydra: at the end of a sweep, a row for each job with what was varied.
+    """A Hydra callback: prints, at the end of a sweep, a row for each job with what was varied.
 
     The process exits with 1 where a job did not finish.
     """
@@ -57,7 +57,7 @@ def _order(folder: Path) -> tuple[int, str]:
 
 
 def _job(folder: Path) -> Run:
-    """What a job left; where that cannot be read, it is a job that did not finish."""
+    """Reads a job's folder; a job that cannot be read counts as not finished."""
     try:
         return read(folder)
     except (OSError, KeyError, TypeError, ValueError) as error:

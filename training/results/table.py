@@ -1,4 +1,4 @@
-"""A CSV file that grows while a run lasts, and can be cut back to where a run goes on."""
+"""A CSV file that grows during a run, and is cut back to the checkpoint when a run resumes."""
 
 from __future__ import annotations
 
