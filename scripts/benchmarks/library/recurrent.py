@@ -203,7 +203,7 @@ def library(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str,
             case, impl = Case(cell, *shape), IMPLS[device]
             ways = {f"nn.{theirs.__name__}": pytorchs, "ours": ours(impl, "graph")}
             bound = getattr(rnn, cell).bind(case.H, case.H, {})
-            if device == "cuda" and plan(bound, precision.dtype).library:
+            if device == "cuda" and plan(bound, precision.dtype).cudnn:
                 ways["ours, auto"] = ours(impl)
             yield case, ways
 
