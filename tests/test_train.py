@@ -198,6 +198,20 @@ def test_the_start_up_table_says_why_a_layer_is_not_fused(run, monkeypatch):
     assert ["not fused: 5 channels are too many" in row for row in rows] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "autocast"),
+    [("bf16-true", "torch.bfloat16", False), ("bf16-mixed", "torch.float32", True)],
+)
+def test_a_layer_is_asked_in_the_precision_of_the_run(run, monkeypatch, precision, dtype, autocast):
+    def why_unfused(self: hoconv.HighOrderConv2d) -> str:
+        return f"{self.generator.weight.dtype}, {torch.is_autocast_enabled('cpu')}"
+
+    monkeypatch.setattr(hoconv.HighOrderConv2d, "why_unfused", why_unfused, raising=False)
+    done = run(*SHORT, f"trainer.precision={precision}")
+    assert done.exit_code == 0
+    assert f"not fused: {dtype}, {autocast}" in done.out
+
+
 def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monkeypatch):
     def refuse(*args):
         raise ImplementationError("the reason; the fix")

@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from hoconv.implementations import Choice
-
 
 class _Console(Console):
     """Drops text that cannot be written, to a full disk or a closed pipe: the run goes on."""
@@ -42,11 +40,11 @@ def show_config(config: DictConfig) -> None:
     stdout().print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
-def show_implementations(chosen: Mapping[str, Choice]) -> None:
+def show_implementations(names: Mapping[str, str], reasons: Mapping[str, str]) -> None:
     """Prints the start-up table: the implementation of each layer, and why it was chosen."""
     table = Table("layer", "implementation", "why", title="Implementations")
-    for name, choice in chosen.items():
-        table.add_row(name, choice.name, choice.why)
+    for layer, name in names.items():
+        table.add_row(layer, name, reasons[layer])
     stdout().print(table)
 
 

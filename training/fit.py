@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import FSDPStrategy
 from hoconv.lightning import Throughput
 from training import console, disk
 from training.checkpoints import continuation
-from training.implementations import choose_implementations
+from training.implementations import show_implementations
 from training.instantiation import instantiate
 from training.model import build
 from training.results.record import Results
@@ -34,9 +34,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     throughput = Throughput()
     trainer = make_trainer(config, run_dir, logger, throughput)
 
-    chosen = choose_implementations(model, trainer.strategy.root_device.type)
-    console.show_implementations(chosen)
-    results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
+    results.environment["implementations"] = show_implementations(model, trainer)
 
     try:
         if logger:

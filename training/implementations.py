@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytorch_lightning as pl
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 import hoconv
 from hoconv.declaration import layers
 from hoconv.implementations import Choice, choose
+from training import console
 
 MAX_LABEL = 64  # characters: the longest tag that W&B takes
 
@@ -42,19 +45,39 @@ def set_implementations(model: nn.Module, impl: Any) -> None:
 def choose_implementations(model: nn.Module, device_type: str) -> dict[str, Choice]:
     """Decides, for each layer's qualified name, which implementation it uses on a device.
 
-    The reason includes why a layer that could compute all in one kernel does not, where it says so
-    by a method ``why_unfused()``.
-
     Raises:
         ImplementationError: one that was asked for by name cannot run.
     """
-    chosen = {}
+    return {name: choose(layer.operator, layer.impl, device_type) for name, layer in layers(model)}
+
+
+def show_implementations(model: nn.Module, trainer: pl.Trainer) -> dict[str, str]:
+    """Prints the start-up table for a trainer's device; returns each layer's implementation.
+
+    A layer that has a method ``why_unfused()`` says there why no fused kernel computes it.
+
+    Raises:
+        ImplementationError: an implementation that was asked for by name cannot run.
+    """
+    chosen = choose_implementations(model, trainer.strategy.root_device.type)
+    reasons = {name: choice.why for name, choice in chosen.items()}
     for name, layer in layers(model):
-        choice = choose(layer.operator, layer.impl, device_type)
-        if unfused := getattr(layer, "why_unfused", lambda: None)():
-            choice = Choice(choice.name, f"{choice.why}; not fused: {unfused}")
-        chosen[name] = choice
-    return chosen
+        if hasattr(layer, "why_unfused") and (unfused := _why_unfused(layer, trainer)):
+            reasons[name] += f"; not fused: {unfused}"
+    names = {name: choice.name for name, choice in chosen.items()}
+    console.show_implementations(names, reasons)
+    return names
+
+
+def _why_unfused(layer: Any, trainer: pl.Trainer) -> str | None:
+    """Asks a copy of the layer, on the device and in the precision in which the trainer runs it.
+
+    The layer itself is moved later, when the fit begins.
+    """
+    precision = trainer.strategy.precision_plugin
+    copied: Any = precision.convert_module(copy.deepcopy(layer).to(trainer.strategy.root_device))
+    with precision.forward_context():
+        return copied.why_unfused()
 
 
 def as_plain(impl: Any) -> Any:

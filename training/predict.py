@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from training import console
 from training.folder import CONFIG, saved_config
-from training.implementations import choose_implementations
+from training.implementations import show_implementations
 from training.model import build
 from training.results.record import Results
 from training.trainer import make_callbacks
@@ -64,10 +64,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )
-    device = trainer.strategy.root_device.type
-    chosen = choose_implementations(model, device)
-    console.show_implementations(chosen)
-    results.environment["implementations"] = {name: c.name for name, c in chosen.items()}
+    results.environment["implementations"] = show_implementations(model, trainer)
 
     trainer.predict(model, datamodule=data, return_predictions=False)
     skipped = sum(map(len, data.skipped.values()))
