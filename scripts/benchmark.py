@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 from benchmarks.library import approx, layer, op, profile, recurrent, start
 from benchmarks.training import images, loading, scaling, step, table, throughput
-from common import add_device_option, add_out_option, broken_packages_named, record
+from common import add_out_option
 
 from datamodules.images import DataNotFoundError
+from hoconv.commands import add_device_option, broken_packages_named, record
 
 # Name -> module and what its line in the help says.
 COMMANDS = {
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse(argv)
     try:
-        arguments.run(arguments, record("benchmark.py", argv))
+        arguments.run(arguments, record("scripts/benchmark.py", argv))
     except DataNotFoundError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

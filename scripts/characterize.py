@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 from charts import COLOURS, save
-from common import add_out_option, console, record, write, write_json
+from common import add_out_option, console
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
 from hoconv import approx
+from hoconv.commands import record, write, write_json
 
 # Saadat, Bokhari, Parameswaran, IEEE TCAD 2018.
 PUBLISHED = {
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     console().print(_table(measured))
     path = arguments.out / "approx_characterization.json"
-    write_json(path, record("characterize.py", argv) | {"seed": arguments.seed} | measured)
+    write_json(path, record("scripts/characterize.py", argv) | {"seed": arguments.seed} | measured)
     write(path.with_suffix(".png"), functools.partial(_draw, random))
 
 

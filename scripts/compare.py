@@ -30,13 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from charts import COLOURS, save
-from common import add_out_option, console, record, write, write_json
+from common import add_out_option, console
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
 from scipy.stats import t
 from wandb_report import ReportError, publish, require_online
 
+from hoconv.commands import record, write, write_json
 from training.results.runs import Run, find, varied
 
 METHOD = (
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="publish table and chart as a report at Weights & Biases")  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
-        run(arguments, record("compare.py", argv)["command"])
+        run(arguments, record("scripts/compare.py", argv)["command"])
     except (MisconfigurationException, ReportError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_out_option, console, count, record, write_json
+from common import add_out_option, console, count
 from fuzzing import exported, workers
 from fuzzing.commands import cells, operators
 from fuzzing.verdicts import BAD
@@ -35,6 +35,8 @@ from fuzzing.workers import Outcome
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from hoconv.commands import record, write_json
 
 # Name -> module and what its line in the help says. A module has METHOD, add_options, keys (of the
 # cases, from the options), label (of the file, from the options), row (what a key's line is about)
@@ -74,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = sum(len(row["bad"]) for row in rows.values())
     if arguments.case is None:
         _show(list(rows.values()))
-        head = record("fuzz.py", argv) | {"method": command.METHOD, "seed": arguments.seed}
+        head = record("scripts/fuzz.py", argv) | {
+            "method": command.METHOD,
+            "seed": arguments.seed,
+        }
         write_json(
             arguments.out / f"fuzz_{command.label(arguments)}.json",
             head | {"cases": arguments.cases, "rows": [*rows.values()]},

@@ -1,7 +1,7 @@
-"""Runs a script with the CPU library and generated code under sanitizers of addresses and undefined
-behaviour::
+"""Runs a script or a module with the CPU library and generated code under sanitizers of addresses
+and undefined behaviour::
 
-    python scripts/sanitize.py scripts/check.py --small --device cpu --impl cpp
+    python scripts/sanitize.py -m hoconv.check --small --device cpu --impl cpp
 
 GCC's, through a compiler that adds their flags, with a cache of its own in outputs/. All that they
 find is printed with its stack, once a place. Exit code 1 where they find something or the script
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     findings = 0
     with subprocess.Popen(
-        [sys.executable, *arguments.script], env=environment, cwd=ROOT, stderr=subprocess.PIPE,
-        text=True, errors="replace",
+        [sys.executable, *["-m"] * arguments.module, *arguments.script], env=environment, cwd=ROOT,
+        stderr=subprocess.PIPE, text=True, errors="replace",
     ) as process:  # fmt: skip
         for line in process.stderr or ():  # where both sanitizers write
             print(line, end="", flush=True)
@@ -78,6 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, by its name")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="and its options")
     arguments = parser.parse_args(argv)
     if not arguments.script:

@@ -100,7 +100,7 @@ def test_check_compares_each_of_two_outputs(site: Path) -> None:
     path = site / "check.json"
     selected = "toy_pair", "toy_faulty_pair"
     done = python(
-        site, "scripts/check.py", "--device", "cpu", "--operator", *selected, "--json", path
+        site, "-m", "hoconv.check", "--device", "cpu", "--operator", *selected, "--json", path
     )
     assert done.returncode == 1, done.stderr
     found = {(r["operator"], r["impl"]): r for r in json.loads(path.read_text())["rows"]}

@@ -1,4 +1,4 @@
-"""scripts/check.py on a toy operator: right implementations pass, each fault is found and named."""
+"""hoconv.check on a toy operator: right implementations pass, each fault is found and named."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hoconv import check, commands
 from hoconv.declaration import Implementation, Operator, declare
 from tests.scripts.conftest import SCRIPTS
 
-Script = Callable[[str], ModuleType]
 
-
-def run(script: Script, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "check.json"
-    code = script("check").main(["--device", "cpu", "--seed", "7", "--json", str(path), *options])
+    code = check.main(["--device", "cpu", "--seed", "7", "--json", str(path), *options])
     return code, json.loads(path.read_text())
 
 
@@ -40,9 +38,9 @@ def row_of(record: dict[str, Any], impl: str, dtype: str | None) -> dict[str, An
 
 
 def test_right_implementations_pass(
-    script: Script, toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, record = run(script, tmp_path)
+    code, record = run(tmp_path)
 
     assert code == 0
     assert record["seed"] == 7
@@ -59,8 +57,18 @@ def test_right_implementations_pass(
     assert "12 cases, 0 failures" in capsys.readouterr().out
 
 
-def test_small_keeps_float32(script: Script, toy: Operator, tmp_path: Path) -> None:
-    code, record = run(script, tmp_path, "--small", "--impl", "swapped")
+def test_it_needs_torch_alone() -> None:
+    others = "rich", "pytorch_lightning", "hydra", "matplotlib", "pytest"
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({others}))"
+    command = f"{blocked}; from hoconv import check; sys.exit(check.main(['--help']))"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("usage: python -m hoconv.check"), done.stderr
+
+
+def test_small_keeps_float32(toy: Operator, tmp_path: Path) -> None:
+    code, record = run(tmp_path, "--small", "--impl", "swapped")
 
     assert code == 0
     assert [(row["impl"], row["dtype"]) for row in record["rows"]] == [("swapped", "float32")]
@@ -91,7 +99,6 @@ def wrong_gradient(x: Tensor, y: Tensor, scale: float) -> Tensor:
     ids=["argument ignored", "nan", "shape", "dtype", "no gradient", "gradient", "not written"],
 )
 def test_fault_is_found_and_named(
-    script: Script,
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -100,7 +107,7 @@ def test_fault_is_found_and_named(
 ) -> None:
     add(toy, "faulty", Implementation(function))
 
-    code, record = run(script, tmp_path)
+    code, record = run(tmp_path)
 
     assert code == 1
     assert any(failure in line for line in row_of(record, "faulty", "float32")["failures"])
@@ -108,12 +115,10 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
-def test_wrong_gradient_is_told_from_the_right_ones(
-    script: Script, toy: Operator, tmp_path: Path
-) -> None:
+def test_wrong_gradient_is_told_from_the_right_ones(toy: Operator, tmp_path: Path) -> None:
     add(toy, "faulty", Implementation(wrong_gradient))
 
-    _, record = run(script, tmp_path)
+    _, record = run(tmp_path)
 
     row = row_of(record, "faulty", "float32")
     assert row["output_error"] < 1e-6
@@ -121,12 +126,12 @@ def test_wrong_gradient_is_told_from_the_right_ones(
     assert not any("output" in line or "argument 0" in line for line in row["failures"])
 
 
-def test_different_bits_are_reported(script: Script, toy: Operator, tmp_path: Path) -> None:
+def test_different_bits_are_reported(toy: Operator, tmp_path: Path) -> None:
     factors = itertools.cycle([1.0, 1.0 + 2e-7])
     wavering = Implementation(lambda x, y, scale: x * y * scale * next(factors))
     add(toy, "wavering", wavering)
 
-    code, record = run(script, tmp_path, "--small")
+    code, record = run(tmp_path, "--small")
 
     assert code == 0  # both are right
     assert not row_of(record, "wavering", "float32")["same_bits"]
@@ -134,11 +139,11 @@ def test_different_bits_are_reported(script: Script, toy: Operator, tmp_path: Pa
 
 
 def test_what_cannot_run_says_why(
-    script: Script, toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
 
-    code, record = run(script, tmp_path)
+    code, record = run(tmp_path)
 
     assert code == 0
     assert "never written" in row_of(record, "absent", None)["unavailable"]
@@ -155,7 +160,6 @@ def raising() -> None:
      (raising, "ImportError: no such library")],
 )  # fmt: skip
 def test_what_is_broken_is_a_failure(
-    script: Script,
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -164,7 +168,7 @@ def test_what_is_broken_is_a_failure(
 ) -> None:
     add(toy, "faulty", Implementation(toy.implementations["swapped"].function, load=load))
 
-    code, record = run(script, tmp_path)
+    code, record = run(tmp_path)
 
     assert code == 1
     row = row_of(record, "faulty", None)
@@ -185,11 +189,11 @@ def test_a_kernel_that_does_not_compile_is_a_failure_and_its_errors_are_shown_on
     compiler.chmod(0o755)
     operators = ["high_order_conv2d", "high_order_layer", "dynamic_conv1d"]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "check.py", "--device", "cpu", "--impl", "cpp", "reference",
+        [sys.executable, "-m", "hoconv.check", "--device", "cpu", "--impl", "cpp", "reference",
          "--small", "--operator", *operators],
         env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CXX": str(compiler),
              "TORCH_EXTENSIONS_DIR": str(tmp_path)},
-        capture_output=True, text=True, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "3 failures" in done.stdout.splitlines()[-1]
@@ -199,16 +203,15 @@ def test_a_kernel_that_does_not_compile_is_a_failure_and_its_errors_are_shown_on
 
 
 def test_a_package_that_cannot_be_imported_is_a_failure_and_the_others_are_checked(
-    script: Script,
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = {"bad = gone": "ImportError: gone"}
-    monkeypatch.setattr(script("common"), "broken_packages", lambda: broken)
+    monkeypatch.setattr(commands, "broken_packages", lambda: broken)
 
-    code, _ = run(script, tmp_path)
+    code, _ = run(tmp_path)
 
     assert code == 1
     said = capsys.readouterr()
@@ -217,22 +220,22 @@ def test_a_package_that_cannot_be_imported_is_a_failure_and_the_others_are_check
 
 
 def test_an_operator_without_samples_is_a_failure(
-    script: Script, toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = dataclasses.replace(toy, name="silent", samples=lambda device, dtype: [])
     declare(silent)
 
-    code, record = run(script, tmp_path)
+    code, record = run(tmp_path)
 
     assert code == 1
     for row in record["rows"]:
         assert bool(row["failures"]) == (row["operator"] == "silent")
 
 
-def test_nothing_checked_is_a_failure(script: Script, toy: Operator, tmp_path: Path) -> None:
+def test_nothing_checked_is_a_failure(toy: Operator, tmp_path: Path) -> None:
     add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
 
-    code, _ = run(script, tmp_path, "--impl", "absent")
+    code, _ = run(tmp_path, "--impl", "absent")
 
     assert code == 1
 
@@ -246,7 +249,6 @@ def test_nothing_checked_is_a_failure(script: Script, toy: Operator, tmp_path: P
     ],
 )
 def test_unknown_option_values_are_named(
-    script: Script,
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -254,7 +256,7 @@ def test_unknown_option_values_are_named(
     message: str,
 ) -> None:
     with pytest.raises(SystemExit) as error:
-        run(script, tmp_path, *options)
+        run(tmp_path, *options)
 
     assert error.value.code == 2
     assert message in capsys.readouterr().err

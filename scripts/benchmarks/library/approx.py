@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import COLOURS, hardware, save
-from common import console, count, write, write_json
+from common import console, count
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
@@ -56,6 +56,7 @@ from benchmarks.measurement import (
 )
 from hoconv import approx
 from hoconv.approx.operator import CONV2D
+from hoconv.commands import write, write_json
 from hoconv.declaration import Sample
 from hoconv.implementations import ImplementationError, choose
 from hoconv.jit.generated import compile_cpp

@@ -59,7 +59,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import grid, hardware, lines, save, sizes_axis
-from common import console, count, write, write_json
+from common import console, count
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -83,6 +83,7 @@ from benchmarks.measurement import (
     together,
 )
 from hoconv import high_order_conv2d, high_order_layer
+from hoconv.commands import write, write_json
 from hoconv.declaration import Sample, find
 from hoconv.high_order.conv2d import reference
 from hoconv.implementations import ImplementationError, choose

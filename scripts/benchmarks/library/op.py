@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from charts import grid, hardware, lines, save, sizes_axis
-from common import add_operator_option, console, count, dtype_name, write, write_json
+from common import console, count
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -49,6 +49,7 @@ from benchmarks.measurement import (
     take_turns,
     temporarily,
 )
+from hoconv.commands import add_operator_option, dtype_name, write, write_json
 from hoconv.declaration import Operator, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
 

@@ -32,12 +32,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import console, write_json
+from common import console
 from rich.table import Table
 
 import hoconv
 from benchmarks.library.layer import PRECISIONS, Precision, layer_sample
 from hoconv import approx, jit
+from hoconv.commands import write_json
 
 IMAGES = 64
 SIZE = 4096

@@ -50,7 +50,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import console, count, write, write_json
+from common import console, count
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -74,6 +74,7 @@ from benchmarks.measurement import (
     temporarily,
 )
 from hoconv import recurrent as rnn
+from hoconv.commands import write, write_json
 from hoconv.declaration import Sample
 from hoconv.recurrent.schedule import plan
 

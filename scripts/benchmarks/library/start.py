@@ -18,10 +18,11 @@ import sys
 import tempfile
 from typing import Any
 
-from common import console, write_json
+from common import console
 from rich.table import Table
 
 from hoconv import jit
+from hoconv.commands import write_json
 
 STARTS = 5
 METHOD = (

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ROOT, console, count, write_json
+from common import ROOT, console, count
 from rich.table import Table
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from benchmarks.training.step import CLASSES, NETWORKS, synchronize
 from datamodules.coco.folder import ImageFolder
 from datamodules.images import DataNotFoundError
 from hoconv import HighOrderConv2d
+from hoconv.commands import write_json
 from hoconv.implementations import ImplementationError, choose
 
 NETWORK = NETWORKS["one layer at 224 x 224"]

@@ -16,10 +16,11 @@ import argparse
 from typing import Any
 
 import torch
-from common import console, count, write_json
+from common import console, count
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD, measure_training
+from hoconv.commands import write_json
 
 EXPERIMENTS = ("coco_segmentation", "coco_captions")
 OVERRIDES = (

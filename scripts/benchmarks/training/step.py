@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import hardware
-from common import console, write_json
+from common import console
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ from benchmarks.measurement import (
 )
 from datamodules.coco.datamodule import COCO
 from hoconv import HighOrderConv2d, set_impl
+from hoconv.commands import write_json
 from hoconv.declaration import layers
 from hoconv.implementations import ImplementationError, choose
 from models.networks.attention_decoder import AttentionDecoder

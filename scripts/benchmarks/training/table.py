@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import lines, save, sizes_axis
-from common import console, count, write, write_json
+from common import console, count
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
 
@@ -51,6 +51,7 @@ from benchmarks.training.step import CLASSES, NETWORKS
 from benchmarks.training.training_run import MEASURED, measure_training
 from benchmarks.training.training_run import METHOD as TRAINING
 from hoconv import HighOrderConv2d
+from hoconv.commands import write, write_json
 from hoconv.implementations import ImplementationError, choose
 
 SIMPLE = "simple"

@@ -24,13 +24,14 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from common import console, count, write_json
+from common import console, count
 from pytorch_lightning.loggers.logger import DummyLogger
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measurement import percentiles
 from benchmarks.training.step import CLASSES, NETWORKS, synchronize
+from hoconv.commands import write_json
 from hoconv.lightning import Throughput
 
 NETWORK = NETWORKS["mnist_cnn"]

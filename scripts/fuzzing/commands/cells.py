@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import add_device_option
 from torch import Tensor
 
 from fuzzing.verdicts import Verdict
 from hoconv import recurrent as rnn
+from hoconv.commands import add_device_option
 from hoconv.implementations import ImplementationError, choose
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.operator import OPERATOR

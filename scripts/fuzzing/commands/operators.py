@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from common import add_device_option
-
 from fuzzing import cases
 from fuzzing.cases import Key, judge
 from fuzzing.workers import Function
+from hoconv.commands import add_device_option
 from hoconv.declaration import operators
 from hoconv.implementations import ImplementationError, choose
 

@@ -10,7 +10,7 @@ implementation or a package of operators is broken, or where nothing could be ch
 For NVIDIA's compute-sanitizer, which must see every allocation::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
-        python scripts/check.py --device cuda --small
+        python -m hoconv.check --device cuda --small
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hoconv.commands import (
     add_device_option,
     add_operator_option,
     broken_packages_named,
-    console,
     dtype_name,
     record,
     write_json,
 )
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
 from hoconv.declaration import Operator, Sample, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.testing.comparison import (
@@ -103,22 +100,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.backends.cudnn.allow_tf32 = False  # float32 is checked as float32
     print(f"seed {arguments.seed}")
     rows = []
-    with Console(stderr=True).status("") as status:
-        for operator in operators():
-            if operator.name not in arguments.operator:
-                continue
-            for device in arguments.device:
-                checked = check(operator, device, arguments, status.update)
-                console().print(_table(operator.name, device, checked))
-                rows += checked
+    for operator in operators():
+        if operator.name not in arguments.operator:
+            continue
+        for device in arguments.device:
+            checked = check(operator, device, arguments, _show_progress)
+            _show_progress("")
+            _show_table(operator.name, device, checked)
+            rows += checked
     _show_failures(rows)
     if arguments.json:
-        head = record("check.py", argv)
+        head = record("-m hoconv.check", argv)
         write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_json, rows)]})
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)
     print(f"{cases} cases, {failures} failures")
     return 1 if broken_packages_named() or failures or not cases else 0
+
+
+def _show_progress(what: str) -> None:
+    """On a terminal, in one line that the next one replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 
 
 def check(
@@ -236,24 +239,25 @@ def _show_failures(rows: list[Row]) -> None:
             shown.add(said)
 
 
-def _table(operator: str, device: str, rows: list[Row]) -> Table:
-    table = Table("implementation", "dtype", title=f"{operator} on {device}")
-    for column in ("cases", "output error", "gradient error", "tolerance"):
-        table.add_column(column, justify="right")
-    table.add_column("same bits")
-    table.add_column("result")
-    for row in rows:
-        if row.unavailable:
-            table.add_row(row.impl, "", "", "", "", "", "", f"[yellow]{row.unavailable}")
-            continue
-        if row.dtype is None:
-            table.add_row(row.impl, "", "", "", "", "", "", "[red]broken")
-            continue
-        errors = [f"{e:.1e}" for e in (row.output_error, row.gradient_error, row.tolerance or 0)]
-        bits = "yes" if row.same_bits else "[yellow]no"
-        result = f"[red]{len(row.failures)} failures" if row.failures else "[green]pass"
-        table.add_row(row.impl, row.dtype, str(row.cases), *errors, bits, result)
-    return table
+def _show_table(operator: str, device: str, rows: list[Row]) -> None:
+    columns = (
+        "implementation", "dtype", "cases", "output error", "gradient error", "tolerance",
+        "same bits", "result",
+    )  # fmt: skip
+    lines = [columns, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
+    print(f"{operator} on {device}")
+    for *cells, last in lines:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print(f"  {'  '.join(padded)}  {last}".rstrip())
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.dtype is None:
+        return row.impl, *[""] * 6, row.unavailable or "broken"
+    errors = (f"{e:.1e}" for e in (row.output_error, row.gradient_error, row.tolerance or 0))
+    result = f"{len(row.failures)} failures" if row.failures else "pass"
+    return row.impl, row.dtype, str(row.cases), *errors, "yes" if row.same_bits else "no", result
 
 
 def _json(row: Row) -> dict[str, Any]:
@@ -267,7 +271,9 @@ def _json(row: Row) -> dict[str, Any]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     impls = list(dict.fromkeys(i for operator in operators() for i in operator.implementations))
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hoconv.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_operator_option(parser)
     parser.add_argument("--impl", nargs="+", choices=impls, default=impls, help="default: all")

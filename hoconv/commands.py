@@ -1,0 +1,76 @@
+"""What hoconv's commands and the scripts share: options, the head of a JSON record, files written
+whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hoconv import doctor, jit
+from hoconv.declaration import broken_packages, operators
+
+
+def add_operator_option(parser: argparse.ArgumentParser) -> None:
+    declared = [operator.name for operator in operators()]
+    parser.add_argument("--operator", nargs="+", choices=declared, default=declared,
+                        help="default: all that are declared")  # fmt: skip
+
+
+def broken_packages_named() -> bool:
+    """Whether there are packages of operators that cannot be imported; says which, and why."""
+    for name, reason in broken_packages().items():
+        print(f"The package of operators {name} is broken: {reason}", file=sys.stderr)
+    return bool(broken_packages())
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", nargs="+", type=_device, default=doctor.devices(),
+                        metavar="cpu|cuda", help="default: those of this machine")  # fmt: skip
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {name!r}")
+    if name not in doctor.devices():
+        raise argparse.ArgumentTypeError(f"{name}: {jit.no_gpu()}")
+    return name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def record(command: str, argv: Sequence[str]) -> dict[str, Any]:
+    """How every JSON file begins: what was run, when and where.
+
+    Args:
+        command: what ``python`` is given before the options, such as ``-m hoconv.check``.
+        argv: the options.
+    """
+    return {
+        "command": " ".join(["python", command, *map(shlex.quote, argv)]),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "environment": doctor.environment(),
+    }
+
+
+def write_json(path: Path, contents: Any) -> None:
+    write(path, lambda partial: partial.write_text(json.dumps(contents, indent=2) + "\n"))
+
+
+def write(path: Path, write_to: Callable[[Path], Any]) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    write_to(partial)
+    os.replace(partial, path)
+    print(path)
