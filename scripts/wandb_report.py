@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from training.loggers import has_api_key
+from training.results.loggers import has_api_key
 
 PROJECT = "hoconv"  # as conf/logger/wandb.yaml has it
 

@@ -100,7 +100,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(run, tmp_path, text):
         ),
         (
             "logger._target_=reporting.loggers.CSVMetrics",
-            "_target_: reporting.loggers.CSVMetrics is training.loggers.CSVMetrics now",
+            "_target_: reporting.loggers.CSVMetrics is training.results.loggers.CSVMetrics now",
         ),
     ],
 )

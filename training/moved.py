@@ -27,8 +27,8 @@ TARGETS = {
     "models.encoder_decoder.EncoderDecoder": "models.networks.encoder_decoder.EncoderDecoder",
     "models.lstm.ImageReader": "models.networks.lstm.ImageReader",
     "models.segmenter.Segmenter": SEGMENTER,
-    "reporting.loggers.CSVMetrics": "training.loggers.CSVMetrics",
-    "reporting.loggers.wandb_logger": "training.loggers.wandb_logger",
+    "reporting.loggers.CSVMetrics": "training.results.loggers.CSVMetrics",
+    "reporting.loggers.wandb_logger": "training.results.loggers.wandb_logger",
 }
 # What the user sets on the command line: the name of before -> that of today.
 OVERRIDES = {

@@ -19,7 +19,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from datamodules.images import CacheError, DataNotFoundError
 from hoconv.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
-from training import console, disk, loggers
+from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.checkpoints import discard
 from training.fit import fit_and_test
@@ -29,6 +29,7 @@ from training.lock import RunningError, held
 from training.moved import require_current_names
 from training.predict import predict
 from training.resolvers import check, register
+from training.results import loggers
 from training.results.record import Results
 
 MODES = {"train": fit_and_test, "predict": predict}
