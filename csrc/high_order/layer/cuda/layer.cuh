@@ -48,8 +48,9 @@ struct Layer {
       STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
                       "generator_bias: expected (k * k * G)");
     }
-    STD_TORCH_CHECK(dilation_ >= 1 && dilation_ * (k - 1) / 2 <= kMostReach,
-                    "dilation: expected taps that reach up to ", kMostReach, " pixels");
+    STD_TORCH_CHECK(
+        dilation_ >= 1 && dilation_ <= kFarTaps && dilation_ * (k - 1) / 2 <= kMostReach,
+        "dilation: expected taps that reach up to ", kMostReach, " pixels");
     dilation = dilation_, group_channels = C / G;
     generator_reach = s / 2, tap_reach = dilation * (k / 2);
     reach = std::max(generator_reach, tap_reach);

@@ -12,6 +12,7 @@
 namespace hoconv::high_order::layer {
 
 constexpr int kMostReach = 8;  // pixels from the centre to the farthest tap, or of the generator
+constexpr int64_t kFarTaps = 1 << 30;  // a dilation that is far too large
 constexpr int kMostChannels = 16;
 // Most shared memory of the backward kernel for a row of a channel in the window of its last warp.
 constexpr int kRowBytes = 2048;
@@ -44,7 +45,8 @@ inline std::string why_unfused(int64_t k, int64_t s, int64_t C, int64_t dilation
     reasons += (reasons.empty() ? "" : "; ") + reason;
   };
   const auto text = [](int64_t n) { return std::to_string(n); };
-  const int64_t reach = std::max(dilation * (k - 1) / 2, s / 2);
+  const int64_t distance = std::min(dilation, kFarTaps);  // of taps, without overflow below
+  const int64_t reach = std::max(distance * (k - 1) / 2, s / 2);
   if (dtype == "float64") refuse("float64 is not fused");
   if (!serves_kernel_size(k)) refuse("kernel size " + text(k) + " (3, 5 and 7 are fused)");
   if (!serves_generator_size(s))
