@@ -14,7 +14,8 @@ from hoconv import jit
 from hoconv.declaration import Operator, find, layers
 from hoconv.jit import BuildError
 
-# Answers that a process keeps; a program may be anything, and is asked for again after more.
+# Answers that a process caches. Programs are unbounded in number: beyond this many, the one asked
+# for least recently is decided again.
 _KEPT = 1024
 
 
@@ -196,14 +197,14 @@ def _fastest(operator: Operator, device_type: str, *program: str) -> Choice:
 
 @functools.cache
 def _show_once(details: str) -> None:
-    """What else is said of a reason, which may be that of several operators."""
+    """Prints the further lines of a reason once, although several operators may share it."""
     if details:
         print(details, file=sys.stderr)
 
 
 @functools.lru_cache(_KEPT)
 def _failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
-    """What is broken of an implementation of which nothing is missing; None where nothing is."""
+    """Why an implementation that misses nothing does not compile or load; None where it does."""
     implementation = operator.implementations[impl]
     try:
         if not program:

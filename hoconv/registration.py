@@ -1,5 +1,5 @@
-"""What operators share: how an op is defined, its gradients, autocast, the check of dtypes and
-devices, the layout of a gradient."""
+"""Functions that every operator uses: they define its ops, register gradients and autocast, check
+dtypes and devices, and describe the layout of a gradient."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def define(
 
 
 def register_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
-    """Lets torch.func.vmap call an op for every example by itself.
+    """Lets torch.func.vmap call an op once for each example.
 
-    PyTorch would, too, but for arguments that are lists, and for no examples: their results have
-    the shapes that those of zeros have.
+    PyTorch's own loop refuses arguments that are lists, and a batch without examples. For such a
+    batch this calls the op with zeros, and returns none of the results but their shapes.
     """
 
     def call_one_by_one(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What flows back through an approximate product: three kinds, for each operand on its own.
+"""The gradients of approximate products. There are three kinds; each operand has its own.
 
 ``approx`` multiplies with the multiplier in the gradient's sums too, as hardware that trains would;
 ``ste`` (straight-through) takes the exact gradient of the exact product; ``analytic`` the
@@ -24,7 +24,7 @@ from hoconv.registration import without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
-Windows = Sequence[Any]  # stride, padding, dilation, groups
+Geometry = Sequence[Any]  # stride, padding, dilation, groups
 
 
 def kinds(gradient: Gradient) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
 
 
 class _First(torch.autograd.Function):
-    """A first derivative, which cannot be differentiated by what it was computed from."""
+    """Passes a first derivative on, and raises where that is differentiated again."""
 
     generate_vmap_rule = True
 
@@ -65,7 +65,7 @@ class _First(torch.autograd.Function):
 
 
 def _first_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Makes the derivatives that a `backward` returns the last ones."""
+    """Makes a `backward` whose results raise where they are differentiated again."""
 
     @functools.wraps(backward)
     def marked(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ def _first_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
 
 
 class _Product(torch.autograd.Function):
-    """Of two operands, and options."""
+    """A product of two operands; what follows them is passed on to `backward` as options."""
 
     generate_vmap_rule = True
 
@@ -167,14 +167,14 @@ class Conv2d(_Product):
         x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
         multiplier: str, gradient: tuple[str, str], impl: str,
     ) -> Tensor:  # fmt: skip
-        windows = stride, padding, dilation, groups
-        return OPS[impl].conv2d(x, weight, *windows, multiplier)
+        geometry = stride, padding, dilation, groups
+        return OPS[impl].conv2d(x, weight, *geometry, multiplier)
 
     @staticmethod
     @_first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        *windows, multiplier, gradient, impl = ctx.options
+        *geometry, multiplier, gradient, impl = ctx.options
         ops = OPS[impl]
         of_x, of_weight = (
             kind if needed else None
@@ -182,30 +182,30 @@ class Conv2d(_Product):
         )
         d_x = d_weight = None
         if "ste" in (of_x, of_weight):
-            stride, padding, dilation, groups = windows
+            stride, padding, dilation, groups = geometry
             d_x, d_weight, _ = torch.ops.aten.convolution_backward(
                 grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups,
                 [of_x == "ste", of_weight == "ste", False],
             )  # fmt: skip
         if of_x == "approx":
-            d_x = ops.conv2d_backward_input(grad, weight, x.shape, *windows, multiplier)
+            d_x = ops.conv2d_backward_input(grad, weight, x.shape, *geometry, multiplier)
         elif of_x == "analytic":
-            d_x = _analytic_input(ops, grad, x, weight, windows, multiplier)
+            d_x = _analytic_input(ops, grad, x, weight, geometry, multiplier)
         if of_weight == "approx":
-            d_weight = ops.conv2d_backward_weight(grad, x, weight.shape, *windows, multiplier)
+            d_weight = ops.conv2d_backward_weight(grad, x, weight.shape, *geometry, multiplier)
         elif of_weight == "analytic":
-            d_weight = _analytic_weight(ops, grad, x, weight, windows, multiplier)
+            d_weight = _analytic_weight(ops, grad, x, weight, geometry, multiplier)
         return d_x, d_weight, None, None, None, None, None, None, None
 
 
 def _analytic_input(
-    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of unfolded windows (L, K) with filters (K, O / G)."""
-    stride, padding, dilation, groups = windows
+    stride, padding, dilation, groups = geometry
     d_columns = ops.matmul_derivative(
         grad.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT,
-        columns(x, weight.shape, *windows).mT,
+        columns(x, weight.shape, *geometry).mT,
         weight.reshape(groups, weight.shape[0] // groups, -1).mT.repeat(x.shape[0], 1, 1),
         multiplier,
     )
@@ -214,11 +214,11 @@ def _analytic_input(
 
 
 def _analytic_weight(
-    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows, multiplier: str
+    ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, multiplier: str
 ) -> Tensor:
     """Of the convolution as a matrix product of filters (O / G, K) with all windows (K, B * L)."""
-    groups = windows[3]
-    unfolded = columns(x, weight.shape, *windows).unflatten(0, (x.shape[0], groups))
+    groups = geometry[3]
+    unfolded = columns(x, weight.shape, *geometry).unflatten(0, (x.shape[0], groups))
     d_filters = ops.matmul_derivative(
         grad.flatten(2).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(2),
         weight.reshape(groups, weight.shape[0] // groups, -1),

@@ -36,7 +36,7 @@ def folder() -> Path:
 
 
 def find(pattern: str) -> Path | None:
-    """A file of the cache that is as it was made; None where there is none.
+    """A file of the cache whose contents still match its digest; None where there is none.
 
     Raises:
         BuildError: the cache may not be trusted.
@@ -53,8 +53,8 @@ def keep(name: str, make: Callable[[Path], Path]) -> Path:
 
     Args:
         name: says all that the contents depend on.
-        make: makes it where the cache has it not, or not as it was made: in a folder to work in,
-            in one process at a time; returns its path.
+        make: makes the file where the cache has none, or has a damaged one. It is called with a
+            folder to work in, by one process at a time, and returns the path of what it made.
 
     Raises:
         BuildError: the cache may not be trusted, or cannot be written; or what `make` raises.
