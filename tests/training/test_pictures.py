@@ -44,7 +44,7 @@ def validate(
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=2,
         callbacks=pictures,
     )  # fmt: skip
-    trainer.validate(model, SegmentationPictures(), datamodule=data, verbose=False)
+    trainer.validate(model, datamodule=data, verbose=False)
     (path,) = (folder / "pictures").iterdir()
     return np.asarray(Image.open(path))
 
