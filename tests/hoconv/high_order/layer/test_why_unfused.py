@@ -57,6 +57,7 @@ def test_each_limit_is_named() -> None:
     assert why(s=9) == "generator kernel size 9 (1, 3, 5 and 7 are fused)"
     assert why(C=24, s=1) == "24 channels (up to 16 are fused)"
     assert why(dilation=5) == "a reach of 10 pixels (up to 8 is fused)"
+    assert "reach of" in str(why(dilation=2**62))  # no overflow
     assert why(dtype=torch.float64) == "float64 is not fused"
     assert why(k=7, C=2) == "2 passes for the gradient of 2 channels (up to 1 are faster fused)"
     assert why(k=7, C=2, dtype=torch.bfloat16) is None
