@@ -84,7 +84,7 @@ def test_bleu4_of_random_sentences_is_as_defined(words):
         return [f"w{generator.randrange(words)}" for _ in range(generator.randrange(14))]
 
     positive = 0
-    for _ in range(40):
+    for _ in range(200):
         images = generator.randrange(1, 10)
         candidates = [sentence() for _ in range(images)]
         references = [[sentence() for _ in range(generator.randrange(1, 4))] for _ in candidates]
