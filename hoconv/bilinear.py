@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hoconv.registration import gradient_layout, register_gradient
+from hoconv.registration import Op, gradient_layout, register_gradient
 
 
 def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -25,7 +25,7 @@ def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.layout = gradient_layout(weight)
 
 
-def with_tangents(op: torch._ops.OpOverload) -> Callable[..., Tensor]:
+def with_tangents(op: Op) -> Callable[..., Tensor]:
     """The op where one of its first two arguments has a tangent, by the product rule."""
 
     def call(a: Tensor, b: Tensor, *options: Any) -> Tensor:
@@ -42,9 +42,9 @@ def with_tangents(op: torch._ops.OpOverload) -> Callable[..., Tensor]:
 
 def register_second_gradients(
     library: torch.library.Library,
-    forward: torch._ops.OpOverload,
-    grad_input: torch._ops.OpOverload,
-    grad_weight: torch._ops.OpOverload,
+    forward: Op,
+    grad_input: Op,
+    grad_weight: Op,
 ) -> None:
     """Makes X and W differentiable any number of times."""
 

@@ -4,14 +4,14 @@ dtypes and devices, and describe the layout of a gradient."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.autograd import supports_tensorlist
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -44,9 +44,51 @@ def compiled(
     )
 
 
+class Op:
+    """One op of torch.library, called as its overload is, only sooner.
+
+    An eager call needs autograd, where a gradient is wanted, and the kernel; the dispatcher would
+    go through Python and back between the two, which takes longer than the rest of a small call.
+    All other calls, those of programs and of torch.compile among them, go through the dispatcher.
+
+    Attributes:
+        overload: the op itself.
+        takes_lists: whether an argument is a list of tensors.
+        gradient: calls the op, given its arguments and what runs it, such that autograd records it;
+            set by :func:`register_gradient`.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        self.overload = overload
+        self.takes_lists = any(is_tensorlist_like_type(a.type) for a in overload._schema.arguments)
+        self.gradient: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if not is_eager(*(_flatten(args) if self.takes_lists else args)):
+            return self.overload(*args)
+        if self.gradient and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return self.gradient(args, self._run_kernel)
+        return self._run_kernel(*args)
+
+    def _run_kernel(self, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
+
+
+def is_eager(*args: Any) -> bool:
+    """Whether a call is neither traced nor transformed, and no argument overrides functions."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+        or torch.overrides.has_torch_function(args)
+    )
+
+
 def define(
     library: torch.library.Library, name: str, impl: str, schema: str, fake: Callable[..., Any]
-) -> torch._ops.OpOverload:
+) -> Op:
     """Defines an implementation's overload of an op, and returns it.
 
     Its first call loads kernels that come with a compiled library, so that a process which imported
@@ -71,7 +113,7 @@ def define(
     if impl in LIBRARIES:  # of lower precedence than the kernels that it loads
         library.impl(overload, load_and_call, "CompositeExplicitAutograd", with_keyset=True)
     register_vmap(library, op)
-    return op
+    return Op(op)
 
 
 def register_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
@@ -107,7 +149,7 @@ def _example(value: Any, dim: Any, i: int, count: int) -> Any:
 
 def register_gradient(
     library: torch.library.Library,
-    op: torch._ops.OpOverload,
+    op: Op,
     differentiate: Callable[..., Any],
     save: Callable[..., None],
     with_tangents: Callable[..., Any] | None = None,
@@ -123,49 +165,81 @@ def register_gradient(
             arguments where one of them has a tangent. Without it such a call is refused.
     """
 
-    def run(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    overload = op.overload
 
     # When an op reaches autograd, the dispatcher has chosen the level of torch.func already.
     class Gradient(_SingleLevelFunction):
+        apply: Callable[..., Any]  # as PyTorch defines it
+
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            *inputs, keyset = args
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # of other levels
-                output = run(keyset, *inputs)
-            save(ctx, tuple(inputs), output)
-            return output
+            *flat, ctx.lengths, run = args
+            inputs = _group(flat, ctx.lengths)
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return tuple(output) if isinstance(output, list) else output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             with _without_autocast_of(grads):
-                return *differentiate(ctx, *grads), None
+                found = differentiate(ctx, *grads)
+            return *(found if ctx.lengths is None else _flatten(found)), None, None
 
-    types = [a.type for a in (*op._schema.arguments, *op._schema.returns)]
-    of_lists = any(map(is_tensorlist_like_type, types))
-    function: Any = supports_tensorlist(Gradient) if of_lists else Gradient
+    returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
+
+    def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+        if not op.takes_lists:
+            return Gradient.apply(*args, None, run)
+        lengths = [len(a) if isinstance(a, list) else None for a in args]
+        found = Gradient.apply(*_flatten(args), lengths, run)
+        return list(found) if returns_list else found
+
+    op.gradient = gradient
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if tree_any_only(Tensor, has_tangent, args):
+        def run(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+        def run_at_other_levels(*args: Any) -> Any:
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return run(*args)
+
+        if forward_ad._current_level >= 0 and tree_any_only(Tensor, has_tangent, args):
             if with_tangents is None:
                 raise NotImplementedError(
-                    f"{op.name()} has no forward-mode derivative; use reverse mode (backward, "
-                    f"torch.func.vjp, torch.func.jacrev), or impl='reference', which has both"
+                    f"{overload.name()} has no forward-mode derivative; use reverse mode "
+                    f"(backward, torch.func.vjp, torch.func.jacrev), or impl='reference', which "
+                    f"has both"
                 )
             with _without_autocast_of(args):
                 return with_tangents(*args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return run(keyset, *args)
+            return run(*args)
         with enable_single_level_autograd_function():
-            return function.apply(*args, keyset)
+            return gradient(args, run_at_other_levels)
 
-    name = op.name().removeprefix(f"{op.namespace}::")
+    name = overload.name().removeprefix(f"{overload.namespace}::")
     library.impl(name, call, "Autograd", with_keyset=True)
+
+
+def _flatten(args: Iterable[Any]) -> list[Any]:
+    """Arguments, those of lists one by one."""
+    return [each for a in args for each in (a if isinstance(a, list) else (a,))]
+
+
+def _group(flat: list[Any], lengths: list[int | None] | None) -> tuple[Any, ...]:
+    """What was flattened, of which lists were of these lengths; None of no lists at all."""
+    if lengths is None:
+        return tuple(flat)
+    left = iter(flat)
+    return tuple(next(left) if n is None else list(itertools.islice(left, n)) for n in lengths)
 
 
 def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """Derivatives are computed in the dtypes of what was saved, which autocast may have cast."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
     devices = (t.device.type for t in tree_leaves(args) if isinstance(t, Tensor))
     return without_autocast(next(devices, "cpu"))
 
@@ -238,13 +312,13 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
-def register_autocast(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+def register_autocast(library: torch.library.Library, op: Op) -> None:
     """Lets autocast cast the tensors of an op, on CPU and GPU.
 
     `torch.library.register_autocast` knows one fixed dtype; this takes autocast's own.
     """
     for device_type in ("cpu", "cuda"):
-        _register_autocast(library, op, device_type)
+        _register_autocast(library, op.overload, device_type)
 
 
 def _register_autocast(
@@ -281,5 +355,5 @@ def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | 
 def gradient_layout(t: Tensor) -> tuple[list[int], list[int]]:
     """Size and stride of a tensor's gradient: those of the tensor, so that what generated it gets
     it as it gave it; dense where the tensor is not (an expanded one, say)."""
-    like = torch.empty_like(t, device="meta")
+    like = t if t.is_contiguous() else torch.empty_like(t, device="meta")
     return list(like.shape), list(like.stride())

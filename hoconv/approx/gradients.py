@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import without_autocast
+from hoconv.registration import is_eager, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -83,11 +84,29 @@ class _Product(torch.autograd.Function):
     """A product of two operands; what follows them is passed on to `backward` as options."""
 
     generate_vmap_rule = True
+    eager: Any  # the same function, without what transforms of torch.func need
+
+    def __init_subclass__(cls) -> None:
+        class Eager(_SingleLevelFunction):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                output = cls.forward(*args)
+                cls.setup_context(ctx, args, output)
+                return output
+
+            backward = cls.backward
+
+        cls.eager = Eager
 
     @classmethod
     def of(cls, *args: Any) -> Tensor:
-        """Applies it. A `jvp` that refuses would be refused by torch.compile."""
-        try:
+        """Applies it."""
+        if is_eager(*args):
+            wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+            return cls.eager.apply(*args) if wanted else cls.forward(*args)
+        if not torch.compiler.is_compiling() and torch.overrides.has_torch_function(args):
+            return torch.overrides.handle_torch_function(cls.of, args, *args)
+        try:  # a `jvp` that refuses would be refused by torch.compile
             return cls.apply(*args)
         except NotImplementedError as error:
             if "jvp" not in str(error):

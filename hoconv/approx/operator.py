@@ -84,10 +84,11 @@ def matmul(
     """
     a, b = _prepared("a", a, "b", b, multiplier)
     fits = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
-    try:
-        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
-        fits = False
+    if fits and b.dim() > 2:
+        try:
+            torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except RuntimeError:
+            fits = False
     if not fits:
         raise ValueError(
             f"b: expected (K, N) or (..., K, N) for a of shape (..., M, K), got "

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.approx import reference
-from hoconv.registration import LIBRARIES, define, register_gradient
+from hoconv.registration import LIBRARIES, Op, define, register_gradient
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
@@ -60,15 +60,15 @@ _SCHEMAS = {
 class Ops:
     """The ops of one implementation; see their definitions in reference.py."""
 
-    multiply: torch._ops.OpOverload
-    multiply_derivative: torch._ops.OpOverload
-    matmul: torch._ops.OpOverload
-    matmul_derivative: torch._ops.OpOverload
-    conv2d: torch._ops.OpOverload
-    conv2d_backward_input: torch._ops.OpOverload
-    conv2d_backward_weight: torch._ops.OpOverload
-    table_matmul: torch._ops.OpOverload
-    table_product: torch._ops.OpOverload
+    multiply: Op
+    multiply_derivative: Op
+    matmul: Op
+    matmul_derivative: Op
+    conv2d: Op
+    conv2d_backward_input: Op
+    conv2d_backward_weight: Op
+    table_matmul: Op
+    table_product: Op
 
 
 def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -157,7 +157,7 @@ def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return d_a, d_b, *(None,) * 6
 
 
-def _implement_table_product(impl: str, table_matmul: torch._ops.OpOverload) -> None:
+def _implement_table_product(impl: str, table_matmul: Op) -> None:
     def table_product(
         a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
         table: Tensor, signed: bool,

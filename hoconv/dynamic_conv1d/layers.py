@@ -113,7 +113,9 @@ class _Conv1d(nn.Module):
         """Softmax over the taps of (B or 1, H, K, T or 1), then DropConnect."""
         if self.softmax:
             weight = weight.softmax(2)
-        return F.dropout(weight, self.weight_dropout, self.training)
+        if self.weight_dropout and self.training:
+            weight = F.dropout(weight, self.weight_dropout)
+        return weight
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         before = self.kernel_size - 1

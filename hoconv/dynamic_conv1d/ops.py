@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
-from hoconv.registration import define, register_autocast, register_gradient
+from hoconv.registration import Op, define, register_autocast, register_gradient
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -30,7 +30,7 @@ _SCHEMAS = {
 }  # fmt: skip
 
 
-def _register(impl: str) -> torch._ops.OpOverload:
+def _register(impl: str) -> Op:
     """Registers the ops of one implementation, whose kernels come with a compiled library.
 
     Returns:

@@ -187,8 +187,7 @@ class RNN(nn.Module):
             )
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
-        self._check_parameters(x)
-        x, parameters = self._cast(x)
+        x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = self._valid(lengths, x)
         outputs, final = self._layers(x, states, parameters, valid)
@@ -211,6 +210,7 @@ class RNN(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
         directions = 1 + self.bidirectional
+        first = [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -227,22 +227,20 @@ class RNN(nn.Module):
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
                 text = traced.training if self.training else traced.evaluation
                 plan = request(text, x.dtype, self.schedule, valid is not None, reverse)
-                initial = [state[at] for state in states]
-                call = Call(self.runs[at][0], traced.names, plan, x, initial, parameters[at],
+                call = Call(self.runs[at][0], traced.names, plan, x, first[at], parameters[at],
                             valid, self.training, seed, reverse)  # fmt: skip
                 name = resolve(OPERATOR.name, self.impl, x.device.type, plan, call.program)
                 output, *following = RUNS[name](call)
                 outputs.append(output)
                 final.append(following)
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-        return x, [torch.stack(each) for each in zip(*final, strict=True)]
-
-    def _cast(self, x: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """x and the parameters of each run in the dtype to compute with."""
-        parameters: list[list[Tensor]] = [
-            [getattr(self, name + suffix) for name in traced.names]
-            for (_, suffix), traced in zip(self.runs, self._traced, strict=True)
+        return x, [
+            each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
+            for each in zip(*final, strict=True)
         ]
+
+    def _cast(self, x: Tensor, parameters: list[list[Tensor]]) -> tuple[Tensor, list[list[Tensor]]]:
+        """x and the parameters of each run in the dtype to compute with."""
         if autocasts(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             parameters = [[_cast(p, dtype) for p in of] for of in parameters]
@@ -256,14 +254,22 @@ class RNN(nn.Module):
         _check_dtype("x", x.dtype)
         return x, parameters
 
-    def _check_parameters(self, x: Tensor) -> None:
-        """Checks tensors that replace parameters, for example by torch.func.functional_call."""
-        own = next(self.parameters(), x).dtype
+    def _gather_parameters(self, x: Tensor) -> list[list[Tensor]]:
+        """The parameters of each run, or what replaces them (torch.func.functional_call), checked.
+
+        Raises:
+            ValueError, TypeError: a shape, device or dtype that does not fit.
+        """
+        own = None
+        gathered: list[list[Tensor]] = []
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
+            gathered.append([])
             for d in traced.declarations:
                 name = d.name + suffix
-                tensor = getattr(self, name)
-                if tuple(tensor.shape) != d.shape:
+                tensor: Tensor = getattr(self, name)
+                gathered[-1].append(tensor)
+                own = own or tensor.dtype
+                if tensor.shape != d.shape:
                     raise ValueError(f"{name}: expected shape {d.shape}, got {tuple(tensor.shape)}")
                 if tensor.dtype != own:
                     raise TypeError(
@@ -275,6 +281,7 @@ class RNN(nn.Module):
                         f"x: expected the device of the parameters, {tensor.device} as {name}, got "
                         f"{x.device}"
                     )
+        return gathered
 
     def _states(self, given: State | None, x: Tensor, single: bool) -> list[Tensor]:
         sizes = self.runs[0][0].state_sizes

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack, unpack
-from hoconv.registration import gradients, register_gradient, register_vmap, without_autocast
+from hoconv.registration import Op, gradients, register_gradient, register_vmap, without_autocast
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -35,7 +35,7 @@ _library.define(
     "str plan, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-compiled_op = torch.ops.hoconv.recurrent.compiled
+compiled_op = Op(torch.ops.hoconv.recurrent.compiled)
 
 
 def _run(
@@ -122,7 +122,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if ctx.which != "forward":
         raise RuntimeError(f"hoconv::recurrent: the program {ctx.which!r} has no gradient")
     n_sequences, n_states, n_parameters = ctx.counts
@@ -181,7 +181,7 @@ def _differentiate_again(
 
 
 register_gradient(_library, compiled_op, _differentiate, _save)
-register_vmap(_library, compiled_op)
+register_vmap(_library, compiled_op.overload)
 
 
 class _CudnnFunction(torch.autograd.Function):
@@ -278,7 +278,7 @@ def run_reference(call: Call) -> list[Tensor]:
 def run_compiled(impl: str, call: Call) -> list[Tensor]:
     """Runs a program of the plan in C++ or CUDA; returns the output and the final states."""
     x, states = call.x, call.states
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = accumulate_dtype(x.dtype)
     sequences = [x] if call.valid is None else [x, call.valid]
     found = compiled_op(
         sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,

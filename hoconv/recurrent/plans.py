@@ -37,6 +37,11 @@ def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse:
         cell: the text of its trace, by :func:`hoconv.recurrent.frontend.serialize.to_text`.
         dtype, schedule, masked, reverse: as in :func:`hoconv.recurrent.schedule.plan_trace`.
     """
+    return _request_once(cell, dtype, schedule, masked, reverse)
+
+
+@functools.lru_cache(_KEPT)
+def _request_once(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse: bool) -> str:
     name = str(dtype).removeprefix("torch.")
     return "/".join((name, schedule, str(masked), str(reverse), cell))
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_second_gradients, save_forward, with_tangents
 from hoconv.registration import (
+    Op,
     define,
     gradient_layout,
     register_autocast,
@@ -36,7 +37,7 @@ _SCHEMAS = {
 }  # fmt: skip
 
 
-def _register(impl: str) -> torch._ops.OpOverload:
+def _register(impl: str) -> Op:
     """Registers the ops of one implementation, whose kernels come with a compiled library.
 
     Returns:

@@ -25,6 +25,7 @@ from hoconv.high_order.layer import composed, reference
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.registration import (
     LIBRARIES,
+    Op,
     define,
     gradients,
     register_autocast,
@@ -45,8 +46,12 @@ _SCHEMAS = {
 }  # fmt: skip
 
 
-def _register(impl: str) -> None:
-    """Registers the ops of one implementation; its kernels come with a compiled library."""
+def _register(impl: str) -> Op:
+    """Registers the ops of one implementation, whose kernels come with a compiled library.
+
+    Returns:
+        The forward.
+    """
     forward, backward = (
         define(_library, name, impl, schema, fake)
         for (name, schema), fake in zip(
@@ -80,6 +85,7 @@ def _register(impl: str) -> None:
     ):
         register_gradient(_library, op, differentiate, save, with_tangents)
     register_autocast(_library, forward)
+    return forward
 
 
 def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -92,8 +98,8 @@ def _fake_backward(
     return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
 
 
-for _impl in LIBRARIES:
-    _register(_impl)
+# Implementation -> its forward.
+_FORWARD = {impl: _register(impl) for impl in LIBRARIES}
 
 
 def _flops(x_shape: Any, weight_shape: Any, kernel_size: int) -> tuple[int, int]:
@@ -137,9 +143,9 @@ def run(
         return reference.high_order_layer(
             x, weight, bias, kernel_size, dilation, normalize, residual, apply
         )
-    op = getattr(_ops.high_order_layer, impl)
     softmax = normalize == "softmax"
-    return op(x, weight, bias, kernel_size, dilation, softmax, residual, allow_tf32)
+    options = kernel_size, dilation, softmax, residual, allow_tf32
+    return _FORWARD[impl](x, weight, bias, *options)
 
 
 def convolutions_allow_tf32() -> bool:

@@ -39,29 +39,32 @@ def bind(
     given = [p.value for p in program.params] + [v for _, v in program.sequences]
     given += program.made_before
     tensors = dict(resident)
+    device = initial[0].device
     for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
-        _check(buffer, values[value], T, B, initial[0].device)
+        tensor = values[value]
+        _check(buffer, tensor, T, B, device)
         if buffer in resident:
-            resident[buffer].copy_(values[value])
+            resident[buffer].copy_(tensor)
         else:
-            tensors[buffer] = values[value].contiguous()
+            tensors[buffer] = tensor.contiguous()
     for buffer in storage.buffers:
         if buffer not in tensors:
-            tensors[buffer] = empty(buffer, T, B, initial[0].device)
+            tensors[buffer] = empty(buffer, T, B, device)
     for buffers, first in zip(storage.initial, initial, strict=True):
         for each in buffers:
-            tensors[each][T - 1 if each.kind == "history" and program.reverse else 0] = first
+            start = T - 1 if each.kind == "history" and program.reverse else 0
+            tensors[each].select(0, start).copy_(first)
     return tensors
 
 
 def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
     """Checks a tensor before compiled code reads it through a bare pointer."""
     expected = DTYPES[buffer.type.dtype], buffer.shape(T, B), device
-    got = tensor.dtype, tuple(tensor.shape), tensor.device
+    got = tensor.dtype, tensor.shape, tensor.device
     if got != expected:
         raise ValueError(
             f"hoconv::recurrent: {buffer.name}: the compiled loop reads "
-            f"{', '.join(map(str, expected))}, got {', '.join(map(str, got))}"
+            f"{expected[0]}, {expected[1]}, {device}; got {got[0]}, {tuple(got[1])}, {got[2]}"
         )
 
 
@@ -70,8 +73,10 @@ def results(
 ) -> tuple[Tensors, list[Tensor]]:
     """The sequences that T steps have written, and the states after the last step."""
     written: Tensors = {
-        each.sequence: tensors[buffer][:T]
+        each.sequence: tensors[buffer].narrow(0, 0, T)
         for each, buffer in zip(program.yields, storage.yields, strict=True)
     }
-    final = [tensors[b][T if b.kind == "history" else T % 2].clone() for b in storage.states]
+    final = [
+        tensors[b].select(0, T if b.kind == "history" else T % 2).clone() for b in storage.states
+    ]
     return written, final

@@ -207,7 +207,7 @@ def test_torch_library_finds_no_fault(which: str) -> None:
     tests = ("test_schema", "test_faketensor")
     if which == "forward":
         tests += ("test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(compiled_op, arguments, test_utils=tests)
+    torch.library.opcheck(compiled_op.overload, arguments, test_utils=tests)
 
 
 def test_a_new_length_or_batch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Eager calls of every declared operator, which skip the dispatcher where they can: whatever
+watches or replaces the calls of PyTorch still does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hoconv.declaration import Sample, operators
+from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
+from tests.support import Place, places
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", places(operators()), indirect=True)
+
+
+@pytest.fixture
+def sample(place: Place) -> Sample:
+    """A sample whose tensors all have elements."""
+    return next(
+        s
+        for s in place.samples(torch.float32)
+        if all(a.numel() for a in s.args if isinstance(a, Tensor))
+    )
+
+
+class Recorder:
+    """A mode that notes whether a function or an op of the library is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def record(self, function: Any, args: Any, kwargs: Any) -> Any:
+        is_op = isinstance(function, torch._ops.OpOverload)
+        home = function.namespace if is_op else getattr(function, "__module__", None) or ""
+        self.found |= home.partition(".")[0] == "hoconv"
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(Recorder, TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.record(func, args, kwargs)
+
+
+class Kernels(Recorder, TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.record(func, args, kwargs)
+
+
+class Holder(Tensor):
+    """A tensor that holds another, which it gives to every function of PyTorch."""
+
+    held: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Holder:
+        holder = torch.Tensor._make_subclass(cls, tensor.detach())
+        holder.held = tensor
+        return holder
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(Holder, lambda t: t.held, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", [Functions, Kernels])
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
+def test_mode_sees_the_call(place: Place, sample: Sample, mode: type, grad: bool) -> None:
+    if place.impl == "reference":
+        pytest.skip("it calls PyTorch's own ops")
+    args = differentiable(sample.args) if grad else sample.args
+    place.call(*args, **sample.kwargs)  # compiles what it needs
+    with mode() as seen:
+        place.call(*args, **sample.kwargs)
+    assert seen.found
+
+
+def test_tensor_that_holds_another_passes_its_gradient_on(place: Place, sample: Sample) -> None:
+    def call_with_holders(*args: Any, **kwargs: Any) -> Any:
+        held = (Holder.of(a) if isinstance(a, Tensor) else a for a in args)
+        return place.call(*held, **kwargs)
+
+    got = output_and_gradients(call_with_holders, sample.args, sample.kwargs)
+    expected = output_and_gradients(place.call, sample.args, sample.kwargs)
+    assert got.keys() == expected.keys()
+    assert all(same_bits(got[name], expected[name]) for name in expected)
+
+
+def test_inference_mode_gives_the_same_output(place: Place, sample: Sample) -> None:
+    expected = tree_leaves(place.call(*differentiable(sample.args), **sample.kwargs))
+    with torch.inference_mode():
+        got = tree_leaves(place.call(*sample.args, **sample.kwargs))
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(t.is_inference() for t in got)
