@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.library import approx, layer, op, profile, recurrent, start
+from benchmarks.library import approx, calls, layer, op, profile, recurrent, start
 from benchmarks.training import images, loading, scaling, step, table, throughput
 from common import add_out_option
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "layer": (layer, "the whole high-order layer against the best of its peers"),
     "approx": (approx, "approximate products with every multiplier, beside PyTorch's"),
     "recurrent": (recurrent, "recurrent layers against PyTorch's, and their schedules"),
+    "calls": (calls, "the host's part of a call of every layer, beside PyTorch's layers"),
     "table": (table, "training steps of all models, implementations and batches"),
     "step": (step, "training steps, and how much of them is spent in the layer"),
     "images": (images, "1,000 COCO images through the high-order layer"),
