@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hoconv.lightning import Throughput
 from training import console
+from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
 from training.checkpoints import StepCheckpoints, epoch_checkpoints, plugins
@@ -58,6 +59,7 @@ def make_trainer(
             console.progress(),
             epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
+            *([CompileFirst()] if config.compile else []),
             *([FiniteLayers()] if config.find_nan else []),
             *make_callbacks(config.callbacks),
         ],
