@@ -76,6 +76,14 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
     assert logged == dict(zip(range(2, 19, 2), every_second, strict=True))
 
 
+@pytest.mark.slow
+def test_no_step_waits_for_the_word_of_another_process(tmp_path):
+    counted = tmp_path / "count"
+    count = f"+callbacks.count={{_target_: tests.broadcasts.CountBroadcasts, path: {counted}}}"
+    train(tmp_path / "run", *TWO, "trainer.max_epochs=1", "trainer.limit_val_batches=0", count)
+    assert int(counted.read_text()) == 0
+
+
 def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> list[float]:
     """Of three steps, the validation and the test, of the same global batch."""
     folder = tmp_path / str(devices)

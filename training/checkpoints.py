@@ -142,6 +142,10 @@ class StepCheckpoints(pl.Callback):
             # Lightning's own handler, which stops where a checkpoint would not be exact, comes
             # back when the fit ends.
             signal.signal(signal.SIGTERM, self._stop)
+        # With several processes Lightning broadcasts in every step whether the first received
+        # SIGTERM, and waits for the GPU to say so. Here all agree, at intervals.
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
