@@ -1,10 +1,10 @@
-"""Compiles ``csrc/`` on first use, into a cache; ``python -m hoconv.jit`` does it ahead.
+"""Compiles ``csrc/`` into a cache on first use, or ahead of time with ``python -m hoconv.jit``.
 
 Two libraries: ``cpu`` (the ``.cpp`` files in every ``cpu/`` and ``aten/`` of ``csrc/``) and
-``cuda`` (the ``.cu`` files in every ``cuda/``), so that the first loads beside a torch without
-CUDA. Both use the LibTorch stable ABI only: a library compiled beside one torch loads beside every
-torch from 2.11 on, whatever the Python version, so neither is part of the cache key. Sources, flags
-(with them the instruction set or GPU architecture) and compiler are.
+``cuda`` (the ``.cu`` files in every ``cuda/``), so that the first loads with a torch without CUDA.
+Both use the LibTorch stable ABI only: a library compiled with one version of torch loads with every
+version from 2.11 on, and with every version of Python. So neither version is part of the cache key.
+Sources, flags (with the instruction set or GPU architecture) and compiler are.
 
 The compilers are called directly, not through ``torch.utils.cpp_extension.load``: that needs ninja,
 and a build killed half-way leaves a lock behind on which every later start waits for ever.
@@ -36,8 +36,8 @@ from hoconv.jit.cache import BuildError as BuildError
 CSRC = Path(__file__).parents[1] / "csrc"
 LIBRARIES = {"cpu": ("**/cpu/*.cpp", "**/aten/*.cpp"), "cuda": ("**/cuda/**/*.cu",)}
 _ERROR = re.compile(r"error|undefined reference|no space left", re.IGNORECASE)
-_SHOWN = 5  # errors of a compiler that fails
-_EXPECTED = {"cpu": "about 20 s", "cuda": "one to three minutes"}
+_SHOWN_ERRORS = 5  # of a compiler that fails
+_EXPECTED_TIME = {"cpu": "about 20 s", "cuda": "one to three minutes"}
 
 _COMMON = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11
 _INSTRUCTION_SETS = {
@@ -50,7 +50,7 @@ _loading = threading.Lock()
 
 
 def load(library: str) -> str | None:
-    """Loads a library, compiling it where the cache has none. Once a process, from any thread.
+    """Loads a library, compiled first if the cache has none. Once per process, from any thread.
 
     Args:
         library: ``"cpu"``, or ``"cuda"`` for the GPUs that PyTorch sees.
@@ -60,11 +60,11 @@ def load(library: str) -> str | None:
         nothing, the library is broken.
     """
     with _loading:
-        return _loaded(library)
+        return _load_once(library)
 
 
 @functools.cache
-def _loaded(library: str) -> str | None:
+def _load_once(library: str) -> str | None:
     try:
         if library == "cuda" and not torch.cuda.is_available():
             raise BuildError(no_gpu())
@@ -76,7 +76,7 @@ def _loaded(library: str) -> str | None:
 
 @functools.cache
 def functions(library: str) -> ctypes.CDLL:
-    """The functions of a library that are no operators, by their C names.
+    """Returns the functions of a library that are not operators, by their C names.
 
     Raises:
         BuildError: the library cannot be used.
@@ -87,7 +87,10 @@ def functions(library: str) -> ctypes.CDLL:
 
 
 def obstacle(library: str) -> str | None:
-    """What is missing here to compile or run a library, with the fix. Compiles nothing."""
+    """Returns what is missing to compile or run a library, with the fix, or None.
+
+    It compiles nothing.
+    """
     if library == "cuda" and not torch.cuda.is_available():
         return no_gpu()
     try:
@@ -101,7 +104,7 @@ def obstacle(library: str) -> str | None:
 
 
 def no_gpu() -> str:
-    """Why PyTorch has no GPU to run on, with the fix."""
+    """Says why PyTorch has no GPU to run on, with the fix."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA; install a CUDA build"
     return "PyTorch sees no CUDA device; check nvidia-smi and the driver"
@@ -132,10 +135,13 @@ def compile(library: str, architectures: Sequence[str] = ()) -> Path:
 
 
 def find(library: str, architectures: Sequence[str] | None = None) -> Path | None:
-    """A library in the cache, as the present compiler makes it; without one, as any made it.
+    """Finds a library in the cache, made by this machine's compiler; without one, by any compiler.
 
     Args:
-        architectures: as of :func:`compile`; by default those of the GPUs that PyTorch sees.
+        architectures: as for :func:`compile`; by default those of the GPUs that PyTorch sees.
+
+    Returns:
+        The path of the shared library, or None.
 
     Raises:
         BuildError: the cache may not be trusted.
@@ -151,7 +157,7 @@ def find(library: str, architectures: Sequence[str] | None = None) -> Path | Non
 
 @functools.cache
 def compiler(library: str) -> str:
-    """The path of the compiler of a library: of nvcc for ``"cuda"``.
+    """Returns the path of the compiler of a library: for ``"cuda"``, that of nvcc.
 
     Raises:
         BuildError: there is none; says where it was looked for.
@@ -181,7 +187,7 @@ def compiler(library: str) -> str:
 
 
 def _compile(library: str, command: str, flags: list[str], folder: Path) -> Path:
-    shown = f"hoconv: compiling the {library} library, once ({_EXPECTED[library]})"
+    shown = f"hoconv: compiling the {library} library, once ({_EXPECTED_TIME[library]})"
     print(shown, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
     includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
@@ -213,9 +219,13 @@ def _run(command: list[str]) -> None:
         return
     lines = (done.stderr or done.stdout).strip().splitlines()
     errors = [line.strip() for line in lines if _ERROR.search(line)]
-    first = errors[:_SHOWN] or lines[:_SHOWN] or [f"no output, exit status {done.returncode}"]
-    if len(errors) > _SHOWN:
-        first.append(f"... and {len(errors) - _SHOWN} more errors")
+    first = (
+        errors[:_SHOWN_ERRORS]
+        or lines[:_SHOWN_ERRORS]
+        or [f"no output, exit status {done.returncode}"]
+    )
+    if len(errors) > _SHOWN_ERRORS:
+        first.append(f"... and {len(errors) - _SHOWN_ERRORS} more errors")
     said = "\n  ".join(first)
     raise BuildError(f"the compiler failed: {said}\n  command: {shlex.join(command)}")
 
@@ -233,10 +243,10 @@ def _flags(library: str, architectures: Sequence[str]) -> list[str]:
 
 
 def _libraries(library: str) -> list[str]:
-    # libstdc++ by its file name and first: a static one, which some systems prefer, or the pieces
-    # of an older one that torch's libraries export, would mix with torch's own, and an exception
-    # thrown from a mixture crashes. nvcc links CUDA's runtime statically by itself: no version of
-    # it is asked for at load time.
+    # libstdc++ comes first and by its file name. Some systems would link a static one instead, and
+    # torch's libraries export parts of an older one. Either would mix with the one that torch
+    # loads, and an exception thrown from such a mixture crashes the process. nvcc links CUDA's
+    # runtime statically, so that loading needs no particular version of it.
     cuda = ["-ltorch_cuda"] if library == "cuda" else []
     return ["-l:libstdc++.so.6", "-ltorch", "-ltorch_cpu", *cuda]
 
@@ -256,7 +266,7 @@ def _name(library: str, architectures: Sequence[str], identity: str) -> str:
 
 @functools.cache
 def _identity(command: str) -> str:
-    """A compiler and its version.
+    """Returns a digest of a compiler's path and version.
 
     Raises:
         BuildError: it cannot be run.
@@ -269,7 +279,7 @@ def _identity(command: str) -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The compute capabilities of the GPUs that PyTorch sees, each once, ascending."""
+    """Returns the compute capabilities of the GPUs that PyTorch sees, each once, ascending."""
     capabilities = {
         torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
     }

@@ -11,12 +11,12 @@ def main() -> None:
     parser.add_argument("library", nargs="?", choices=LIBRARIES,
                         help="which to compile; by default all that this machine can")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="X.Y",
-                        help="compute capability, such as 9.0, needs no GPU; repeated, in "
-                             "ascending order: one library for several; by default those of "
-                             "the GPUs here")  # fmt: skip
+                        help="compute capability to compile for, such as 9.0; needs no GPU; "
+                             "repeat it, in ascending order, for one library for several; "
+                             "default: those of this machine's GPUs")  # fmt: skip
     arguments = parser.parse_args()
     if arguments.arch and arguments.library != "cuda":
-        parser.error("--arch goes with the library cuda")
+        parser.error("--arch is for the library cuda only")
     chosen = [arguments.library] if arguments.library else list(LIBRARIES)
     for library in chosen:
         if not arguments.arch and (missing := obstacle(library)):

@@ -1,8 +1,8 @@
-"""The folder where compiled code is kept: what may be run from there, and how it gets there.
+"""The cache of compiled code: which of its files may be loaded, and how files are added.
 
-What is loaded from it runs with all rights of the user. So the folder and those above it must be
-such that only the user and root can change them, as ssh asks of its keys, and beside every file is
-its digest: one that was cut off, damaged or never finished is made again.
+Code that is loaded runs with all rights of the user. So only the user and root may be able to
+change the folder and those above it, as ssh requires of its keys. Beside every file is its digest:
+a file that was truncated, damaged or never finished is made again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BuildError(RuntimeError):
 
 
 def folder() -> Path:
-    """Where compiled code is kept: in ``TORCH_EXTENSIONS_DIR`` where that is set, else in the
-    user's home; for a user without one in a folder of its own for temporary files."""
+    """Returns the cache's folder: in ``TORCH_EXTENSIONS_DIR`` if that is set, else in the user's
+    home; for a user without a home, in the folder for temporary files."""
     if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named, "hoconv").resolve()
     try:
@@ -36,25 +36,25 @@ def folder() -> Path:
 
 
 def find(pattern: str) -> Path | None:
-    """A file of the cache whose contents still match its digest; None where there is none.
+    """Finds a file of the cache whose contents still match its digest; None if there is none.
 
     Raises:
         BuildError: the cache may not be trusted.
     """
     try:
-        cache = _trusted(folder())
-        return next(filter(_whole, sorted(cache.glob(pattern))), None)
+        cache = _check_trusted(folder())
+        return next(filter(_is_intact, sorted(cache.glob(pattern))), None)
     except OSError:
         return None
 
 
 def keep(name: str, make: Callable[[Path], Path]) -> Path:
-    """The file of the cache of this name.
+    """Returns the file of this name in the cache, and makes it if it is missing or damaged.
 
     Args:
-        name: says all that the contents depend on.
-        make: makes the file where the cache has none, or has a damaged one. It is called with a
-            folder to work in, by one process at a time, and returns the path of what it made.
+        name: depends on everything that the contents depend on.
+        make: makes the file. It is called with a folder to work in, by one process at a time, and
+            returns the path of the file that it made there.
 
     Raises:
         BuildError: the cache may not be trusted, or cannot be written; or what `make` raises.
@@ -64,18 +64,18 @@ def keep(name: str, make: Callable[[Path], Path]) -> Path:
     cache = folder()
     try:
         for missing in reversed([each for each in (cache, *cache.parents) if not each.exists()]):
-            missing.mkdir(0o755, exist_ok=True)  # whatever the umask, no other can write to it
-        target = _trusted(cache) / name
-        with _locked(target.with_suffix(".lock")):
-            if not _whole(target):  # another process may have made it while this one waited
-                with _emptied(target.with_suffix(".build")) as working:
+            missing.mkdir(0o755, exist_ok=True)  # whatever the umask, only the user can write to it
+        target = _check_trusted(cache) / name
+        with _lock(target.with_suffix(".lock")):
+            if not _is_intact(target):  # another process may have made it while this one waited
+                with _working_folder(target.with_suffix(".build")) as working:
                     made = make(working)
                     digest = working / "digest"
                     digest.write_text(_digest(made))
                     for each in (made, digest):
                         each.chmod(0o755)
                     os.replace(made, target)  # whole or not at all, also when killed
-                    os.replace(digest, _beside(target))
+                    os.replace(digest, _digest_path(target))
     except OSError as error:
         raise BuildError(
             f"cannot write the build cache {cache} ({error.strerror or error}); "
@@ -84,18 +84,23 @@ def keep(name: str, make: Callable[[Path], Path]) -> Path:
     return target
 
 
-def _trusted(cache: Path) -> Path:
-    """The folder, where nobody else can put a file into it or another folder in its place."""
+def _check_trusted(cache: Path) -> Path:
+    """Returns the folder if nobody else can put a file into it, or replace it by another.
+
+    Raises:
+        BuildError: someone else can.
+    """
     owners = {0, os.geteuid()}
-    problem, where = _shared(cache.lstat(), owners), cache
-    # Where root has another number, as in a container of its own users, whose / is has all anyway.
+    problem, where = _find_risk(cache.lstat(), owners), cache
+    # In a container with users of its own, root may have another number. Whoever owns / has all
+    # rights anyway.
     owners.add(Path("/").stat().st_uid)
     for parent in cache.parents:
         status = parent.lstat()
-        # In a sticky folder, as /tmp is, everyone can make what is not there, and replace nothing.
+        # In a sticky folder such as /tmp, everyone can add files, but nobody can replace another's.
         sticky = status.st_mode & stat.S_ISVTX and status.st_uid in owners
         if not problem and not sticky:
-            problem, where = _shared(status, owners), parent
+            problem, where = _find_risk(status, owners), parent
     if problem:
         raise BuildError(
             f"the build cache {cache} is not safe to run code from: {where} {problem}; "
@@ -104,19 +109,19 @@ def _trusted(cache: Path) -> Path:
     return cache
 
 
-def _shared(status: os.stat_result, owners: Container[int]) -> str | None:
-    """What lets others than these change a file or folder; None where nothing does."""
+def _find_risk(status: os.stat_result, owners: Container[int]) -> str | None:
+    """Says why users other than `owners` can change a file or folder; None if they cannot."""
     if status.st_uid not in owners:
         return f"belongs to user {status.st_uid}"
     if status.st_mode & stat.S_IWOTH:
         return "can be written by everyone"
-    if status.st_mode & stat.S_IWGRP and not _private(status.st_gid):
+    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
         return f"can be written by group {status.st_gid}"
     return None
 
 
-def _private(group: int) -> bool:
-    """Whether a group is the user's alone, such as many systems make for each user."""
+def _is_private(group: int) -> bool:
+    """Whether the user is a group's only member; many systems make such a group for each user."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         entry = grp.getgrgid(group)
@@ -125,13 +130,13 @@ def _private(group: int) -> bool:
     return entry.gr_name == name and set(entry.gr_mem) <= {name}
 
 
-def _whole(path: Path) -> bool:
-    """Whether a file is as it was made."""
+def _is_intact(path: Path) -> bool:
+    """Whether a file matches its digest, and others can change neither of them."""
     try:
-        kept = (path, _beside(path))
+        kept = (path, _digest_path(path))
         statuses = [each.lstat() for each in kept]
         owners = {0, os.geteuid()}
-        if any(not stat.S_ISREG(s.st_mode) or _shared(s, owners) for s in statuses):
+        if any(not stat.S_ISREG(s.st_mode) or _find_risk(s, owners) for s in statuses):
             return False
         return kept[1].read_bytes() == _digest(path).encode()
     except OSError:
@@ -143,14 +148,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _beside(path: Path) -> Path:
-    """Where the digest of a file is."""
+def _digest_path(path: Path) -> Path:
+    """Returns the path of a file's digest."""
     return path.with_name(f"{path.name}.sha256")
 
 
 @contextmanager
-def _emptied(working: Path) -> Iterator[Path]:
-    """A folder to work in, without what a build that was killed left there."""
+def _working_folder(working: Path) -> Iterator[Path]:
+    """Makes an empty folder, without the files of a build that was killed, and removes it later."""
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(0o700)
     try:
@@ -160,8 +165,8 @@ def _emptied(working: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system frees the lock of a process that was killed."""
+def _lock(path: Path) -> Iterator[None]:
+    """Lets one process in at a time; the system frees the lock of a process that was killed."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -11,7 +11,7 @@ import torch
 from hoconv import jit
 from hoconv.jit import cache, nvrtc
 
-# Loops over calls of inlined functions become vector instructions; infinities and NaN stay exact.
+# They let the compiler vectorise loops over inlined functions; infinities and NaN stay exact.
 _FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
 
 
@@ -62,8 +62,9 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
     include = f"--include-path={jit.CSRC}"
 
     def make(folder: Path) -> Path:
-        (made := folder / "kernels.cubin").write_bytes(nvrtc.compile(text, [*flags, include]))
-        return made
+        cubin = folder / "kernels.cubin"
+        cubin.write_bytes(nvrtc.compile(text, [*flags, include]))
+        return cubin
 
     key = _digest(name, "*.[ch]*", text, flags)
     return cache.keep(f"{name}-{key}-nvrtc{nvrtc.version()}.cubin", make)
@@ -71,11 +72,11 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
 
 def _digest(name: str, headers: str, text: str, flags: list[str]) -> str:
     digest = hashlib.sha256(repr(flags).encode() + text.encode())
-    digest.update(_contents(name, headers))
+    digest.update(_read_headers(name, headers))
     return digest.hexdigest()[:16]
 
 
 @functools.cache
-def _contents(name: str, headers: str) -> bytes:
-    """The headers of a folder, one after another."""
+def _read_headers(name: str, headers: str) -> bytes:
+    """Returns the text of a folder's headers, one after another."""
     return b"".join(path.read_bytes() for path in sorted((jit.CSRC / name).glob(headers)))

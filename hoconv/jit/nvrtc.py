@@ -1,7 +1,7 @@
-"""NVRTC, NVIDIA's compiler that is a library: the one that PyTorch's CUDA builds bring and load.
+"""Calls NVRTC, NVIDIA's CUDA compiler as a library, which PyTorch's CUDA builds install and load.
 
-It needs no toolkit and no GPU. Its C interface is called directly: NVIDIA's Python one takes longer
-to import than a cell takes to compile.
+It needs neither a toolkit nor a GPU. Its C interface is called directly, since NVIDIA's Python
+interface takes longer to import than a cell takes to compile.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from hoconv import jit
 
 
 def compile(text: str, flags: Sequence[str]) -> bytes:
-    """Machine code of a CUDA source, a cubin.
+    """Compiles a CUDA source to machine code, a cubin.
 
     Raises:
-        hoconv.jit.BuildError: there is no NVRTC, or it failed; with what it says of the source.
+        hoconv.jit.BuildError: there is no NVRTC, or it failed; with its log.
     """
     nvrtc = _library()
     program = ctypes.c_void_p()
 
-    def checked(status: int, shown: Callable[[], str] = str) -> None:
+    def check(status: int, details: Callable[[], str] = str) -> None:
         if status:
             reason = nvrtc.nvrtcGetErrorString(status).decode()
-            raise jit.BuildError(f"NVRTC failed: {reason}{shown()}")
+            raise jit.BuildError(f"NVRTC failed: {reason}{details()}")
 
-    def found(what: str) -> bytes:
+    def read(what: str) -> bytes:
         size = ctypes.c_size_t()
-        checked(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+        check(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
         buffer = ctypes.create_string_buffer(size.value)
-        checked(nvrtc[f"nvrtcGet{what}"](program, buffer))
+        check(nvrtc[f"nvrtcGet{what}"](program, buffer))
         return buffer.raw
 
-    def log() -> str:
-        return "\n" + found("ProgramLog").decode().strip("\0\n")
+    def read_log() -> str:
+        return "\n" + read("ProgramLog").decode().strip("\0\n")
 
     source = (text.encode(), b"generated.cu", 0, None, None)
     options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-    checked(nvrtc.nvrtcCreateProgram(ctypes.byref(program), *source))
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), *source))
     try:
-        checked(nvrtc.nvrtcCompileProgram(program, len(flags), options), log)
-        return found("CUBIN")
+        check(nvrtc.nvrtcCompileProgram(program, len(flags), options), read_log)
+        return read("CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def version() -> str:
-    """Its version, such as ``"13.0"``.
+    """Returns NVRTC's version, such as ``"13.0"``.
 
     Raises:
         hoconv.jit.BuildError: there is no NVRTC.
@@ -61,7 +61,10 @@ def version() -> str:
 
 
 def obstacle() -> str | None:
-    """Why it cannot compile here, with the fix. Compiles nothing."""
+    """Returns why NVRTC cannot compile on this machine, with the fix, or None.
+
+    It compiles nothing.
+    """
     try:
         _library()
     except jit.BuildError as error:

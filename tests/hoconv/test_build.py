@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def _new_process() -> Iterator[None]:
     """What is remembered once a process is forgotten, before the test and after it."""
-    remembered = (jit._loaded, jit.compiler, jit._identity)
+    remembered = (jit._load_once, jit.compiler, jit._identity)
     for function in remembered:
         function.cache_clear()
     yield

@@ -112,7 +112,7 @@ def plant(make: Maker) -> Path:
 def test_a_folder_that_others_can_write_to_is_refused(make: Maker, mode: int) -> None:
     folder = plant(make).parent
     os.chown(folder, -1, ANOTHER) if os.geteuid() == 0 else None
-    if mode == 0o775 and cache._private(folder.stat().st_gid):
+    if mode == 0o775 and cache._is_private(folder.stat().st_gid):
         pytest.skip("its group has no other member")
     folder.chmod(mode)
     with pytest.raises(jit.BuildError) as refused:
@@ -166,11 +166,11 @@ def test_a_planted_library_is_neither_loaded_nor_said_to_be_there(
     for each in (library, digest_of(library), folder):
         os.chown(each, ANOTHER, ANOTHER)
     tmp_path.chmod(0o1777)
-    jit._loaded.cache_clear()
+    jit._load_once.cache_clear()
     try:
         reason = jit.load("cpu")
     finally:
-        jit._loaded.cache_clear()
+        jit._load_once.cache_clear()
     assert f"{folder} belongs to user {ANOTHER}" in (reason or "")
     assert not ran.exists()
 
