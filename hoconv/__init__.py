@@ -1,10 +1,10 @@
-"""Research layers, fast: each as `reference`, `cpp` and `cuda` implementations.
+"""Research layers with fast kernels: each has a `reference`, a `cpp` and a `cuda` implementation.
 
-See :class:`HighOrderConv2d`, :func:`high_order_conv2d`, :func:`high_order_layer`,
-:class:`LightweightConv1d`, :class:`DynamicConv1d`, :func:`dynamic_conv1d`,
-:class:`ApproxConv2d`, :class:`ApproxLinear`, :mod:`hoconv.approx`, :func:`implementations`,
-:func:`set_impl`;
-:mod:`hoconv.recurrent`, a language for recurrent cells.
+Layers: :class:`HighOrderConv2d`, :class:`LightweightConv1d`, :class:`DynamicConv1d`,
+:class:`ApproxConv2d` and :class:`ApproxLinear`. The functions that they call:
+:func:`high_order_layer`, :func:`high_order_conv2d`, :func:`dynamic_conv1d` and those of
+:mod:`hoconv.approx`. :mod:`hoconv.recurrent` is a language for recurrent cells.
+:func:`implementations` says what can run on this machine; :func:`set_impl` chooses for a model.
 """
 
 from hoconv import approx as approx

@@ -2,10 +2,10 @@
 for bit where the operator is declared to give the reference's bits.
 
 For each device and dtype, over the operator's samples with fresh random values: the relative error
-``|a - b| / |b|`` (Euclidean norms) of the output and of every gradient. NaN never passes, and new
-tensors are made of NaN, so that an element never written is seen. Two more calls, with memory as it
-comes, show whether the same inputs give the same bits. Exit code 1 where a case fails, where an
-implementation or a package of operators is broken, or where nothing could be checked.
+``|a - b| / |b|`` (Euclidean norms) of the output and of every gradient. New tensors are filled with
+NaN, which never passes, so that an element that was never written is found. Two more calls, without
+that fill, show whether the same inputs give the same bits. The exit code is 1 if a case fails, if
+an implementation or a package of operators is broken, or if nothing could be checked.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
 
@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_map
 from hoconv.commands import (
     add_device_option,
     add_operator_option,
-    broken_packages_named,
     dtype_name,
     record,
+    report_broken_packages,
     write_json,
 )
 from hoconv.declaration import Operator, Sample, operators
@@ -62,7 +62,7 @@ class Row:
         same_bits: whether two calls gave the same output and gradients, bit for bit, in every case.
         failures: what is wrong, a line for each output and gradient, with the sample's name; or,
             without a dtype, why the implementation does not compile or load.
-        unavailable: what it misses on this machine; then nothing else is filled in.
+        unavailable: what is missing to run it on this machine; then the other results are not set.
     """
 
     operator: str
@@ -80,11 +80,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A sample, the gradient of its output, and what the reference makes of both.
+    """A sample, the gradient of its output, and the reference's results for both.
 
     Attributes:
         cotangent: the gradient of the output, in its structure.
-        dtypes: of the reference's output for the sample, by the names of its tensors.
+        dtypes: the dtype of each tensor of the reference's output, by name.
         expected: output and gradients of the reference, by name.
     """
 
@@ -111,15 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show_failures(rows)
     if arguments.json:
         head = record("-m hoconv.check", argv)
-        write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_json, rows)]})
+        write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_for_json, rows)]})
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)
     print(f"{cases} cases, {failures} failures")
-    return 1 if broken_packages_named() or failures or not cases else 0
+    return 1 if report_broken_packages() or failures or not cases else 0
 
 
 def _show_progress(what: str) -> None:
-    """On a terminal, in one line that the next one replaces."""
+    """Shows a line on a terminal; the next call replaces it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 
@@ -146,7 +146,7 @@ def check(
         name = dtype_name(dtype)
         say(f"{operator.name}: {name} on {device}, reference")
         torch.manual_seed(arguments.seed)
-        cases = [_case(operator, s) for s in operator.samples(torch.device(device), dtype)]
+        cases = [_make_case(operator, s) for s in operator.samples(torch.device(device), dtype)]
         for impl in runnable:
             say(f"{operator.name}: {name} on {device}, {impl}")
             row = Row(operator.name, impl, device, name, tolerance)
@@ -158,8 +158,8 @@ def check(
     return rows + others
 
 
-def _case(operator: Operator, sample: Sample) -> Case:
-    """Computed on the CPU: independent of the device that is checked."""
+def _make_case(operator: Operator, sample: Sample) -> Case:
+    """Computes a case on the CPU, independently of the device that is checked."""
     reference = functools.partial(operator.function, impl="reference")
     call = sample.args, dict(sample.kwargs)
     args, kwargs = on_cpu(call, in_float64=False)
@@ -173,14 +173,14 @@ def _case(operator: Operator, sample: Sample) -> Case:
 
 
 def _compare(operator: Operator, case: Case, row: Row) -> None:
-    """Runs one implementation on one case, and adds what comes of it to the row."""
+    """Runs one implementation on one case, and adds the outcome to the row."""
     assert row.tolerance is not None
     row.cases += 1
     name = case.sample.name or f"case {row.cases}"
     function = functools.partial(operator.function, impl=row.impl)
     call = function, case.sample.args, case.sample.kwargs, case.cotangent
     try:
-        with _new_tensors_are_nan():
+        with _fill_new_tensors_with_nan():
             results = output_and_gradients(*call)
         once, again = output_and_gradients(*call), output_and_gradients(*call)
     except Exception as error:  # whatever an implementation raises is its failure, not ours
@@ -212,9 +212,9 @@ def _compare(operator: Operator, case: Case, row: Row) -> None:
 
 
 @contextmanager
-def _new_tensors_are_nan() -> Iterator[None]:
-    """For ``empty`` and its like, in Python and in C++ alike."""
-    with warnings.catch_warnings(action="ignore"):  # operators that have no deterministic form
+def _fill_new_tensors_with_nan() -> Iterator[None]:
+    """Fills with NaN what ``empty`` and similar functions allocate, in Python and in C++."""
+    with warnings.catch_warnings(action="ignore"):  # of ops that have no deterministic form
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -227,7 +227,7 @@ def _worse(a: float, b: float) -> float:
 
 
 def _show_failures(rows: list[Row]) -> None:
-    """Each in a line; what else a compiler says of one, the first time that it says so."""
+    """Prints a line for each failure, and each compiler's further lines once."""
     shown = {""}
     for row in rows:
         where = " ".join(filter(None, (row.operator, row.impl, row.device, row.dtype)))
@@ -260,8 +260,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.impl, row.dtype, str(row.cases), *errors, "yes" if row.same_bits else "no", result
 
 
-def _json(row: Row) -> dict[str, Any]:
-    """JSON has no infinity and no NaN: such errors are written as strings."""
+def _for_json(row: Row) -> dict[str, Any]:
+    """Converts a row for JSON, which has no infinity and no NaN: such errors become strings."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(row).items()

@@ -25,8 +25,8 @@ def add_operator_option(parser: argparse.ArgumentParser) -> None:
                         help="default: all that are declared")  # fmt: skip
 
 
-def broken_packages_named() -> bool:
-    """Whether there are packages of operators that cannot be imported; says which, and why."""
+def report_broken_packages() -> bool:
+    """Prints the packages of operators that cannot be imported; returns whether there are any."""
     for name, reason in broken_packages().items():
         print(f"The package of operators {name} is broken: {reason}", file=sys.stderr)
     return bool(broken_packages())
@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def record(command: str, argv: Sequence[str]) -> dict[str, Any]:
-    """How every JSON file begins: what was run, when and where.
+    """Returns the head of every JSON record: what was run, when and where.
 
     Args:
         command: what ``python`` is given before the options, such as ``-m hoconv.check``.
@@ -68,7 +68,11 @@ def write_json(path: Path, contents: Any) -> None:
 
 
 def write(path: Path, write_to: Callable[[Path], Any]) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Writes a file whole or not at all: a reader never sees half of one.
+
+    Args:
+        write_to: writes the file under the temporary name that it is given.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     write_to(partial)

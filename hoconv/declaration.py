@@ -1,4 +1,4 @@
-"""The declaration of an operator, and the list of those declared.
+"""The declaration of an operator, and the list of declared operators.
 
 An operator is declared once, in its own folder, with :func:`declare`. The correctness check, the
 benchmark, the parametrised tests, ``python -m hoconv.doctor`` and the start-up table of a training
@@ -26,13 +26,13 @@ class Implementation:
         function: computes it, called with the operator's arguments once they are checked; returns
             a tensor, or a pytree of tensors (a tuple or a dict, say).
         devices: the device types it runs on; empty for all of them.
-        load: makes `function` callable, by compiling what it needs where that is not done yet;
-            returns what failed, with the fix, or None. Where nothing is missing, and it fails or
-            raises, the implementation is broken.
-        obstacle: what is missing on this machine, a compiler or a GPU, say, with the fix; or None.
-            Looks, and compiles nothing.
-        prepare: ``prepare(device_type, *program)`` compiles what a call needs, where that depends
-            on more than the operator; raises where it fails.
+        load: loads what `function` needs, compiled first if necessary; returns what failed, with
+            the fix, or None. If it fails or raises although `obstacle` returns None, the
+            implementation is broken.
+        obstacle: returns what is missing on this machine, a compiler or a GPU, say, with the fix;
+            or None. It compiles nothing.
+        prepare: ``prepare(device_type, *program)`` compiles one program, where the operator
+            generates code; raises if that fails.
         thread_invariant: whether a CPU's results have the same bits with any number of threads;
             PyTorch's matrix products do not promise it.
     """
@@ -100,18 +100,18 @@ class Operator:
 
     Attributes:
         name: the public name.
-        function: the public function, ``function(*args, impl=..., **kwargs)``; returns what an
-            implementation's does.
+        function: the public function, ``function(*args, impl=..., **kwargs)``; returns what the
+            function of an implementation returns.
         implementations: name -> implementation, from the slowest to the fastest. The first is
             ``reference``, the definition in plain PyTorch and the ground truth.
         samples: ``samples(device, dtype)`` yields the correctness cases, the awkward ones included,
             small enough that all of them run in seconds.
         tolerances: dtype -> largest allowed ``|out - ref| / |ref|`` (Euclidean norms) against the
             reference in float64, for every tensor of the output and for every gradient.
-        cost: the floor of a sample.
+        cost: computes the least that a sample must do.
         benchmark: the sizes at which it is timed.
-        bitwise: every implementation gives the reference's bits, in the operator's own dtypes,
-            where a reference in float64 would be another operator; the tolerances are 0.
+        bitwise: whether every implementation must give the reference's bits, in the operator's own
+            dtypes: for an operator that would be a different one in float64. The tolerances are 0.
     """
 
     name: str
@@ -139,24 +139,24 @@ def declare(operator: Operator) -> Operator:
 
 
 def find(name: str) -> Operator:
-    """The operator declared under this name."""
+    """Returns the operator declared under this name."""
     return _declared[name]
 
 
 def operators() -> list[Operator]:
-    """All declared operators: hoconv's own, then those of installed packages."""
+    """Returns all declared operators: hoconv's own, then those of installed packages."""
     broken_packages()
     return list(_declared.values())
 
 
 @functools.cache
 def broken_packages() -> dict[str, str]:
-    """Installed packages whose operators cannot be imported: entry point -> what was raised."""
+    """Finds installed packages whose operators cannot be imported: entry point -> the error."""
     broken = {}
     for entry in entry_points(group="hoconv.operators"):
         try:
             entry.load()
-        except (Exception, SystemExit) as error:  # one package takes no other down
+        except (Exception, SystemExit) as error:  # a broken package must not hide the others
             broken[f"{entry.name} = {entry.value}"] = f"{type(error).__name__}: {error}"
     return broken
 

@@ -1,8 +1,9 @@
 """Says what hoconv finds on this machine: ``python -m hoconv.doctor``, for a bug report.
 
-Versions, compilers, devices, implementations and why not, and what ``impl="auto"`` means for every
-declared operator. Compiles nothing unless asked to with ``--build``, and so cannot tell what is
-broken, except packages of operators that cannot be imported. Exit code 1 where something is.
+It shows versions, compilers and devices, which implementations can run or what they lack, and what
+``impl="auto"`` means for every declared operator. Without ``--build`` it compiles nothing, and the
+only broken code that it finds are packages of operators that cannot be imported. The exit code is 1
+if something is broken.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware: what a measurement needs beside it to be compared with another.
+    """Returns versions and hardware, without which measurements cannot be compared.
 
     Returns:
         A dict for JSON; None for what is not there. ``gpu`` is the first GPU's name, ``driver``
-        the NVIDIA driver's version, ``cuda`` the CUDA version torch was built with,
-        ``cpu_capability`` the instruction set torch uses, ``threads`` how many, and ``commit`` that
-        of the checkout hoconv is imported from, with ``-dirty`` where tracked files differ from it.
+        the NVIDIA driver's version, ``cuda`` the CUDA version that torch was built with,
+        ``cpu_capability`` the instruction set that torch uses, and ``threads`` how many threads.
+        ``commit`` is that of hoconv's checkout, with ``-dirty`` if tracked files differ from it.
     """
     return {
         "hoconv": hoconv.__version__,
@@ -86,7 +87,7 @@ def environment() -> dict[str, Any]:
 
 
 def devices() -> tuple[str, ...]:
-    """The device types that are here: ``"cpu"``, and ``"cuda"`` where PyTorch sees a GPU."""
+    """Returns this machine's device types: ``"cpu"``, and ``"cuda"`` if PyTorch sees a GPU."""
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -118,16 +119,16 @@ def _implementation_facts(compiling: bool) -> dict[str, str]:
     facts = implementations()
     for name, library in (("cpp", "cpu"), ("cuda", "cuda")):
         if facts[name] == "available":
-            facts[name] = _tried(library) if compiling else _looked_for(library)
+            facts[name] = _try_library(library) if compiling else _find_library(library)
     return facts
 
 
-def _tried(library: str) -> str:
+def _try_library(library: str) -> str:
     reason = jit.load(library)
     return f"{_BROKEN}{reason}" if reason else "built and loaded"
 
 
-def _looked_for(library: str) -> str:
+def _find_library(library: str) -> str:
     try:
         return "built" if jit.find(library) else "can be built"
     except jit.BuildError as error:
@@ -135,14 +136,14 @@ def _looked_for(library: str) -> str:
 
 
 def _auto_facts(compiling: bool) -> dict[str, str]:
-    describe = _chosen if compiling else _expected
+    describe = _describe_choice if compiling else _predict_choice
     return {
         operator.name: "; ".join(f"{device}: {describe(operator, device)}" for device in devices())
         for operator in operators()
     }
 
 
-def _chosen(operator: Operator, device_type: str) -> str:
+def _describe_choice(operator: Operator, device_type: str) -> str:
     try:
         choice = choose(operator, "auto", device_type)
         return f"{choice.name} ({choice.why})"
@@ -150,14 +151,17 @@ def _chosen(operator: Operator, device_type: str) -> str:
         return f"none: {error}"
 
 
-def _expected(operator: Operator, device_type: str) -> str:
-    """What `choose` will say unless something is broken, which only trying shows."""
-    able = (n for n in candidates(operator, device_type) if not obstacle(operator, n, device_type))
-    return next(able, "none")
+def _predict_choice(operator: Operator, device_type: str) -> str:
+    """Returns what `choose` will choose unless it is broken, which only compiling shows."""
+    runnable = (
+        name for name in candidates(operator, device_type)
+        if not obstacle(operator, name, device_type)
+    )  # fmt: skip
+    return next(runnable, "none")
 
 
 def _broken_facts(compiling: bool) -> dict[str, str]:
-    """Packages, and with `compiling` the implementations for the devices here."""
+    """Finds broken packages, and with `compiling` broken implementations for these devices."""
     facts = {name: f"{_BROKEN}{reason}" for name, reason in broken_packages().items()}
     if compiling:
         for operator, device in itertools.product(operators(), devices()):
@@ -189,7 +193,7 @@ def _commit() -> str | None:
 
 
 def _first_line(*command: str, containing: str = "") -> str | None:
-    """The first such line that a program prints; None where there is none or it fails."""
+    """Returns the first such line that a program prints; None if there is none or it fails."""
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

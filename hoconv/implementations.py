@@ -1,4 +1,4 @@
-"""Which implementations of an operator can run here, why not, and which one ``auto`` means."""
+"""Decides which implementations of an operator can run here, and which one a call uses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hoconv import jit
 from hoconv.declaration import Operator, find, layers
 from hoconv.jit import BuildError
 
-# Answers that a process caches. Programs are unbounded in number: beyond this many, the one asked
-# for least recently is decided again.
-_KEPT = 1024
+# How many decisions a process caches. A process may run any number of programs; the decision that
+# was used least recently is dropped first.
+_CACHED = 1024
 
 
 class ImplementationError(RuntimeError):
@@ -24,7 +24,7 @@ class ImplementationError(RuntimeError):
 
 
 class BrokenImplementationError(ImplementationError):
-    """It could run here, as nothing is missing, but does not compile or load; says why."""
+    """Nothing is missing to run an implementation, but it does not compile or load; says why."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Choice:
 
 
 def implementations() -> dict[str, str]:
-    """What can be built for this machine: implementation -> ``"available"``, or what is missing.
+    """Finds what can be built on this machine: name -> ``"available"``, or what is missing.
 
-    Looks for compilers and devices; compiles nothing, and so does not know what is broken.
+    It looks for compilers and devices and compiles nothing, so that it does not know what is
+    broken.
     """
     return {
         "reference": "available",
@@ -52,14 +53,14 @@ def set_impl(module: nn.Module, impl: str | Mapping[str, str]) -> None:
 
     Args:
         module: a model, or a layer.
-        impl: a name for all: a layer whose operator has none of that name is set to ``"auto"``.
-            Or a mapping from an operator's name, or a layer's as ``module.named_modules()`` gives
-            it, to a name; a layer's own entry counts before its operator's, and a layer that has
-            neither keeps what it had.
+        impl: one name for all layers; a layer whose operator has no such implementation is set to
+            ``"auto"``. Or a mapping from the name of an operator, or of a layer as in
+            ``module.named_modules()``, to the name of an implementation. A layer's own entry takes
+            precedence over its operator's; a layer that has neither keeps its implementation.
 
     Raises:
-        ValueError: no operator of these layers has such an implementation; a key of the mapping is
-            the name of none of them.
+        ValueError: no operator of these layers has such an implementation; a key of the mapping
+            names neither an operator nor a layer.
     """
     found = dict(layers(module))
     if isinstance(impl, str):
@@ -108,41 +109,44 @@ def choose(operator: Operator, impl: str, device_type: str, *program: str) -> Ch
         operator: the declaration.
         impl: an implementation's name, or ``"auto"``: the fastest that can run.
         device_type: where the tensors are: ``"cpu"``, ``"cuda"``, ...
-        program: what is to be run, where the operator generates code for it: the arguments of
-            :attr:`hoconv.declaration.Implementation.prepare`. Messages show the first word of each.
+        program: the program that the call runs, where the operator generates code: the arguments
+            of :attr:`hoconv.declaration.Implementation.prepare`. Messages show the first word of
+            each.
 
     Raises:
         ValueError: the operator has no implementation of that name.
         ImplementationError: it was asked for by name and cannot run here.
-        BrokenImplementationError: likewise, since it fails to compile or load.
+        BrokenImplementationError: it was asked for by name and does not compile or load.
     """
     check_name(operator, impl)
     if impl == "auto":
-        return _fastest(operator, device_type, *program)
+        return _choose_fastest(operator, device_type, *program)
     if reason := obstacle(operator, impl, device_type):
         raise ImplementationError(f"impl={impl} cannot run {operator.name}: {reason}")
-    if reason := _failure(operator, impl, device_type, *program):
+    if reason := _find_failure(operator, impl, device_type, *program):
         raise BrokenImplementationError(f"impl={impl} is broken for {operator.name}: {reason}")
     return Choice(impl, "asked for by name")
 
 
 def resolve(operator: str, impl: str, device_type: str, *program: str) -> str:
-    """The name that :func:`choose` chooses, for calls of the operator of that name.
+    """Returns the name that :func:`choose` chooses, for the operator of that name.
 
-    A constant to torch.compile, which does not trace it: strings in, a string out.
+    torch.compile does not trace this function, and takes its result as a constant.
     """
     return choose(find(operator), impl, device_type, *program).name
 
 
-# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes
+# What torch.compiler.assume_constant_result does. That function imports the compiler, which takes
 # longer than everything else at start-up.
 resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
 def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
-    """What is missing to run `impl` on tensors of such a device, with the fix; None where nothing
-    is. Compiles nothing."""
+    """Returns what is missing to run `impl` on tensors of such a device, with the fix, or None.
+
+    It compiles nothing.
+    """
     implementation = operator.implementations[impl]
     if implementation.devices and device_type not in implementation.devices:
         here = " and ".join(
@@ -158,11 +162,11 @@ def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
     try:
         return implementation.obstacle()
     except Exception:
-        return None  # it is not missing but broken: _failure says so
+        return None  # nothing is known to be missing: it is broken, which _find_failure says
 
 
 def candidates(operator: Operator, device_type: str) -> list[str]:
-    """The implementations for tensors of such a device, the fastest first."""
+    """Returns the implementations for tensors of such a device, the fastest first."""
     return [
         name
         for name, implementation in reversed(list(operator.implementations.items()))
@@ -170,17 +174,18 @@ def candidates(operator: Operator, device_type: str) -> list[str]:
     ]
 
 
-@functools.lru_cache(_KEPT)
-def _fastest(operator: Operator, device_type: str, *program: str) -> Choice:
+@functools.lru_cache(_CACHED)
+def _choose_fastest(operator: Operator, device_type: str, *program: str) -> Choice:
     names, why = candidates(operator, device_type), f"the fastest on {device_type}"
-    if program:  # of those which, as is said already, can run at all
-        first = _fastest(operator, device_type)
+    if program:
+        # Those faster than the choice without a program cannot run; the reason was shown then.
+        first = _choose_fastest(operator, device_type)
         names, why = names[names.index(first.name) :], first.why
     failed = []
     for name in names:
         if reason := obstacle(operator, name, device_type):
             failed.append(f"{name} cannot: {reason}")
-        elif reason := _failure(operator, name, device_type, *program):
+        elif reason := _find_failure(operator, name, device_type, *program):
             failed.append(f"{name} is broken: {reason}")
         else:
             if failed:
@@ -202,18 +207,18 @@ def _show_once(details: str) -> None:
         print(details, file=sys.stderr)
 
 
-@functools.lru_cache(_KEPT)
-def _failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
-    """Why an implementation that misses nothing does not compile or load; None where it does."""
+@functools.lru_cache(_CACHED)
+def _find_failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
+    """Returns why an implementation for which nothing is missing does not compile or load."""
     implementation = operator.implementations[impl]
     try:
         if not program:
             return implementation.obstacle() or implementation.load()
-        if reason := _failure(operator, impl, device_type):
+        if reason := _find_failure(operator, impl, device_type):
             return reason
         implementation.prepare(device_type, *program)
     except BuildError as error:
         return str(error)
-    except Exception as error:  # whatever it raises is its failure, not that of what asks
+    except Exception as error:  # whatever it raises is its failure, not the caller's
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,7 +1,8 @@
-"""Modules under the names that they had, which code and pickles of before may still use.
+"""Former names of modules, which older code and pickles may still use.
 
-Importing one fails with the name that it has now: two modules of one file would be two sets of
-classes, and a pickle holds more names than those of modules.
+An import of a former name fails with an error that gives the new name. A second module of the same
+file would not do: its classes would be others than those of the first, and a pickle also holds
+names of classes and attributes, which may have changed too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOVED = {
 
 
 class _Moved(MetaPathFinder):
-    """Asked for what no other finder has found."""
+    """A finder that is asked for modules that no other finder found."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         if now := MOVED.get(fullname):
@@ -35,5 +36,5 @@ class _Moved(MetaPathFinder):
 
 
 def register() -> None:
-    """Adds the finder, the last to be asked."""
+    """Adds the finder after all others."""
     sys.meta_path.append(_Moved())

@@ -34,7 +34,7 @@ LIBRARIES = {"cpp": "cpu", "cuda": "cuda"}
 def compiled(
     impl: str, function: Callable[..., Tensor], devices: tuple[str, ...]
 ) -> Implementation:
-    """The declaration of an implementation whose kernels are in a compiled library."""
+    """Returns the declaration of an implementation whose kernels are in a compiled library."""
     library = LIBRARIES[impl]
     return Implementation(
         function,
@@ -91,11 +91,11 @@ def define(
 ) -> Op:
     """Defines an implementation's overload of an op, and returns it.
 
-    Its first call loads kernels that come with a compiled library, so that a process which imported
-    the definition alone runs a saved program.
+    The first call of an overload whose kernels are in a compiled library loads that library, so
+    that a saved program runs in a process that has called nothing else.
 
     Args:
-        fake: what it returns, called with tensors without data.
+        fake: returns what the op would return, for tensors without data.
     """
     overload = f"{name}.{impl}"
     library.define(overload + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -110,7 +110,7 @@ def define(
             raise RuntimeError(f"{op.name()} has no kernel for {key.name} tensors")
         return op.redispatch(keyset, *args)
 
-    if impl in LIBRARIES:  # of lower precedence than the kernels that it loads
+    if impl in LIBRARIES:  # the kernels that it loads take precedence over it
         library.impl(overload, load_and_call, "CompositeExplicitAutograd", with_keyset=True)
     register_vmap(library, op)
     return Op(op)
@@ -119,13 +119,13 @@ def define(
 def register_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
     """Lets torch.func.vmap call an op once for each example.
 
-    PyTorch's own loop refuses arguments that are lists, and a batch without examples. For such a
-    batch this calls the op with zeros, and returns none of the results but their shapes.
+    PyTorch's own loop refuses arguments that are lists, and an empty batch. For an empty batch this
+    calls the op once, with zeros, and returns empty results of the right shapes.
     """
 
     def call_one_by_one(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         found = [
-            tree_flatten(op(*_example(args, in_dims, i, info.batch_size)))
+            tree_flatten(op(*_select_example(args, in_dims, i, info.batch_size)))
             for i in range(max(info.batch_size, 1))
         ]
         each = zip(*(results for results, _ in found), strict=True)
@@ -136,12 +136,12 @@ def register_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> 
     torch.library.register_vmap(op, call_one_by_one, lib=library)
 
 
-def _example(value: Any, dim: Any, i: int, count: int) -> Any:
-    """The i-th of `count` examples that a value holds along a dimension; zeros where none are."""
+def _select_example(value: Any, dim: Any, i: int, count: int) -> Any:
+    """Returns example i of `count` along dimension `dim` of a value; zeros if there are none."""
     if dim is None:
         return value
     if isinstance(value, list | tuple):
-        return [_example(v, d, i, count) for v, d in zip(value, dim, strict=True)]
+        return [_select_example(v, d, i, count) for v, d in zip(value, dim, strict=True)]
     if count == 0:
         return value.new_zeros(value.shape[:dim] + value.shape[dim + 1 :])
     return value.select(dim, i)
@@ -159,15 +159,16 @@ def register_gradient(
     ``torch.library.register_autograd`` drops tangents in silence and refuses ``torch.func.grad``.
 
     Args:
-        differentiate: ``differentiate(ctx, *grads)`` returns a gradient, or None, an argument.
-        save: ``save(ctx, inputs, output)``, called after the op.
-        with_tangents: the op as a composition of ops that carry tangents, called with its
+        differentiate: ``differentiate(ctx, *grads)`` returns the gradient of each argument, or
+            None.
+        save: ``save(ctx, inputs, output)``, called after the op, saves what `differentiate` needs.
+        with_tangents: computes the op from ops that propagate tangents; called with the op's
             arguments where one of them has a tangent. Without it such a call is refused.
     """
 
     overload = op.overload
 
-    # When an op reaches autograd, the dispatcher has chosen the level of torch.func already.
+    # Of a single level: the dispatcher chose the level of torch.func before it called this.
     class Gradient(_SingleLevelFunction):
         apply: Callable[..., Any]  # as PyTorch defines it
 
@@ -237,7 +238,10 @@ def _group(flat: list[Any], lengths: list[int | None] | None) -> tuple[Any, ...]
 
 
 def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Derivatives are computed in the dtypes of what was saved, which autocast may have cast."""
+    """Returns a context without autocast, for the device of these arguments.
+
+    A derivative is computed in the dtypes of the saved tensors, which autocast may have cast.
+    """
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
     devices = (t.device.type for t in tree_leaves(args) if isinstance(t, Tensor))
@@ -245,7 +249,7 @@ def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
 
 
 def has_tangent(t: Tensor) -> bool:
-    """Whether forward mode differentiates by a tensor, at the innermost level of torch.func."""
+    """Whether a tensor has a forward-mode tangent at the innermost level of torch.func."""
     return forward_ad.unpack_dual(t).tangent is not None
 
 
@@ -255,15 +259,18 @@ def gradients(
     needed: Sequence[bool],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of ``function(*args)`` by the arguments that need one; None for the others.
+    """Computes the gradient of ``function(*args)`` for each argument that needs one.
 
-    Each argument counts as independent, as the tensors that a gradient saved must: one may have
-    been computed from another. Differentiable in turn where grad mode is on.
+    Each argument counts as an independent variable, although one saved tensor may have been
+    computed from another. Where grad mode is on, the gradients can be differentiated again.
 
     Args:
-        function: returns several tensors, made of ops that can be differentiated.
-        needed: of each argument, whether its gradient is wanted.
-        cotangents: the gradient of each of the tensors, or None.
+        function: computes several tensors by ops that can be differentiated.
+        needed: whether each argument needs a gradient.
+        cotangents: the gradient of each of these tensors, or None.
+
+    Returns:
+        A gradient for each argument; None for those that need none.
     """
     where = [i for i, need in enumerate(needed) if need]
     found: list[Tensor | None] = [None] * len(args)
@@ -285,7 +292,7 @@ def gradients(
 
 
 def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as autocast casts the inputs of a convolution: float64 stays."""
+    """Casts tensors where autocast is on, as it casts a convolution's inputs: float64 stays."""
     if not autocasts(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
@@ -308,7 +315,7 @@ _has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMe
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Products within are computed in the dtype of their operands."""
+    """Returns a context in which products are computed in the dtype of their operands."""
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
@@ -353,7 +360,10 @@ def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | 
 
 
 def gradient_layout(t: Tensor) -> tuple[list[int], list[int]]:
-    """Size and stride of a tensor's gradient: those of the tensor, so that what generated it gets
-    it as it gave it; dense where the tensor is not (an expanded one, say)."""
+    """Returns the size and stride of a tensor's gradient.
+
+    They are the tensor's own, so that the layer that generated the tensor gets a gradient of the
+    same layout. A tensor that is not dense, an expanded one, say, has a dense gradient.
+    """
     like = t if t.is_contiguous() else torch.empty_like(t, device="meta")
     return list(like.shape), list(like.stride())

@@ -16,7 +16,7 @@ from benchmarks.training import images, loading, scaling, step, table, throughpu
 from common import add_out_option
 
 from datamodules.images import DataNotFoundError
-from hoconv.commands import add_device_option, broken_packages_named, record
+from hoconv.commands import add_device_option, record, report_broken_packages
 
 # Name -> module and what its line in the help says.
 COMMANDS = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataNotFoundError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    return int(broken_packages_named())
+    return int(report_broken_packages())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
