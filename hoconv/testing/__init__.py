@@ -1,1 +1,1 @@
-"""Helpers of tests and fuzzing: random cells, and cases that compare cells with definitions."""
+"""Helpers for checks, tests and fuzzing: comparisons with a definition, random recurrent cells."""

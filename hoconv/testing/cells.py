@@ -26,7 +26,7 @@ _TOLERANCE = 1e-9
 
 
 def no_loop(program: Program) -> None:
-    """No loop: programs run op by op."""
+    """Returns None, so that a program runs op by op and not as one generated loop."""
 
 
 def assert_close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
@@ -44,7 +44,7 @@ def assert_close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str,
 def gradients(
     outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], cotangents: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradient of each leaf by autograd, 0 where it has none."""
+    """Computes the gradient of each leaf by autograd; 0 where a leaf has none."""
     real = {name: t for name, t in outputs.items() if t.requires_grad}
     found = torch.autograd.grad(
         list(real.values()), list(leaves.values()), [cotangents[name] for name in real],
@@ -118,23 +118,23 @@ class CellCase:
         self.assert_close(gradients(got, self.leaves, self.cotangents), self.gradients)
         return program
 
-    def check_plan(self, made: Plan, loop: Callable[[Program], Loop | None] = no_loop) -> None:
+    def check_plan(self, plan: Plan, loop: Callable[[Program], Loop | None] = no_loop) -> None:
         """Asserts that the three programs of a plan give exact results and gradients."""
         with torch.no_grad():
-            for program in (made.inference, made.forward, made.backward):
+            for program in (plan.inference, plan.forward, plan.backward):
                 verify(program)
-            results, final = self.run(made.inference, loop(made.inference))
+            results, final = self.run(plan.inference, loop(plan.inference))
             self.assert_close({"output": results["output"], **final}, self.exact)
-            results, final = self.run(made.forward, loop(made.forward))
+            results, final = self.run(plan.forward, loop(plan.forward))
             self.assert_close({"output": results.pop("output"), **final}, self.exact)
-            params = pack(made.backward, self.parameters)
+            params = pack(plan.backward, self.parameters)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
-            sequences = {name: read[name] for name, _ in made.backward.sequences}
+            sequences = {name: read[name] for name, _ in plan.backward.sequences}
             states = {f"d_{name}": self.cotangents[name] for name in self.states}
             results, final = interpret(
-                made.backward, params, sequences, states, self.seed, loop(made.backward)
+                plan.backward, params, sequences, states, self.seed, loop(plan.backward)
             )
         found = {"x": results.get("d_x", torch.zeros_like(self.x))}
         found |= {name: final[f"d_{name}"] for name in self.states}
-        found |= unpack(made.backward, results, self.parameters)
+        found |= unpack(plan.backward, results, self.parameters)
         self.assert_close(found, self.gradients)

@@ -1,4 +1,4 @@
-"""What a call of an operator gives, output and gradients, and how far it is from what it should.
+"""Computes the output and gradients of a call, and compares them with those of another call.
 
 An output is a tensor, or a pytree of tensors: a tuple or a dict, say.
 """
@@ -24,12 +24,16 @@ def is_floating(value: Any) -> bool:
 
 
 def differentiable(args: Iterable[Any]) -> list[Any]:
-    """The arguments; floating-point tensors among them, with their strides, require a gradient."""
+    """Detaches floating-point tensors, which keep their strides, and makes them require a gradient.
+
+    Returns:
+        All arguments, those that are no such tensors unchanged.
+    """
     return [a.detach().requires_grad_() if is_floating(a) else a for a in args]
 
 
 def named(output: Any) -> dict[str, Tensor]:
-    """The tensors of an output by name: ``output``; of several ``output[0]``, ``output['h']``."""
+    """Names the tensors of an output: ``output``; of several, ``output[0]`` or ``output['h']``."""
     return {f"output{keystr(path)}": t for path, t in tree_flatten_with_path(output)[0]}
 
 
@@ -44,10 +48,11 @@ def output_and_gradients(
 
     Args:
         function: ``function(*args, **kwargs)`` returns a tensor or a pytree of tensors.
-        args: those of floating point at the top level are differentiated.
+        args: the arguments; floating-point tensors among them are differentiated, those inside a
+            list or another container are not.
         cotangent: the gradient of the output, in its structure; by default :func:`cotangent_of`.
-        rounded_to: the dtype that the default is rounded to: where the result is compared with a
-            call in that dtype, not the output's own.
+        rounded_to: the dtype to which the default cotangent is rounded, so that it has the same
+            values for a call in this dtype and for one in a wider dtype.
 
     Returns:
         The tensors of the output, named as :func:`named` does, and ``gradient of argument <i>``.
@@ -75,7 +80,7 @@ def output_and_gradients(
 
 
 def cotangent_of(output: Any, dtype: torch.dtype, seed: int = 1) -> Any:
-    """A random gradient of an output: the same for the same seed, on every device."""
+    """Draws a random gradient of an output: the same for the same seed, on every device."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(t: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ def cotangent_of(output: Any, dtype: torch.dtype, seed: int = 1) -> Any:
 
 
 def on_cpu(values: Any, in_float64: bool) -> Any:
-    """A pytree with its tensors on the CPU; those of floating point in float64, if asked for."""
+    """Copies a pytree's tensors to the CPU, and floating-point ones to float64 if asked for."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -97,9 +102,9 @@ def on_cpu(values: Any, in_float64: bool) -> Any:
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """``|result - exact| / |exact|``, Euclidean norms in float64; NaN where either has one.
+    """Returns ``|result - exact| / |exact|``, Euclidean norms in float64.
 
-    0 where they are equal, and infinite where only `exact` is all zeros.
+    It is NaN if either has a NaN, 0 if they are equal, and infinite if only `exact` is all zeros.
     """
     error = (result.cpu().double() - exact.cpu().double()).norm()
     return 0.0 if error == 0 else (error / exact.cpu().double().norm()).item()

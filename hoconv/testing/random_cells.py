@@ -8,6 +8,7 @@ constants such as infinity and NaN, and may use a value of the wrong sort: such 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 _SIZES = (1, 2, 3, 4, 6)
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
-# The shares of a wild cell's draws that are of a wrong sort, and that are wild numbers.
+# Shares of a wild cell's draws: of values of a wrong sort, and among numbers of wild ones.
 _MISTAKES = 0.02
 _WILD = 0.3
 
@@ -31,21 +32,22 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
     count = draw.randint(4, 18)
 
     def function(*rows: Any) -> Any:
+        # A generator for every call, so that calls on symbols and on tensors draw the same.
         return _Body(random.Random(seed + 1000), rows, wild).run(sizes, count)
 
     # A cell needs an argument for each state, with its name.
     scope: dict[str, Any] = {"function": function}
     exec(f"def random_{seed}({arguments}):\n    return function({arguments})", scope)
-    made: Cell = rnn.cell(state=sizes)(scope[f"random_{seed}"])
-    return made.bind(3, 4, {})
+    cell: Cell = rnn.cell(state=sizes)(scope[f"random_{seed}"])
+    return cell.bind(3, 4, {})
 
 
 def _size(value: Any) -> int:
     return value.shape[-1]
 
 
-def _functions() -> list[Function]:
-    """The functions of the language that take numbers alone."""
+def _list_functions() -> list[Function]:
+    """Lists the functions of the language whose operands are all numbers."""
     return [f for f in FUNCTIONS.values() if f.doc and set(f.operands.values()) == {"number"}]
 
 
@@ -64,51 +66,53 @@ class _Body:
         self.rows: list[Any] = list(rows)
         self.learned: list[Any] = []
         self.conditions: list[Any] = []
-        self.names = iter(range(10_000))
+        self.names = itertools.count()
 
     def run(self, sizes: dict[str, int], count: int) -> Any:
         given = len(self.rows)
-        self.learned.append(self.vector(4))
+        self.learned.append(self.make_parameter(4))
         for _ in range(count):
             self.draw.choice((self.add_row, self.add_row, self.add_learned, self.add_condition))()
-        states = {name: self.following(i + 1, n) for i, (name, n) in enumerate(sizes.items())}
+        states = {name: self.next_state(i + 1, n) for i, (name, n) in enumerate(sizes.items())}
         output = self.draw.choice(self.rows[given:] or self.rows)
         if self.draw.random() < 0.8:
             output = output + rnn.sum(next(iter(states.values())))
         return output, states
 
-    # Operands that fit to a value
+    # Operands that fit a value
 
-    def row(self) -> Any:
+    def pick_row(self) -> Any:
         return self.draw.choice(self.rows)
 
-    def fitting(self, value: Any) -> Any:
-        """A row or a learned value that fits beside one."""
+    def pick_fitting(self, value: Any) -> Any:
+        """Picks a row or a learned value whose size fits that of a value."""
         found = [v for v in (*self.rows, *self.learned) if _size(v) in (1, _size(value))]
         return self.draw.choice(found) if found else value
 
-    def number(self) -> float:
+    def draw_number(self) -> float:
         if self.wild and self.draw.random() < _WILD:
             return self.draw.choice(_WILD_NUMBERS)
         return self.draw.choice((0.5, 2.0, -1.0))
 
-    def partner(self, value: Any) -> Any:
-        """The other operand of an operator."""
+    def draw_partner(self, value: Any) -> Any:
+        """Draws the other operand of an operator."""
         if self.wild and self.conditions and self.draw.random() < _MISTAKES:
             return self.draw.choice(self.conditions)
         kind = self.draw.random()
         if kind < 0.15:
-            return self.number()
-        return self.vector(self.draw.choice((1, value))) if kind < 0.3 else self.fitting(value)
+            return self.draw_number()
+        if kind < 0.3:
+            return self.make_parameter(self.draw.choice((1, value)))
+        return self.pick_fitting(value)
 
-    def condition(self, value: Any) -> Any:
-        """A condition that fits beside a value."""
+    def make_condition(self, value: Any) -> Any:
+        """Picks or makes a condition whose size fits that of a value."""
         if self.wild and self.draw.random() < _MISTAKES:
             return value
         found = [c for c in self.conditions if _size(c) in (1, _size(value))]
         if found and self.draw.random() < 0.7:
             return self.draw.choice(found)
-        return self.compare(value, self.fitting(value))
+        return self.compare(value, self.pick_fitting(value))
 
     def compare(self, a: Any, b: Any) -> Any:
         return self.draw.choice(
@@ -116,89 +120,89 @@ class _Body:
                 lambda: a < b,
                 lambda: a <= b,
                 lambda: a > b,
-                lambda: a >= self.number(),
+                lambda: a >= self.draw_number(),
                 lambda: a == b,
-                lambda: a != self.number(),
+                lambda: a != self.draw_number(),
             )
         )()
 
     # Learned values
 
-    def vector(self, like: Any) -> Any:
+    def make_parameter(self, like: Any) -> Any:
         return rnn.parameter(f"p{next(self.names)}", like)
 
-    def linear(self, size: int) -> Any:
-        operands = [self.row() for _ in range(self.draw.choice((1, 2, 2, 3)))]
+    def make_linear(self, size: int) -> Any:
+        operands = [self.pick_row() for _ in range(self.draw.choice((1, 2, 2, 3)))]
         bias = self.draw.random() < 0.6
         return rnn.linear(f"w{next(self.names)}", *operands, size=size, bias=bias)
 
     # New values
 
     def add_row(self) -> None:
-        made = self.new(self.row())
-        if self.draw.random() < 0.1:  # the same twice, of which one is computed
-            a, b = self.row(), self.row()
+        row = self.make_row(self.pick_row())
+        if self.draw.random() < 0.1:  # a common subexpression
+            a, b = self.pick_row(), self.pick_row()
             if _size(a) == _size(b):
-                made = (a * b + 1) / (1 + (a * b) * (a * b))
-        self.rows.append(made)
+                row = (a * b + 1) / (1 + (a * b) * (a * b))
+        self.rows.append(row)
 
     def add_learned(self) -> None:
         p = self.draw.choice(self.learned) if self.draw.random() < 0.5 else None
-        p = self.vector(self.draw.choice(_SIZES)) if p is None else p
+        p = self.make_parameter(self.draw.choice(_SIZES)) if p is None else p
         others = [q for q in self.learned if _size(q) in (1, _size(p))]
         q = self.draw.choice(others) if others else p
-        self.learned.append(self.of_features(p, q, self.learned))
+        self.learned.append(self.combine(p, q, self.learned))
 
     def add_condition(self) -> None:
         value = self.draw.choice((*self.rows, *self.learned))
-        c = self.condition(value)
-        d = self.condition(value)
+        c = self.make_condition(value)
+        d = self.make_condition(value)
         self.conditions.append(
             self.draw.choice(
                 (
                     lambda: c & d,
                     lambda: c | ~d,
                     lambda: ~c,
-                    lambda: self.compare(value, self.partner(value)),
-                    lambda: rnn.cat(c, self.condition(self.row())),
+                    lambda: self.compare(value, self.draw_partner(value)),
+                    lambda: rnn.cat(c, self.make_condition(self.pick_row())),
                     lambda: c[:, : (_size(c) + 1) // 2],
                     lambda: rnn.chunk(c, _size(c))[-1],
                 )
             )()
         )
 
-    def new(self, a: Any) -> Any:
-        """A row of a row."""
-        b = self.partner(a)
+    def make_row(self, a: Any) -> Any:
+        """Makes a row from a row."""
+        b = self.draw_partner(a)
         makers: tuple[Callable[[], Any], ...] = (
-            lambda: self.linear(self.draw.choice(_SIZES)),
-            lambda: self.linear(_size(a)),
+            lambda: self.make_linear(self.draw.choice(_SIZES)),
+            lambda: self.make_linear(_size(a)),
             lambda: rnn.tanh(a * b),
             lambda: a + b,
             lambda: b - a,
-            lambda: a * self.fitting(a),
+            lambda: a * self.pick_fitting(a),
             lambda: rnn.minimum(a, b),
-            lambda: rnn.where(self.condition(a), a, b),
-            lambda: rnn.where(self.condition(a), self.number(), a),
+            lambda: rnn.where(self.make_condition(a), a, b),
+            lambda: rnn.where(self.make_condition(a), self.draw_number(), a),
             lambda: rnn.dropout(a, 0.3),
             lambda: rnn.zoneout(rnn.tanh(a), a, 0.3),
         )
         if self.draw.random() < 0.5:
-            return self.of_features(a, self.fitting(a), self.rows)
+            return self.combine(a, self.pick_fitting(a), self.rows)
         return self.draw.choice(makers)()
 
-    def of_features(self, a: Any, b: Any, beside: list[Any]) -> Any:
-        """A value of values alone, of rows or of learned ones."""
+    def combine(self, a: Any, b: Any, beside: list[Any]) -> Any:
+        """Makes a value from values of one sort: from rows, or from learned values."""
         return self.draw.choice(
             (
-                *(functools.partial(_call, function, a, b) for function in _functions()),
+                *(functools.partial(_call, function, a, b) for function in _list_functions()),
                 lambda: -a,
                 lambda: a - b,
                 lambda: a / (1 + rnn.abs(a)),
                 lambda: b / rnn.sqrt(1 + rnn.sum(a * a)),
                 lambda: rnn.gelu(a),
                 lambda: rnn.silu(a),
-                lambda: rnn.maximum(a, self.number()),
+                lambda: rnn.maximum(a, self.draw_number()),
                 lambda: rnn.where((a > 0.1) | ~(a <= b), a, 0.5),
                 lambda: rnn.where(rnn.max(a) > b, b, rnn.sum(a)),
                 lambda: rnn.clamp(a, -0.5, 0.7),
@@ -216,12 +220,12 @@ class _Body:
             )
         )()
 
-    def following(self, at: int, size: int) -> Any:
-        """The next value of a state: mostly a new value, sometimes an existing one."""
-        ready = [v for v in self.rows if _size(v) == size]
+    def next_state(self, at: int, size: int) -> Any:
+        """Returns the next value of a state: mostly a new value, sometimes an existing one."""
+        existing = [v for v in self.rows if _size(v) == size]
         kind = self.draw.random()
         if kind < 0.1:
-            return self.rows[at]  # as it was
-        if kind < 0.2 and ready:
-            return self.draw.choice(ready)
-        return rnn.tanh(self.linear(size))
+            return self.rows[at]  # the state itself
+        if kind < 0.2 and existing:
+            return self.draw.choice(existing)
+        return rnn.tanh(self.make_linear(size))
