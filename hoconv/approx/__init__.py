@@ -1,4 +1,4 @@
-"""Products of an approximate hardware multiplier, bit for bit, and layers made of them."""
+"""Products of approximate hardware multipliers, bit for bit, and layers that use them."""
 
 from hoconv.approx.layers import ApproxConv2d as ApproxConv2d
 from hoconv.approx.layers import ApproxLinear as ApproxLinear

@@ -1,8 +1,8 @@
-"""The gradients of approximate products. There are three kinds; each operand has its own.
+"""The gradients of approximate products: of three kinds, chosen for each operand.
 
-``approx`` multiplies with the multiplier in the gradient's sums too, as hardware that trains would;
-``ste`` (straight-through) takes the exact gradient of the exact product; ``analytic`` the
-multiplier's own derivative, which jumps as the multiplier does.
+``approx`` uses the multiplier in the gradient's sums too, as hardware that trains would. ``ste``
+(straight-through) is the exact gradient of the exact product. ``analytic`` uses the multiplier's
+own derivative, which jumps where the multiplier does.
 
 B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
 kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -29,11 +29,11 @@ Geometry = Sequence[Any]  # stride, padding, dilation, groups
 
 
 def kinds(gradient: Gradient) -> tuple[str, str]:
-    """The kind of each operand's gradient.
+    """Returns the kind of each operand's gradient.
 
     Raises:
-        ValueError: not a kind, nor a pair of kinds.
-        TypeError: neither a string nor a sequence.
+        ValueError: `gradient` is neither a kind nor a pair of kinds.
+        TypeError: `gradient` is neither a string nor a sequence.
     """
     expected = (
         f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands; "
@@ -47,8 +47,8 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-class _First(torch.autograd.Function):
-    """Passes a first derivative on, and raises where that is differentiated again."""
+class _FirstDerivative(torch.autograd.Function):
+    """Returns a first derivative unchanged, and raises where it is differentiated again."""
 
     generate_vmap_rule = True
 
@@ -65,23 +65,25 @@ class _First(torch.autograd.Function):
         raise NotImplementedError("an approximate product has no second derivative")
 
 
-def _first_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Makes a `backward` whose results raise where they are differentiated again."""
+def _refuse_second_derivative(
+    backward: Callable[..., tuple[Any, ...]],
+) -> Callable[..., tuple[Any, ...]]:
+    """Wraps a `backward` so that its results raise where they are differentiated again."""
 
     @functools.wraps(backward)
-    def marked(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def wrapped(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
             found = backward(ctx, grad)
         if not torch.is_grad_enabled():
             return found
         sources = grad, *ctx.saved_tensors
-        return tuple(None if d is None else _First.apply(d, *sources) for d in found)
+        return tuple(None if d is None else _FirstDerivative.apply(d, *sources) for d in found)
 
-    return marked
+    return wrapped
 
 
 class _Product(torch.autograd.Function):
-    """A product of two operands; what follows them is passed on to `backward` as options."""
+    """A product of two operands; the arguments after them are the options of `backward`."""
 
     generate_vmap_rule = True
     eager: Any  # the same function, without what transforms of torch.func need
@@ -100,13 +102,14 @@ class _Product(torch.autograd.Function):
 
     @classmethod
     def of(cls, *args: Any) -> Tensor:
-        """Applies it."""
+        """Applies the function, and refuses forward mode."""
         if is_eager(*args):
             wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
             return cls.eager.apply(*args) if wanted else cls.forward(*args)
         if not torch.compiler.is_compiling() and torch.overrides.has_torch_function(args):
             return torch.overrides.handle_torch_function(cls.of, args, *args)
-        try:  # a `jvp` that refuses would be refused by torch.compile
+        # A `jvp` that raises would refuse it too, but torch.compile takes no function with a `jvp`.
+        try:
             return cls.apply(*args)
         except NotImplementedError as error:
             if "jvp" not in str(error):
@@ -120,7 +123,7 @@ class _Product(torch.autograd.Function):
 
 
 class Multiply(_Product):
-    """Elementwise, of equal shapes."""
+    """The elementwise product of a and b of equal shapes."""
 
     @staticmethod
     def forward(
@@ -129,7 +132,7 @@ class Multiply(_Product):
         return OPS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
 
     @staticmethod
-    @_first_only
+    @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
@@ -149,7 +152,7 @@ class Multiply(_Product):
 
 
 class Matmul(_Product):
-    """a (B, M, K) times b (B, K, N)."""
+    """The matrix product of a (B, M, K) and b (B, K, N)."""
 
     @staticmethod
     def forward(
@@ -158,7 +161,7 @@ class Matmul(_Product):
         return OPS[impl].matmul(a, b, multiplier)
 
     @staticmethod
-    @_first_only
+    @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
@@ -179,7 +182,7 @@ class Matmul(_Product):
 
 
 class Conv2d(_Product):
-    """x (B, C, H, W) and weight (O, C / G, R, S)."""
+    """The convolution of x (B, C, H, W) with weight (O, C / G, R, S)."""
 
     @staticmethod
     def forward(
@@ -190,7 +193,7 @@ class Conv2d(_Product):
         return OPS[impl].conv2d(x, weight, *geometry, multiplier)
 
     @staticmethod
-    @_first_only
+    @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         *geometry, multiplier, gradient, impl = ctx.options
@@ -220,7 +223,10 @@ class Conv2d(_Product):
 def _analytic_input(
     ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, multiplier: str
 ) -> Tensor:
-    """Of the convolution as a matrix product of unfolded windows (L, K) with filters (K, O / G)."""
+    """Computes the analytic gradient of x.
+
+    The convolution is a matrix product of unfolded windows (L, K) with filters (K, O / G).
+    """
     stride, padding, dilation, groups = geometry
     d_columns = ops.matmul_derivative(
         grad.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT,
@@ -235,7 +241,10 @@ def _analytic_input(
 def _analytic_weight(
     ops: Ops, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, multiplier: str
 ) -> Tensor:
-    """Of the convolution as a matrix product of filters (O / G, K) with all windows (K, B * L)."""
+    """Computes the analytic gradient of the weight.
+
+    The convolution is a matrix product of filters (O / G, K) with all windows (K, B * L).
+    """
     groups = geometry[3]
     unfolded = columns(x, weight.shape, *geometry).unflatten(0, (x.shape[0], groups))
     d_filters = ops.matmul_derivative(

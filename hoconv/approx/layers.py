@@ -20,22 +20,22 @@ from hoconv.implementations import check_name
 class ApproxConv2d(nn.Conv2d):
     """:class:`torch.nn.Conv2d` whose multiplications, forward and backward, are approximate.
 
-    Everything else is its own: arguments, initialisation, state dict. The bias is added exactly.
+    Arguments, initialisation and state dict are those of that class. The bias is added exactly.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
-        padding_mode, device: as of :class:`torch.nn.Conv2d`.
+        padding_mode, device: as for :class:`torch.nn.Conv2d`.
         multiplier: a name of ``hoconv.approx.MULTIPLIERS``.
-        gradient: what flows back, or a pair: to the input and to the weight. ``"approx"``: its
-            products are approximate too; ``"ste"`` (straight-through): the exact gradient of the
-            exact convolution; ``"analytic"``: the multiplier's own derivative.
+        gradient: the kind of gradient, or a pair of kinds, for the input and for the weight.
+            ``"approx"``: its products are approximate too; ``"ste"`` (straight-through): the exact
+            gradient of the exact convolution; ``"analytic"``: the multiplier's own derivative.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Shape:
         input (B, C, H, W) or (C, H, W), float32 -> output (B, O, OH, OW) or (O, OH, OW).
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     operator = CONV2D
@@ -86,23 +86,23 @@ class ApproxConv2d(nn.Conv2d):
         return out if input.dim() == 4 else out.squeeze(0)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_shown(self)}"
+        return f"{super().extra_repr()}, {_describe(self)}"
 
 
 class ApproxLinear(nn.Linear):
     """:class:`torch.nn.Linear` whose multiplications, forward and backward, are approximate.
 
-    Everything else is its own: arguments, initialisation, state dict. The bias is added exactly.
+    Arguments, initialisation and state dict are those of that class. The bias is added exactly.
 
     Args:
-        in_features, out_features, bias, device: as of :class:`torch.nn.Linear`.
-        multiplier, gradient, impl: as of :class:`ApproxConv2d`.
+        in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
+        multiplier, gradient, impl: as for :class:`ApproxConv2d`.
 
     Shape:
         input (..., in_features), float32 -> output (..., out_features).
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     operator = MATMUL
@@ -138,7 +138,7 @@ class ApproxLinear(nn.Linear):
         return out if input.dim() > 1 else out.squeeze(0)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_shown(self)}"
+        return f"{super().extra_repr()}, {_describe(self)}"
 
 
 def _check(operator: Operator, multiplier: str, gradient: Gradient, impl: str) -> None:
@@ -147,5 +147,5 @@ def _check(operator: Operator, multiplier: str, gradient: Gradient, impl: str) -
     check_name(operator, impl)
 
 
-def _shown(layer: ApproxConv2d | ApproxLinear) -> str:
+def _describe(layer: ApproxConv2d | ApproxLinear) -> str:
     return f"multiplier={layer.multiplier!r}, gradient={layer.gradient!r}, impl={layer.impl!r}"

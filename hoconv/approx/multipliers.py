@@ -1,6 +1,7 @@
-"""Every multiplier's definition, on tensors: the ground truth, and their names.
+"""The definition of every multiplier, on tensors, which is the ground truth; and their names.
 
-The twin in C++ is ``csrc/approx/multipliers.h``: a new multiplier is one entry on each side.
+``csrc/approx/multipliers.h`` has the same definitions in C++: a new multiplier is one entry here
+and one there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MANTISSA = 0x7FFFFF
-_CORRECTION = 0xA0000  # 2^-4 + 2^-6 of the mantissa
+_CORRECTION = 0xA0000  # 2^-4 + 2^-6, in units of the mantissa's last bit, 2^-23
 _SIGN = -(2**31)
 
 
@@ -25,8 +26,10 @@ class Multiplier(Protocol):
         ...
 
     def derivative(self, a: Tensor, b: Tensor) -> Tensor:
-        """Of the product with respect to `a`, where it has one. With respect to `b` it is
-        ``derivative(b, a)``: every multiplier is symmetric."""
+        """The derivative of the product with respect to `a`, where there is one.
+
+        That with respect to `b` is ``derivative(b, a)``, since every multiplier is symmetric.
+        """
         ...
 
 
@@ -43,19 +46,20 @@ class Exact:
 
 @dataclass(frozen=True)
 class Logarithmic:
-    """Mitchell's multiplication, and the minimally biased one (MBM) made of it.
+    """Mitchell's multiplication, and the minimally biased one (MBM) that is based on it.
 
-    The mantissas are added in place of multiplied, which is Mitchell's approximation of the
-    logarithm; MBM adds a constant that makes the mean error almost zero. From Saadat, Bokhari and
+    The mantissas are added instead of multiplied, which is Mitchell's approximation of the
+    logarithm. MBM adds a constant that makes the mean error almost zero. From Saadat, Bokhari and
     Parameswaran, Minimally Biased Multipliers for Approximate Integer and Floating-Point
     Multiplication, IEEE TCAD 2018.
 
-    Zero and subnormal operands, and products below the normal numbers, are +0; products above are
-    infinite; with an infinite or NaN operand the product is IEEE's.
+    A product is +0 if an operand is zero or subnormal, or if it would be below the normal numbers.
+    It is infinite if it would be above them. With an infinite or NaN operand it is IEEE's.
 
     Attributes:
-        keep: mantissa bits that the operands and the product keep, from the highest; 1 to 23.
-        corrected: MBM; where bits are cut off, it sets the lowest one kept.
+        keep: how many mantissa bits the operands and the product keep, from the highest; 1 to 23.
+        corrected: whether it is MBM. Where the operands' bits are cut off, MBM also sets the lowest
+            bit that they keep.
     """
 
     keep: int
@@ -80,10 +84,10 @@ class Logarithmic:
         return torch.where((exponent_a == 255) | (exponent_b == 255), a * b, product)
 
     def derivative(self, a: Tensor, b: Tensor) -> Tensor:
-        """sign(b) 2^e(b) (1 + carry): both mantissas count alike, twice where their sum carries.
+        """sign(b) 2^e(b) (1 + carry): the slope of a sum of mantissas, doubled where it carries.
 
         The formula is used at a = 0 too, where the product has no derivative, so that a parameter
-        that starts as zero learns.
+        that starts at zero learns.
         """
         bits_a, bits_b = _bits(a), _bits(b)
         exponent_b = _exponent(bits_b)
@@ -114,8 +118,10 @@ MULTIPLIERS: Mapping[str, Multiplier] = {
 
 
 def check(name: str) -> None:
-    """Raises:
-    ValueError: no multiplier has this name.
+    """Checks the name of a multiplier.
+
+    Raises:
+        ValueError: no multiplier has this name.
     """
     if name not in MULTIPLIERS:
         raise ValueError(f"multiplier: expected one of {', '.join(MULTIPLIERS)}; got {name!r}")

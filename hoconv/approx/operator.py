@@ -34,20 +34,20 @@ def multiply(
     Args:
         a, b: float32, of shapes that broadcast; any strides.
         multiplier: a name of ``hoconv.approx.MULTIPLIERS``.
-        gradient: what flows back, or a pair: to a and to b. ``"approx"``: the output's gradient is
-            multiplied with the multiplier too; ``"ste"`` (straight-through): the exact gradient of
-            the exact product; ``"analytic"``: the multiplier's own derivative.
+        gradient: the kind of gradient, or a pair of kinds, for a and for b. ``"approx"``: the
+            output's gradient is multiplied by the multiplier too; ``"ste"`` (straight-through): the
+            exact gradient of the exact product; ``"analytic"``: the multiplier's own derivative.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
         float32, of the broadcast shape. Under autocast half-precision inputs are converted.
 
     Raises:
-        ValueError: an unknown multiplier or kind of gradient; shapes that do not broadcast.
+        ValueError: an unknown multiplier or kind of gradient; the shapes do not broadcast.
         TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    a, b = _prepared("a", a, "b", b, multiplier)
+    a, b = _check_operands("a", a, "b", b, multiplier)
     try:
         torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
@@ -69,20 +69,20 @@ def matmul(
 
     Args:
         a: (..., M, K), float32, any strides.
-        b: (K, N), which all matrices of a share: their rows are one matrix's then; or (..., K, N)
+        b: (K, N), which all matrices of a share (their rows then form one matrix); or (..., K, N)
             with leading dimensions that broadcast with a's.
-        multiplier, gradient, impl: as of :func:`multiply`. With ``"approx"`` both gradients are
+        multiplier, gradient, impl: as for :func:`multiply`. With ``"approx"`` both gradients are
             such matrix products themselves.
 
     Returns:
         (..., M, N), float32. Under autocast half-precision inputs are converted.
 
     Raises:
-        ValueError: shapes that do not fit; an unknown multiplier or kind of gradient.
+        ValueError: the shapes do not fit; an unknown multiplier or kind of gradient.
         TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    a, b = _prepared("a", a, "b", b, multiplier)
+    a, b = _check_operands("a", a, "b", b, multiplier)
     fits = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
     if fits and b.dim() > 2:
         try:
@@ -115,26 +115,26 @@ def conv2d(
     The order of every sum is fixed, so that all implementations give the same bits: chunks of 1,024
     consecutive k, each added in ascending order from zero, then the chunks; k counts (c, r, s) of
     the weight for the output, (o, r, s) for the gradient of x and (b, oh, ow) for that of the
-    weight. Zeros around x are operands as others are.
+    weight. The zeros around x are operands like all others.
 
     Args:
         x: (B, C, H, W), float32, any strides.
         weight: (O, C / G, R, S), float32, any strides.
-        multiplier, gradient, impl: as of :func:`multiply`; a pair of kinds is for x and the weight.
+        multiplier, gradient, impl: as for :func:`multiply`; a pair is for x and the weight.
         stride, dilation: in pixels, at least 1; an int or a pair (rows, columns).
         padding: zeros on each side; an int, a pair, ``"valid"`` (none), or ``"same"``, which keeps
-            H and W and needs a stride of 1; one more at the end where the number is odd.
+            H and W and needs a stride of 1; if their number is odd, one more is at the end.
         groups: G, dividing C and O.
 
     Returns:
         (B, O, OH, OW), float32. Under autocast half-precision inputs are converted.
 
     Raises:
-        ValueError: a shape or an option that does not fit; an unknown multiplier or gradient.
+        ValueError: a shape or an option does not fit; an unknown multiplier or kind of gradient.
         TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, weight = _prepared("x", x, "weight", weight, multiplier)
+    x, weight = _check_operands("x", x, "weight", weight, multiplier)
     stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
@@ -144,7 +144,7 @@ def conv2d(
             f"got shape {tuple(weight.shape)}"
         )
     if isinstance(padding, str):
-        x, padding = _named_padding(x, weight, padding, stride, dilation)
+        x, padding = _resolve_padding(x, weight, padding, stride, dilation)
     padding = _pair("padding", padding, 0)
     C, (O, channels) = x.shape[1], weight.shape[:2]  # noqa: E741
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or C % groups:
@@ -164,10 +164,10 @@ def conv2d(
     return function(x, weight, multiplier, stride, padding, dilation, groups, gradient)
 
 
-def _prepared(
+def _check_operands(
     a_name: str, a: Tensor, b_name: str, b: Tensor, multiplier: str
 ) -> tuple[Tensor, Tensor]:
-    """Both operands, converted under autocast and checked."""
+    """Returns both operands, converted under autocast and checked."""
     multipliers.check(multiplier)
     if autocasts(a.device.type):
         a, b = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (a, b))
@@ -194,10 +194,10 @@ def _pair(name: str, value: Any, least: int) -> Pair:
     return pair
 
 
-def _named_padding(
+def _resolve_padding(
     x: Tensor, weight: Tensor, padding: str, stride: Pair, dilation: Pair
 ) -> tuple[Tensor, Pair]:
-    """x with what is not the same on both sides, and the zeros on each side."""
+    """Returns the padding of both sides, and x with the zero that only one side has, if any."""
     if padding == "valid":
         return x, (0, 0)
     if padding != "same":
@@ -251,7 +251,7 @@ def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementatio
 
 
 def _draw(device: torch.device, dtype: torch.dtype, *shape: int, zeros: float = 0.3) -> Tensor:
-    """Random numbers of many magnitudes, some of them zero."""
+    """Draws random numbers of many magnitudes, some of them zero."""
     values = torch.randn(shape, dtype=torch.float64) * torch.randn(shape).mul(2).exp2()
     return torch.where(torch.rand(shape) < zeros, 0.0, values).to(device, dtype)
 
@@ -315,7 +315,7 @@ def _conv2d_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
 
 
 def _cost(sample: Sample, out: int, products: int) -> Cost:
-    """Of an output of so many elements, made of so many products."""
+    """Returns the cost of a call with so many elements of output, computed by so many products."""
     inputs, out = sample.args[0].nbytes + sample.args[1].nbytes, 4 * out
     return Cost(inputs + out, 2 * inputs + out, 2 * products, 4 * products)
 

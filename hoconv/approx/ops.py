@@ -1,8 +1,8 @@
 """The approximate products as torch.library ops: schema, fake, FLOPs.
 
-Each op has an overload per implementation. The reference is one too: a loop over k, which a
-compiler would unroll. Products of a multiplier have no gradients of their own: what flows back is
-the user's choice, made in gradients.py. That of a product of a table is straight-through.
+Each op has an overload per implementation. The reference has one too, since torch.compile would
+unroll its loop over k. An op of a multiplier has no gradient: gradients.py has those that the user
+can choose. The gradient of a table's product is straight-through.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
 the output, R x S the kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -39,17 +39,17 @@ _SCHEMAS = {
     "approx_matmul": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     "approx_matmul_derivative": "(Tensor grad, Tensor a, Tensor b, str multiplier) -> Tensor",
     # x (B, C, H, W), weight (O, C / G, R, S), grad (B, O, OH, OW), any strides; `size` is that of
-    # the tensor whose gradient it is.
+    # the result.
     "approx_conv2d": f"(Tensor x, Tensor weight, {_WINDOWS}, str multiplier) -> Tensor",
     "approx_conv2d_backward_input":
         f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
     "approx_conv2d_backward_weight":
         f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
-    # Of 8-bit integers a (B, M, K), b (B, K, N), any strides, whose products are a table's,
-    # (256, 256) int32; (B, M, N) int32.
+    # 8-bit integers a (B, M, K), b (B, K, N), any strides, table (256, 256) int32; the result is
+    # (B, M, N) int32.
     "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
-    # Of float32 numbers on 8-bit grids a (B, M, K), b (B, K, N), each given by its scale and zero
-    # point: the product that the table of their integers makes.
+    # float32 a (B, M, K), b (B, K, N) on 8-bit grids, each given by its scale and zero point. The
+    # products of their integers are the table's.
     "approx_table_product":
         "(Tensor a, Tensor b, Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, "
         "Tensor table, bool signed) -> Tensor",
@@ -129,15 +129,15 @@ def _register(impl: str) -> Ops:
         _library, ops.table_product, _straight_through, _save_operands, _refuse_tangents
     )
     _implement_table_product(impl, ops.table_matmul)
-    # Of no implementation its own: nothing is summed, and PyTorch is fast enough.
+    # The same for all implementations: it sums nothing, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
     return ops
 
 
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
-        "an approximate product alone, as in an exported program, has no gradient; call "
-        "hoconv.approx, which asks for its kind"
+        "the op of an approximate product, as in an exported program, has no gradient; call "
+        "a function of hoconv.approx, which takes the kind of gradient"
     )
 
 
@@ -150,7 +150,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of the exact product."""
+    """Computes the gradients of the exact product."""
     a, b = ctx.saved_tensors
     d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
     d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
@@ -166,7 +166,7 @@ def _implement_table_product(impl: str, table_matmul: Op) -> None:
         q_b = (b / scale_b).round().int() + zero_b
         dtype = torch.int8 if signed else torch.uint8
         products = table_matmul(q_a.to(dtype), q_b.to(dtype), table)
-        # sum of (qa - za) (qb - zb), the first term of which is the table's
+        # The sum of (q_a - zero_a) (q_b - zero_b), whose first term, q_a q_b, is the table's.
         rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
         columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
         total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
@@ -176,12 +176,12 @@ def _implement_table_product(impl: str, table_matmul: Op) -> None:
 
 
 def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
-    """By a function of PyTorch's operations."""
+    """Registers a function of PyTorch ops as the kernel of an op."""
 
     def contiguous(*args: Any) -> Tensor:
         return function(*args).contiguous()
 
-    # Of an op of a compiled library what loads that has the key for all devices.
+    # An op of a compiled library has a kernel for all devices already: the one that loads it.
     keys = ("CPU", "CUDA") if impl in LIBRARIES else ("CompositeExplicitAutograd",)
     for key in keys:
         _library.impl(f"{name}.{impl}", contiguous, key)
@@ -192,7 +192,7 @@ OPS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
 for _name in _SCHEMAS.keys() - {"approx_table_product", "approx_multiply_derivative"}:
     _implement(_name, "reference", getattr(reference, _name.removeprefix("approx_")))
 
-# A multiply and an add for every product.
+# FLOPs: a multiply and an add for every product.
 
 
 @register_flop_formula(_ops.approx_matmul)

@@ -1,9 +1,8 @@
-"""Layers that compute with 8-bit look-up tables: affine quantisation, forward by the table.
+"""Layers with affine quantisation to 8 bits, whose products come from a look-up table.
 
-A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and zero point a
-tensor; the range always includes 0, which q represents exactly. What flows back is straight-
-through: the exact gradient of the product of the quantised numbers, and none to numbers outside the
-range.
+A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and one zero point
+per tensor. The range always includes 0, which has an exact q. Gradients are straight-through: those
+of the exact product of the quantised numbers, and zero for numbers out of range.
 
 B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
 kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -29,17 +28,17 @@ Observed = Literal["minmax", "moving_average"]
 
 
 class Observer(nn.Module):
-    """The range of what it has seen in training, and the quantisation that covers it.
+    """Tracks the range of the numbers that it is called with.
 
     Args:
-        kind: ``"minmax"``, the least and the largest number so far; ``"moving_average"``, of those
-            of each batch an exponential average, which forgets outliers.
-        momentum: the weight of a new batch in the average.
+        kind: ``"minmax"``: the least and the largest number of all batches; ``"moving_average"``:
+            exponential averages of each batch's least and largest number, which forget outliers.
+        momentum: the weight of a new batch in the averages, more than 0, up to 1.
 
-    Buffers: least, most (scalars); NaN until something was seen.
+    Buffers: least, most (scalars); NaN before the first number.
 
     Raises:
-        ValueError: an unknown kind, or a momentum that is not from 0 to 1.
+        ValueError: an unknown kind; the momentum is out of range.
     """
 
     least: Tensor
@@ -62,7 +61,7 @@ class Observer(nn.Module):
             return
         least, most = x.aminmax()
         if self.kind == "minmax":
-            self.least.copy_(torch.fmin(self.least, least))  # of a NaN and a number, the number
+            self.least.copy_(torch.fmin(self.least, least))  # fmin ignores NaN
             self.most.copy_(torch.fmax(self.most, most))
         else:
             for seen, new in ((self.least, least), (self.most, most)):
@@ -71,7 +70,7 @@ class Observer(nn.Module):
 
 
 def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Scale (float32) and zero point (int32) of the 8-bit integers that cover a range and 0."""
+    """Returns the scale (float32) and zero point (int32) with which 8 bits cover a range and 0."""
     lowest, highest = (-128, 127) if signed else (0, 255)
     least, most = least.clamp(max=0), most.clamp(min=0)
     scale = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).tiny)
@@ -79,14 +78,14 @@ def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return scale, zero_point.int()
 
 
-def _product(
+def _multiply_by_table(
     a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
     table: LookupTable, impl: str,
 ) -> Tensor:  # fmt: skip
-    """a (B, M, K) times b (B, K, N), both on their 8-bit grids: forward by the table.
+    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on 8-bit grids, by the table.
 
-    It runs where ``approx_matmul`` runs: the same compiled libraries have the ops of both. It is
-    not declared as an operator, since random samples of a dtype do not lie on 8-bit grids.
+    It runs where ``approx_matmul`` runs, since the same compiled libraries have both. It is not
+    declared as an operator, since an operator's random samples are not on 8-bit grids.
     """
     table.check_sum("input", a.shape[2])
     ops = OPS[resolve("approx_matmul", impl, a.device.type)]
@@ -94,7 +93,7 @@ def _product(
 
 
 class _Quantizer(nn.Module):
-    """Puts the input and the weight of a layer on their grids; watches the input in training."""
+    """Quantises the input and the weight of a layer; tracks the input's range in training."""
 
     def __init__(self, table: LookupTable, observer: Observed, momentum: float) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ class _Quantizer(nn.Module):
             self._check_range()
         of_x = affine(self.input.least, self.input.most, self.table.signed)
         of_weight = affine(*weight.detach().aminmax(), self.table.signed)
-        return self._on_grid(x, *of_x), self._on_grid(weight, *of_weight), of_x, of_weight
+        return self._quantize(x, *of_x), self._quantize(weight, *of_weight), of_x, of_weight
 
     def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
         if has_tangent(x) or has_tangent(weight):
@@ -130,45 +129,45 @@ class _Quantizer(nn.Module):
     def _check_range(self) -> None:
         unknown = self.input.least.isnan()
         message = "input: its range is not known; train, or run some data in training mode, first"
-        if torch.compiler.is_compiling():  # where a program has no branch on a number
+        if torch.compiler.is_compiling():  # a compiled program cannot branch on a tensor's value
             torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]
         elif unknown:
             raise RuntimeError(message)
 
-    def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        if x.is_meta:  # of which PyTorch's op has no implementation
+    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        if x.is_meta:  # PyTorch's op has no implementation for meta tensors
             return x.clone()
         limits = (-128, 127) if self.table.signed else (0, 255)
         try:
             return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
-        except NotImplementedError as error:  # forward mode of an outer level, of reverse mode
+        except NotImplementedError as error:  # forward mode around reverse mode
             if "forward AD" not in str(error):
                 raise
             raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
 
 
 class TableConv2d(nn.Conv2d):
-    """:class:`torch.nn.Conv2d` with 8-bit operands whose products are a table's.
+    """:class:`torch.nn.Conv2d` with 8-bit operands whose products come from a table.
 
     Args:
-        in_channels, out_channels, kernel_size, and the keywords after `impl`: as of
+        in_channels, out_channels, kernel_size, and the keywords after `impl`: as for
             :class:`torch.nn.Conv2d`; zeros are the only padding.
-        table: of the products: the input is its first operand, the weight its second.
-        observer, momentum: how the input's range is found; as of :class:`Observer`. The weight's
-            is its own, in every call.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, chosen as of ``approx_matmul``:
-            the convolution is a matrix product of unfolded windows.
+        table: the table of products. Its first operand is the input, its second the weight.
+        observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
+            range is computed in every call.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
+            convolution is a matrix product of unfolded windows.
 
-    Parameters and buffers: those of :class:`torch.nn.Conv2d`, and quantizer.input.least and most,
+    Parameters and buffers: those of :class:`torch.nn.Conv2d`; and quantizer.input.least and most,
     which a state dict of PyTorch's layer does not have.
 
     Shape:
         input (B, C, H, W), float32 -> output (B, O, OH, OW).
 
     Raises:
-        ValueError: an argument out of its range.
-        RuntimeError: in evaluation, where the layer has seen no data in training.
-        NotImplementedError: in forward mode; in training, under a transform of torch.func.
+        ValueError: an argument is out of range.
+        RuntimeError: evaluation before any call in training: the input's range is unknown.
+        NotImplementedError: forward mode; a transform of torch.func in training.
     """
 
     operator = MATMUL
@@ -208,18 +207,20 @@ class TableConv2d(nn.Conv2d):
         windows: Any = (self.stride, self.padding, self.dilation)
         unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
         filters = weight.reshape(G, self.out_channels // G, -1).repeat(B, 1, 1)
-        out = _product(unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl)
+        out = _multiply_by_table(
+            unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
+        )
         size = output_size(x.shape, weight.shape, *windows)
         out = out.mT.reshape(B, self.out_channels, *size)
         return out if self.bias is None else out + self.bias[:, None, None]
 
 
 class TableLinear(nn.Linear):
-    """:class:`torch.nn.Linear` with 8-bit operands whose products are a table's.
+    """:class:`torch.nn.Linear` with 8-bit operands whose products come from a table.
 
     Args:
-        in_features, out_features, bias, device: as of :class:`torch.nn.Linear`.
-        table, observer, momentum, impl: as of :class:`TableConv2d`.
+        in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
+        table, observer, momentum, impl: as for :class:`TableConv2d`.
 
     Shape:
         input (..., in_features), float32 -> output (..., out_features).
@@ -251,6 +252,8 @@ class TableLinear(nn.Linear):
             )
         x, weight, of_x, of_weight = self.quantizer(input, self.weight)
         rows = x.reshape(1, math.prod(x.shape[:-1]), self.in_features)
-        out = _product(rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl)
+        out = _multiply_by_table(
+            rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
+        )
         out = out.reshape(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias

@@ -1,8 +1,8 @@
 """The definition of the approximate matrix product, of the convolution and of their gradients.
 
-Sums have a fixed order, so that every implementation gives the same bits: k is cut into chunks of
-1,024 consecutive indices; a chunk is added from +0 in ascending k, each addition rounded to
-float32; then the chunks are, in ascending order.
+Sums have a fixed order, so that every implementation gives the same bits. k is cut into chunks of
+1,024 consecutive indices. The terms of a chunk are added to +0 in ascending k, each addition
+rounded to float32; then the sums of the chunks are added, in ascending order.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
 the output, L all pixels of the output, R x S the kernel; M, N rows and columns of a matrix product,
@@ -20,19 +20,19 @@ from torch import Tensor
 from hoconv.approx.multipliers import MULTIPLIERS
 
 CHUNK = 1024
-_BLOCK = 2**20  # products held at once, about
+_MOST_PRODUCTS = 2**20  # held in memory at once, about: 4 MiB
 Product = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[int, int]
 
 
 def multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    """Elementwise, of equal shapes."""
+    """The elementwise product of a and b of equal shapes."""
     return MULTIPLIERS[multiplier].multiply(a, b)
 
 
 def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
     """The multiplier's own derivative with respect to a, elementwise, of equal shapes."""
-    return MULTIPLIERS[multiplier].derivative(a, b).clone()  # that of an exact product is b
+    return MULTIPLIERS[multiplier].derivative(a, b).clone()  # an exact product's is b itself
 
 
 def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -44,7 +44,7 @@ def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Te
     """The gradient of a (B, M, K) by the multiplier's own derivative d:
     out[m, k] = sum over n of grad[m, n] * d(a[m, k], b[k, n]), in the order of all sums."""
     derivative = MULTIPLIERS[multiplier].derivative
-    step = max(1, _BLOCK // max(a.numel(), 1))
+    step = max(1, _MOST_PRODUCTS // max(a.numel(), 1))
 
     def products(first: int, last: int) -> Tensor:
         slopes = derivative(a.unsqueeze(-1), b[:, None, :, first:last])  # (B, M, K, n)
@@ -57,7 +57,7 @@ def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
     """a (B, M, K) times b (B, K, N) of 8-bit integers, whose products are table (256, 256)."""
     (B, M, K), N = a.shape, b.shape[2]
     out = table.new_zeros(B, M, N)
-    step = max(1, _BLOCK // max(B * M * N, 1))
+    step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
     a, b = (t.int() & 255 for t in (a, b))
     for k in range(0, K, step):
         products = table[a[:, :, k : k + step, None], b[:, None, k : k + step]]  # (B, M, k, N)
@@ -71,7 +71,7 @@ def conv2d(
 ) -> Tensor:  # fmt: skip
     """out[o, oh, ow] = sum over k = (c, r, s) of x[c, ...] * weight[o, c, r, s].
 
-    x (B, C, H, W) lies between zeros, which are operands as others are; weight (O, C / G, R, S);
+    x (B, C, H, W), padded with zeros, which are operands like all others; weight (O, C / G, R, S);
     out (B, O, OH, OW).
     """
     B, O = x.shape[0], weight.shape[0]  # noqa: E741
@@ -87,12 +87,12 @@ def conv2d_backward_input(
     groups: int, multiplier: str,
 ) -> Tensor:  # fmt: skip
     """The gradient of x: out[c, h, w] = sum over k = (o, r, s) of grad[o, ...] * weight[o, c, r, s]
-    where x[c, h, w] meets weight[o, c, r, s] in an output; other terms are left out."""
+    where an output multiplies x[c, h, w] by weight[o, c, r, s]; other terms are left out."""
     (B, O), (_, _, R, S) = grad.shape[:2], weight.shape  # noqa: E741
     shape = (B, O, *size[2:])
 
     def windows(t: Tensor) -> Tensor:
-        """What each pixel of x meets: (B * G, O / G * R * S, H * W)."""
+        """Gathers the outputs that a pixel of x contributes to: (B * G, O / G * R * S, H * W)."""
         spread = t.new_zeros(
             B, O, (t.shape[2] - 1) * stride[0] + 1, (t.shape[3] - 1) * stride[1] + 1
         )
@@ -130,7 +130,7 @@ def output_size(
     x: torch.Size | list[int], weight: torch.Size | list[int], stride: Pair, padding: Pair,
     dilation: Pair,
 ) -> Pair:  # fmt: skip
-    """(OH, OW)."""
+    """Returns (OH, OW)."""
     rows, columns = (
         (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
         for i in range(2)
@@ -142,7 +142,7 @@ def columns(
     x: Tensor, weight: torch.Size | list[int], stride: Pair, padding: Pair, dilation: Pair,
     groups: int,
 ) -> Tensor:  # fmt: skip
-    """The window of every output: (B * G, C / G * R * S, L)."""
+    """Unfolds the window of every output: (B * G, C / G * R * S, L)."""
     windows = F.unfold(x, (weight[2], weight[3]), dilation, padding, stride)
     return windows.unflatten(1, (groups, -1)).flatten(0, 1)
 
@@ -150,7 +150,7 @@ def columns(
 def _sum_of_products(
     product: Product, a: Tensor, b: Tensor, exists: Tensor | None = None
 ) -> Tensor:
-    """a (B, M, K) times b (B, K, N); where `exists` (B, M, K) is false a term is left out."""
+    """Multiplies a (B, M, K) by b (B, K, N); leaves out terms where `exists` (B, M, K) is false."""
     (B, M, K), N = a.shape, b.shape[2]
 
     def products(first: int, last: int) -> Tensor:
@@ -159,11 +159,15 @@ def _sum_of_products(
             terms = torch.where(exists[:, :, first:last, None], terms, 0.0)
         return terms.movedim(2, 0)
 
-    return _ordered_sum(products, K, max(1, _BLOCK // max(B * M * N, 1)), a.new_zeros(B, M, N))
+    step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
+    return _ordered_sum(products, K, step, a.new_zeros(B, M, N))
 
 
 def _ordered_sum(products: Callable[[int, int], Tensor], K: int, step: int, zero: Tensor) -> Tensor:
-    """Adds products(first, last) (last - first, ...) of all K, `step` of them held at once."""
+    """Adds K terms in the fixed order.
+
+    ``products(first, last)`` computes terms first to last - 1, stacked; `step` of them at once.
+    """
     total = None
     for chunk in range(0, K, CHUNK):
         end, partial = min(chunk + CHUNK, K), zero

@@ -1,4 +1,4 @@
-"""Multipliers of 8-bit integers given as look-up tables, and the matrix product of them.
+"""Look-up tables that define multipliers of 8-bit integers, and the matrix product with a table.
 
 B batch, M, N rows and columns of a matrix product, K what it sums over.
 """
@@ -15,25 +15,26 @@ from torch import Tensor
 from hoconv.approx.ops import OPS
 from hoconv.implementations import resolve
 
-# Bytes of a file -> how its numbers are read, by whether the table is signed.
-_RAW = {65536 * 2: {True: "<i2", False: "<u2"}, 65536 * 4: {True: "<i4", False: "<i4"}}
+_ENTRIES = 256 * 256
+# Bytes of a file -> whether the table is signed -> the dtype of the file's numbers.
+_RAW = {_ENTRIES * 2: {True: "<i2", False: "<u2"}, _ENTRIES * 4: {True: "<i4", False: "<i4"}}
 
 
 class LookupTable:
     """The product of every pair of 8-bit integers.
 
     Args:
-        products: (256, 256), integers that fit int32: ``products[a % 256, b % 256]`` is a times b,
-            so that the row of a negative number is that of its byte in two's complement.
+        products: (256, 256), integers that fit int32. ``products[a % 256, b % 256]`` is a times b:
+            a negative number's row is that of its byte in two's complement.
         signed: whether the operands are int8, from -128 to 127, or uint8, from 0 to 255.
 
     Raises:
-        ValueError: another shape, or numbers that do not fit.
-        TypeError: not integers.
+        ValueError: another shape; a product that does not fit int32.
+        TypeError: the products are not integers.
     """
 
     def __init__(self, products: Any, *, signed: bool) -> None:
-        import numpy as np  # which torch does without
+        import numpy as np  # here, since torch works without NumPy
 
         array = np.asarray(products)
         if array.shape != (256, 256):
@@ -53,20 +54,20 @@ class LookupTable:
         """Reads a table from a file.
 
         Args:
-            path: of an ``.npy`` file, (256, 256) or 65,536 integers; or of any other name, of
-                65,536 numbers in the order ``256 * (a % 256) + b % 256``, little-endian: of 2 bytes
-                (int16, or uint16 of an unsigned table) or of 4 (int32).
-            signed: as of :class:`LookupTable`; no such file says it.
+            path: a ``.npy`` file of shape (256, 256), or flat. Any other file holds 65,536
+                little-endian numbers in the order ``256 * (a % 256) + b % 256``: of 2 bytes (int16,
+                or uint16 if the table is unsigned) or of 4 (int32).
+            signed: as for :class:`LookupTable`; the file does not say it.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not such a table: says what it is.
+            ValueError: the file does not hold such a table; says what it holds.
         """
         import numpy as np
 
         path = Path(path)
         if path.suffix == ".npy":
-            try:  # maps the file, so that a header cannot ask for memory
+            try:  # mapped, so that a forged header cannot make it allocate memory
                 array = np.lib.format.open_memmap(path, mode="r")
             except OSError:
                 raise
@@ -80,7 +81,7 @@ class LookupTable:
                     f"262,144 bytes; it has {len(contents):,}"
                 )
             array = np.frombuffer(contents, _RAW[len(contents)][signed])
-        if array.size == 65536:
+        if array.size == _ENTRIES:
             array = array.reshape(256, 256)
         try:
             return cls(array, signed=signed)
@@ -88,8 +89,10 @@ class LookupTable:
             raise ValueError(f"{path}: {error}") from error
 
     def check_sum(self, name: str, K: int) -> None:
-        """Raises:
-        ValueError: a sum of so many products of an argument could exceed int32.
+        """Checks that a sum of K products of the argument `name` fits int32.
+
+        Raises:
+            ValueError: it could exceed int32.
         """
         if K * self.largest >= 2**31:
             raise ValueError(
@@ -99,11 +102,11 @@ class LookupTable:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operands."""
+        """The dtype of the operands."""
         return torch.int8 if self.signed else torch.uint8
 
     def on(self, device: torch.device) -> Tensor:
-        """The products, (256, 256) int32, on a device; kept there for the next call."""
+        """Returns the products, (256, 256) int32, on a device, and keeps them there."""
         if device.type == "meta":
             return torch.empty_like(self.products, device=device)
         if self.products.device != device:
@@ -112,21 +115,21 @@ class LookupTable:
 
 
 def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto") -> Tensor:
-    """The matrix product of 8-bit integers whose products are a table's; sums are exact.
+    """The matrix product of 8-bit integers whose products come from a table; sums are exact.
 
     Args:
-        a: (B, M, K), int8 for a signed table, uint8 for an unsigned one; any strides. The table's
-            first operand.
-        b: (B, K, N), likewise. Its second.
-        table: of the products.
+        a: (B, M, K), the table's first operand: int8 if the table is signed, else uint8; any
+            strides.
+        b: (B, K, N), the second operand; dtype and device of a; any strides.
+        table: the table of products.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
         (B, M, N), int32.
 
     Raises:
-        ValueError: shapes that do not fit, or a K for which a sum could exceed int32.
-        TypeError: another dtype than the table's.
+        ValueError: the shapes do not fit, or a sum of K products could exceed int32.
+        TypeError: a dtype is not the table's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     if a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[2]) != tuple(b.shape[:2]):
