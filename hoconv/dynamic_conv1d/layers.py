@@ -16,7 +16,7 @@ from hoconv.implementations import check_name
 
 
 class _Conv1d(nn.Module):
-    """What both layers share: everything but where the weights come from."""
+    """The part that both layers share: everything except how the weights are made."""
 
     operator = OPERATOR
 
@@ -58,30 +58,30 @@ class _Conv1d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 3 or x.shape[1] != self.channels:
             raise ValueError(f"x: expected (B, {self.channels}, T), got shape {tuple(x.shape)}")
-        return self._convolve(x, self._weight(x))
+        return self._convolve(x, self._make_weight(x))
 
     def initial_state(self, batch: int) -> Tensor:
-        """The state before the first step: (batch, C, K - 1) zeros, as the padding is."""
+        """Returns the state before the first step: (batch, C, K - 1) zeros, like the padding."""
         like = next(self.parameters())
         return like.new_zeros(batch, self.channels, self.kernel_size - 1)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the next outputs of a sequence that comes step by step.
 
-        Nothing is kept in the layer. The state is the last K - 1 inputs; a beam search reorders it
-        by indexing its first dimension.
+        The layer keeps no state. The state is the last K - 1 inputs; a beam search reorders it by
+        indexing its first dimension.
 
         Args:
             x: (B, C), the next step, or (B, C, n), the next n.
             state: (B, C, K - 1), from :meth:`initial_state` or from the step before.
 
         Returns:
-            The output in the shape of x, as the whole sequence at once gives it, and the state for
-            the next step.
+            The output, in the shape of x and equal to that of a call with the whole sequence; and
+            the state for the next step.
 
         Raises:
-            ValueError: the padding is not causal, so that an output needs later steps; or a shape
-                that does not fit.
+            ValueError: the padding is not causal, so that an output depends on later steps; or a
+                shape does not fit.
         """
         if self.padding != "causal":
             raise ValueError(
@@ -99,18 +99,18 @@ class _Conv1d(nn.Module):
         if tuple(state.shape) != expected:
             raise ValueError(f"state: expected shape {expected}, got {tuple(state.shape)}")
         inputs = torch.cat((state, steps), 2)
-        weight = self._weight(steps)
-        if weight.shape[3] != 1:  # the outputs of the state's steps are not kept: any weights do
+        weight = self._make_weight(steps)
+        if weight.shape[3] != 1:  # the state's outputs are dropped: any weights do
             weight = F.pad(weight, (before, 0))
         out = self._convolve(inputs, weight)[..., before:]
         return out.reshape(x.shape), inputs[..., steps.shape[2] :]
 
-    def _weight(self, x: Tensor) -> Tensor:
-        """The weights for x (B, C, T), as the operator takes them: (B or 1, H, K, T or 1)."""
+    def _make_weight(self, x: Tensor) -> Tensor:
+        """Computes the operator's weights for x (B, C, T): (B or 1, H, K, T or 1)."""
         raise NotImplementedError
 
-    def _normalized(self, weight: Tensor) -> Tensor:
-        """Softmax over the taps of (B or 1, H, K, T or 1), then DropConnect."""
+    def _normalize(self, weight: Tensor) -> Tensor:
+        """Applies softmax over the taps of (B or 1, H, K, T or 1), then DropConnect."""
         if self.softmax:
             weight = weight.softmax(2)
         if self.weight_dropout and self.training:
@@ -141,14 +141,14 @@ class LightweightConv1d(_Conv1d):
 
     Args:
         channels: C, of the input and of the output.
-        kernel_size: K, any of at least 1.
+        kernel_size: K, at least 1.
         heads: H, dividing `channels`: consecutive channels of a head share a kernel.
         padding: ``"causal"``: an output depends on its own step and those before, as in a decoder;
             ``"same"``: centred, as in an encoder. With an even K ``"same"`` pads (K - 1) // 2 steps
             before and one more after, as PyTorch does.
         softmax: whether the taps of a kernel are normalised: positive, with sum one.
         weight_dropout: DropConnect: the probability with which, in training, a normalised weight is
-            zero; the others are scaled by 1 / (1 - weight_dropout). One draw a call, for all
+            zero; the others are scaled by 1 / (1 - weight_dropout). One draw per call, for all
             sequences and steps.
         bias: whether a bias is added to the output.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
@@ -159,7 +159,7 @@ class LightweightConv1d(_Conv1d):
         input (B, C, T) -> output (B, C, T).
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -176,10 +176,11 @@ class LightweightConv1d(_Conv1d):
     ) -> None:
         super().__init__(channels, kernel_size, heads, padding, softmax, weight_dropout, bias, impl)
         self.weight = nn.Parameter(torch.empty(heads, kernel_size))
-        nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))  # as a convolution's (H, 1, K)
+        # With the fans of a depthwise convolution's weight, (H, 1, K).
+        nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))
 
-    def _weight(self, x: Tensor) -> Tensor:
-        return self._normalized(self.weight[None, :, :, None])
+    def _make_weight(self, x: Tensor) -> Tensor:
+        return self._normalize(self.weight[None, :, :, None])
 
 
 class DynamicConv1d(_Conv1d):
@@ -192,7 +193,7 @@ class DynamicConv1d(_Conv1d):
 
     Args:
         channels: C, of the input and of the output.
-        kernel_size: K, any of at least 1.
+        kernel_size: K, at least 1.
         heads: H, dividing `channels`: consecutive channels of a head share a kernel.
         padding: ``"causal"``: an output depends on its own step and those before, as in a decoder;
             ``"same"``: centred, as in an encoder. With an even K ``"same"`` pads (K - 1) // 2 steps
@@ -210,7 +211,7 @@ class DynamicConv1d(_Conv1d):
         input (B, C, T) -> output (B, C, T).
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -230,6 +231,6 @@ class DynamicConv1d(_Conv1d):
         self.generator = nn.Linear(channels, heads * kernel_size, bias=generator_bias)
         nn.init.xavier_uniform_(self.generator.weight)
 
-    def _weight(self, x: Tensor) -> Tensor:
+    def _make_weight(self, x: Tensor) -> Tensor:
         generated = self.generator(x.mT).mT  # (B, H * K, T)
-        return self._normalized(generated.unflatten(1, (self.heads, self.kernel_size)))
+        return self._normalize(generated.unflatten(1, (self.heads, self.kernel_size)))

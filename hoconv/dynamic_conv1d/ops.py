@@ -24,7 +24,7 @@ cuda = register_bilinear(_library, "dynamic_conv1d", "cuda", "padding")
 
 
 def _flops(x_shape: tuple[int, ...], taps: int) -> int:
-    """A multiply and an add for every tap, channel and time step, in each of the three maps."""
+    """Counts a multiply and an add for every tap, channel and time step, in each of the maps."""
     B, C, T = x_shape
     return 2 * taps * B * C * T
 

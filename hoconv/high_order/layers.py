@@ -20,19 +20,20 @@ from hoconv.registration import autocast
 class HighOrderConv2d(nn.Module):
     """A convolution whose kernels are generated, for every pixel, by another convolution.
 
-    The generator, an ``nn.Conv2d`` over the same input, gives k * k weights a pixel and group, and
-    :func:`hoconv.high_order_layer` applies them: the implementations other than `reference` compute
-    both at once and read the generator's parameters only (its forward, and hooks on it, do not
-    run). One state dict (``generator.weight``, ``generator.bias``) serves every implementation.
+    The generator, an ``nn.Conv2d`` over the same input, gives k * k weights for each pixel and
+    group, and :func:`hoconv.high_order_layer` applies them. That function takes the generator's
+    parameters: the generator's forward, and hooks on it, do not run. The implementations other than
+    `reference` compute both steps in one kernel where they can (:meth:`why_unfused`). One state
+    dict (``generator.weight``, ``generator.bias``) serves every implementation.
     With ``normalize="softmax"`` the weights of a pixel are positive and sum to one, as in dynamic
     upsampling and lightweight convolutions.
 
     Args:
         channels: C, of the input and of the output.
         kernel_size: k, from 1 to 11, odd or even.
-        generator_kernel_size: of the generator, which pads to keep the size of the image.
+        generator_kernel_size: that of the generator, which pads to keep the size of the image.
         groups: G, dividing `channels`: the channels of a group share their kernels.
-        bias: whether the generator has one.
+        bias: whether the generator has a bias.
         dilation: distance between taps in pixels.
         normalize: ``"softmax"`` over the k * k taps, or None.
         residual: whether the input is added to the output.
@@ -42,7 +43,7 @@ class HighOrderConv2d(nn.Module):
         input (B, C, H, W) -> output (B, C, H, W).
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     operator = OPERATOR
@@ -101,11 +102,11 @@ class HighOrderConv2d(nn.Module):
 
     @torch.no_grad()
     def why_unfused(self) -> str | None:
-        """Why a call would generate and apply the kernels in two steps, in words; None where a
-        fused kernel does both.
+        """Returns why a call would generate and apply the kernels in two steps, in words; None if
+        a fused kernel does both.
 
-        It asks for the device and dtype of the parameters, or for the dtype of autocast where that
-        is on, and for the implementation that `impl` means there, which is compiled if need be.
+        The answer is for the device and dtype of the parameters, for autocast's dtype if that is
+        on, and for the implementation that `impl` chooses there, which is compiled if necessary.
 
         Raises:
             hoconv.implementations.ImplementationError: that implementation cannot run here.

@@ -23,7 +23,7 @@ cuda = register_bilinear(_library, "high_order_conv2d", "cuda", "dilation", one_
 
 
 def _flops(weight_shape: tuple[int, ...], channels: int) -> int:
-    """A multiply and an add for every tap, channel and pixel."""
+    """Counts a multiply and an add for every tap, channel and pixel."""
     taps, B, _, H, W = weight_shape
     return 2 * taps * B * channels * H * W
 

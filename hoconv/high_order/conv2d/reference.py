@@ -13,7 +13,7 @@ from torch import Tensor
 def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """out[b, c, h, w] = sum over i of weight[i, b, g(c), h, w] * x[b, c, h + dy(i), w + dx(i)].
 
-    Tap i looks at dy = dilation * (i // k) - before and dx = dilation * (i % k) - before, where
+    Tap i reads at dy = dilation * (i // k) - before and dx = dilation * (i % k) - before, where
     before = dilation * (k - 1) // 2; outside the image x is zero; g(c) = c // (C / G).
     Half precision is accumulated in float32.
     """
@@ -21,7 +21,7 @@ def high_order_conv2d(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     k = round(taps**0.5)
     before = dilation * (k - 1) // 2
     after = dilation * (k - 1) - before
-    # No more than the image's size: taps that look beyond see nothing but zeros.
+    # At most the image's size: taps further out read zeros only.
     above, left = min(before, H), min(before, W)
     below, right = min(after, H), min(after, W)
     accumulate = torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The high-order layer and its gradient as compositions of ops that can be differentiated.
+"""The high-order layer and its gradient, composed of ops that can be differentiated.
 
 B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 s kernel size of the generator.
@@ -15,8 +15,8 @@ from hoconv.high_order.conv2d.operator import OPERATOR as APPLICATION
 from hoconv.high_order.layer import reference
 
 
-def application(impl: str) -> Any:
-    """An implementation of the high-order convolution."""
+def get_application(impl: str) -> Any:
+    """Returns an implementation of the high-order convolution."""
     return APPLICATION.implementations[impl].function
 
 
@@ -26,7 +26,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     normalize = "softmax" if softmax else None
     return reference.high_order_layer(
-        x, weight, bias, kernel_size, dilation, normalize, residual, application(impl)
+        x, weight, bias, kernel_size, dilation, normalize, residual, get_application(impl)
     )
 
 
@@ -34,7 +34,7 @@ def backward(
     impl: str, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel_size: int,
     dilation: int, softmax: bool, residual: bool, allow_tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, weight and bias, of `forward`; that of the bias also where it is None."""
+    """Computes the gradients of x, weight and bias; the bias's even where the bias is None."""
     H, W = x.shape[2:]
     normalize = "softmax" if softmax else None
     padded, padding = reference.pad(x, weight)

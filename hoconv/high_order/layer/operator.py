@@ -21,6 +21,7 @@ from hoconv.implementations import resolve
 from hoconv.registration import autocast, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
+# Relative. At least twice those of the application alone: its kernels are computed too.
 _TOLERANCES = {
     torch.float64: 1e-13,
     torch.float32: 2e-6,
@@ -65,8 +66,8 @@ def high_order_layer(
         to its dtype, as a convolution's are.
 
     Raises:
-        ValueError: a shape or an option that does not fit.
-        TypeError: a dtype that is not supported, or that differs from x's.
+        ValueError: a shape or an option does not fit.
+        TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     x, generator_weight = autocast(x.device.type, x, generator_weight)
@@ -119,7 +120,7 @@ def _check(
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Kernel sizes of both, small and odd images, groups, dilations, options, layouts."""
+    """Yields several sizes of both kernels, small and odd images, groups, options and layouts."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(device, dtype)
@@ -142,7 +143,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"{C} channels", 2, C, 9, 35, 3, 3)
     yield sample("wide rows", 1, 3, 9, 160)
     yield sample("tall", 1, 3, 70, 8)
-    # Nothing that cancels, nor a tiny number, whose square half precision does not hold.
+    # At least 1: sums do not cancel, and no square is too small for half precision.
     pixel, *parameters = sample("", 1, 1, 1, 1, bias=False).args
     yield Sample((pixel.abs() + 1, *parameters), {"kernel_size": 5}, "one pixel")
     yield sample("image smaller than k", 2, 2, 3, 2, 7)
@@ -196,7 +197,7 @@ def _benchmark_sample(batch: int, device: torch.device, dtype: torch.dtype) -> S
 
 
 def _unfold(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What users write with F.unfold; k = 5, one group."""
+    """Computes it as users would with F.unfold; k = 5, one group."""
     kernels = F.conv2d(x, weight, bias, padding="same").flatten(2)[:, None]
     columns = F.unfold(x, 5, padding=2).unflatten(1, (x.shape[1], 25))  # (B, C, K, H * W)
     return (columns * kernels).sum(2).view_as(x)

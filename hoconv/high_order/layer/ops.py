@@ -1,9 +1,9 @@
 """The fused high-order layer as torch.library ops: schema, fake, autograd, autocast, FLOPs.
 
-`high_order_layer` never writes the generated weights; `high_order_layer_backward` generates them
-again and returns the gradients of x and of the generator's parameters. Each has an overload per
-implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order come from the same maps as
-compositions of ops that are differentiable any number of times.
+`high_order_layer` never writes the generated weights to memory. `high_order_layer_backward`
+generates them again and returns the gradients of x and of the generator's parameters. Each has an
+overload per implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order are computed
+by composed.py, from ops that are differentiable any number of times.
 
 Where `why_unfused` gives a reason, the layer is PyTorch's convolution and the same implementation
 of the high-order convolution.
@@ -103,7 +103,7 @@ _FORWARD = {impl: _register(impl) for impl in LIBRARIES}
 
 
 def _flops(x_shape: Any, weight_shape: Any, kernel_size: int) -> tuple[int, int]:
-    """Of the generator's convolution and of the application."""
+    """Counts those of the generator's convolution and those of the application."""
     B, C, H, W = x_shape
     pixels = B * H * W
     generator = 2 * pixels * weight_shape[0] * weight_shape[1] * weight_shape[2] * weight_shape[3]
@@ -136,10 +136,10 @@ def run(
     normalize: str | None,
     residual: bool,
 ) -> Tensor:
-    """The layer by one implementation: in its fused kernel where there is one, else composed."""
+    """Computes the layer by one implementation: in its fused kernel if there is one."""
     allow_tf32 = convolutions_allow_tf32()
     if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation, allow_tf32):
-        apply = composed.application(impl)
+        apply = composed.get_application(impl)
         return reference.high_order_layer(
             x, weight, bias, kernel_size, dilation, normalize, residual, apply
         )
@@ -153,5 +153,5 @@ def convolutions_allow_tf32() -> bool:
     return torch._C._get_cudnn_allow_tf32()
 
 
-# To torch.compile the flag is what it is when a graph is compiled, as for PyTorch's convolutions.
+# torch.compile reads the flag when it compiles a graph, as it does for PyTorch's convolutions.
 convolutions_allow_tf32._dynamo_marked_constant = True  # pyright: ignore

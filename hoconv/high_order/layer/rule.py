@@ -1,4 +1,4 @@
-"""Why a layer's generator and application stay two operators where no fused kernel runs."""
+"""Says why no fused kernel computes a layer, whose generator and application then run apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hoconv import jit
 def why_unfused(
     impl: str, weight: Tensor, kernel_size: int, dilation: int, allow_tf32: bool
 ) -> str | None:
-    """Why an implementation computes a layer in two steps, in words; None where it is fused.
+    """Returns why an implementation computes a layer in two steps, in words; None if it is fused.
 
     A layer whose input has no channel or no pixel is not fused either.
 
@@ -35,7 +35,8 @@ def why_unfused(
     if impl == "cpp":
         return None if weight.device.type == "cpu" else "cpp is fused on a CPU only"
     sizes = kernel_size, weight.shape[2], weight.shape[1], dilation
-    # index, not int: it makes a number that torch.compile takes for a variable a constant.
+    # operator.index, not int: of a number that torch.compile treats as symbolic, it makes a
+    # constant.
     return _why_cuda_unfused(*map(operator.index, sizes), weight.dtype, allow_tf32, weight.device)
 
 
@@ -43,7 +44,7 @@ def _why_cuda_unfused(*layer: Any) -> str | None:
     return _why_cuda_unfused_once(*layer)
 
 
-# A constant to torch.compile, which does not trace it: constants in, a string out.
+# torch.compile does not trace this function, and takes its result as a constant.
 _why_cuda_unfused._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -52,11 +53,11 @@ def _why_cuda_unfused_once(
     kernel_size: int, generator_size: int, channels: int, dilation: int, dtype: torch.dtype,
     allow_tf32: bool, device: torch.device,
 ) -> str | None:  # fmt: skip
-    say = jit.functions("cuda").hoconv_high_order_layer_why_unfused
-    say.restype = ctypes.c_char_p
-    say.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_bool, ctypes.c_int64]
+    explain = jit.functions("cuda").hoconv_high_order_layer_why_unfused
+    explain.restype = ctypes.c_char_p
+    explain.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_bool, ctypes.c_int64]
     gpu = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
     shared_memory = gpu.shared_memory_per_block_optin
     sizes = kernel_size, generator_size, channels, dilation
     name = str(dtype).removeprefix("torch.").encode()
-    return say(*sizes, name, allow_tf32, shared_memory).decode() or None
+    return explain(*sizes, name, allow_tf32, shared_memory).decode() or None
