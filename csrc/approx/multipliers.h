@@ -67,8 +67,8 @@ template <int keep, bool corrected>
 struct Logarithmic {
   static constexpr int32_t kMantissa = 0x7fffff;
   static constexpr int32_t kKept = kMantissa >> (23 - keep) << (23 - keep);
-  // The lowest kept bit. Where bits are cut off it is set, which is the middle of the values that
-  // they can have.
+  // The lowest kept bit, which is set if bits below it are cut off: halfway between the least and
+  // the largest value that it and these bits can have.
   static constexpr int32_t kSet = corrected && keep < 23 ? 1 << (23 - keep) : 0;
   static constexpr int32_t kCorrection = corrected ? 0xA0000 : 0;  // 2^-4 + 2^-6
 

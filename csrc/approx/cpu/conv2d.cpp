@@ -18,7 +18,7 @@
 namespace hoconv::approx {
 namespace {
 
-// Images (B, channels, height, width) by strides, without borders, in which windows lie.
+// Images (B, channels, height, width) of any strides, so large that no window leaves them.
 struct Images {
   const float* data;
   int64_t strides[4];
@@ -53,8 +53,8 @@ Images padded(const Conv2d& p, const Tensor& x) {
 }
 
 // The output's gradient as the transposed convolution reads it: its pixels are `stride` apart, and
-// so many are added around them that every tap of every pixel of x reads an element. Elements that
-// are not an output's are marked as left out.
+// around them is a border, so that every tap of every pixel of x reads an element. Elements that
+// belong to no output are marked as left out.
 Images spread(const Conv2d& p, const Tensor& grad) {
   const Images from(grad);
   const int64_t height = p.H + p.dilation[0] * (p.R - 1), width = p.W + p.dilation[1] * (p.S - 1);

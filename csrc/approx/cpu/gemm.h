@@ -71,8 +71,8 @@ class Gemm {
     const int64_t row_tiles = (M + kRows - 1) / kRows, panels = (N + kLanes - 1) / kLanes;
     const int64_t lines = static_cast<int64_t>(out.batch.size()) * row_tiles;
     if (lines * panels == 0) return;
-    // Rows are listed once for each tile, so tiles are as wide as leaves enough of them for all
-    // threads.
+    // Each tile lists its rows, so that wide tiles list fewer numbers in all. They are as wide as
+    // they can be while there are enough of them for all threads.
     const int64_t wanted = kTilesAThread * torch::stable::get_num_threads();
     const int64_t wide = std::clamp<int64_t>(lines * panels / wanted, 1, kPanels);
     const int64_t column_tiles = (panels + wide - 1) / wide;
@@ -196,7 +196,8 @@ class Gemm {
         std::copy_n(data + column[d] + row[0], columns, values[d]);
       for (int64_t n = 0; n < columns && !consecutive; ++n)
         for (int64_t d = 0; d < depth; ++d) values[d][n] = data[row[n] + column[d]];
-      for (int64_t d = 0; d < depth; ++d)  // no zeros, without which a panel is faster
+      // The padding repeats the last column: a panel without zeros is faster.
+      for (int64_t d = 0; d < depth; ++d)
         std::fill(values[d] + columns, values[d] + round_up(columns, kVector),
                   values[d][columns - 1]);
       g.lanes.pack(panel, values, depth, round_up(columns, kVector));
@@ -228,8 +229,8 @@ class Gemm {
       const int64_t* column = g.left.column.data() + k;
       if (g.consecutive[k / kDepth]) {
         std::memcpy(target, row + column[0], kDepth * sizeof(float));
-        __builtin_prefetch(row + column[0] +
-                           kDepth);  // the hardware does not prefetch rows this far apart
+        // The hardware does not prefetch rows this far apart.
+        __builtin_prefetch(row + column[0] + kDepth);
       } else if (depth == kDepth) {
         for (int64_t d = 0; d < kDepth; ++d) target[d] = row[column[d]];
       } else {

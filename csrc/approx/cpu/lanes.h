@@ -9,8 +9,9 @@
 // mantissas carries into the exponent by itself; this doubles the unit of the mantissa and so
 // halves the correction, as the definition does. Only where m(a) + m(b) >= 2^24 - C / 2 does the
 // definition drop the correction. With AVX-512, whose multiply-add can round toward zero, a product
-// is an integer addition, a multiply-add, and the addition to the sum. For about one a in forty the
-// mantissa is so large that some b drops the correction; there a comparison masks the multiply-add.
+// is an integer addition, a multiply-add, and the addition to the sum. Of normally distributed a,
+// one in 35 has so large a mantissa that some b drops the correction; there a comparison masks the
+// multiply-add.
 // Bits below the kept ones are zero without further work: the lowest kept bit is set in both
 // operands, so that their sum, and the correction, are even in units of it, even after a halving.
 // Without AVX-512 the correction is added to the integer.
@@ -26,7 +27,7 @@
 namespace hoconv::approx {
 
 #if defined(__AVX512F__)
-constexpr int64_t kVector = 16;  // floats of an operation
+constexpr int64_t kVector = 16;  // floats in a register
 constexpr int64_t kRegisters = 32;
 #else
 constexpr int64_t kVector = Vec<float>::size;
@@ -56,15 +57,14 @@ struct Range {
   }
 };
 
-// Some numbers of a row of the left operand, and the rows of the panel that they are multiplied
-// with.
+// Some numbers of a row of the left operand, and for each the row of the panel that it multiplies.
 struct Numbers {
   int64_t count;
   alignas(64) float value[kDepth];  // zero after the last
   alignas(64) int32_t depth[kDepth];
 
-  // Lists those of `values` that have a bit of `mask` set. Branchless, since zeros are not
-  // predictable.
+  // Lists those of `values` that have a bit of `mask` set. It has no branches, since zeros cannot
+  // be predicted.
   void list(const float* values, int32_t mask) {
 #if defined(__AVX512F__)
     static_assert(kDepth == 16);
@@ -135,7 +135,7 @@ struct ExactLanes {
   using List = Numbers;
 
   static float multiply(float a, float b) { return Exact::multiply(a, b); }
-  static constexpr int32_t kNonzero = INT32_MAX;  // without a bit of it, all products are zero
+  static constexpr int32_t kNonzero = INT32_MAX;  // numbers without a bit of it have zero products
   static bool fast(const Range& a, const Range& b) { return !a.special() && !b.special(); }
   static bool underflows(const Range&, const Range&) { return false; }
 
@@ -193,7 +193,7 @@ struct LogarithmicLanes {
     alignas(64) float power[kDepth];    // +-2^e
   };
 
-  static constexpr int32_t kNonzero = 0x7f800000;  // without a bit of it, all products are zero
+  static constexpr int32_t kNonzero = 0x7f800000;  // numbers without a bit of it have zero products
   // No product overflows or underflows, even with a carry and a correction, and no power is
   // subnormal.
   static bool fast(const Range& a, const Range& b) {

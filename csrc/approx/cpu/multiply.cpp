@@ -17,7 +17,7 @@
 namespace hoconv::approx {
 namespace {
 
-constexpr int64_t kGrain = 4096;
+constexpr int64_t kGrain = 4096;  // a thread takes at least this many products
 
 Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
   check_float(a, "a");

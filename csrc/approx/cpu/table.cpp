@@ -14,7 +14,7 @@
 namespace hoconv::approx {
 namespace {
 
-constexpr int64_t kRows = 16;  // rows that share a copy of the right operand's
+constexpr int64_t kRows = 16;  // rows of a, which share a copy of each row of b
 
 // out (B, M, N) int32, the sum over k of table[a[m, k] mod 256, b[k, n] mod 256].
 Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {

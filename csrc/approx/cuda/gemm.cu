@@ -146,7 +146,7 @@ __global__ void add_chunks(const float* parts, int64_t chunks, int64_t size, flo
   }
 }
 
-// Packs the elements of one operand. Returns the largest exponent offset of this thread's.
+// Packs the elements of one operand. Returns the largest exponent offset that this thread packed.
 template <typename L, typename Word>
 __device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -179,7 +179,7 @@ template <typename T>
 int64_t tiles_of(const Product& p) {
   return p.batch * ceil_div(p.M, T::rows) * ceil_div(p.N, T::columns);
 }
-// Whether chunks are divided among blocks.
+// Whether chunks are divided among blocks: the tiles alone would not fill the GPU twice.
 template <typename T>
 bool divides(const Product& p, int multiprocessors) {
   const int64_t chunks = ceil_div(p.K, kChunk);

@@ -17,7 +17,7 @@ namespace hoconv::approx {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1 << 20;  // more elements than threads: each thread takes several
+constexpr int64_t kMostBlocks = 1 << 20;  // beyond these, each thread takes several elements
 
 int64_t blocks_for(int64_t elements) {
   return std::clamp<int64_t>((elements + kThreads - 1) / kThreads, 1, kMostBlocks);

@@ -11,7 +11,7 @@
 
 namespace hoconv::approx {
 
-// A column as a thread multiplies it. It is tested for zero once, not in each product.
+// A number of the right operand in registers. It is tested for zero once, not in each product.
 template <typename L>
 struct Column {
   typename L::Right word;
@@ -159,8 +159,8 @@ __device__ void add_special(float (&sum)[T::R][T::C], const Product& p, int64_t 
   }
 }
 
-// Adds the products of a stage some of whose numbers are out of range. A function of its own, whose
-// sums are in memory, so that they stay in registers elsewhere.
+// Adds the products of a stage that has numbers out of range. It is a function of its own, with its
+// sums in memory, so that the caller's other sums stay in registers.
 template <typename Multiplier, typename T>
 __device__ __noinline__ void add_out_of_range(float (&sum)[T::R][T::C],
                                               Shared<Multiplier, T>& shared, int current,

@@ -57,7 +57,7 @@ struct Shared {
 
 // The coordinate of a row or column that does not exist.
 __device__ __forceinline__ Coordinate nowhere() { return {0, -kFar, -kFar}; }
-// The coordinate with its offset in bytes, from address 0.
+// The coordinate with its offset in bytes; with `base`, the offset is an address.
 template <typename Word>
 __device__ __forceinline__ Coordinate addressed(Coordinate coordinate, const Word* base = nullptr) {
   coordinate.offset =

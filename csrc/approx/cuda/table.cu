@@ -160,7 +160,7 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
     else
       launch<columns, false>(tiles, products, current.stream);
   };
-  if (p.N > 64)
+  if (p.N > 64)  // wider than a tile of two columns a thread
     multiply_by(std::integral_constant<int, 4>{});
   else
     multiply_by(std::integral_constant<int, 2>{});

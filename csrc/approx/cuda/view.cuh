@@ -1,5 +1,5 @@
-// Operands of an approximate product, read where they lie in memory: matrices of any strides, and
-// windows of images, which are never unfolded.
+// Operands of an approximate product, read in place: matrices of any strides, and windows of
+// images, which are never unfolded.
 //
 // The index of a row or column of the matrix is split into up to three digits, which give its
 // coordinate: the first digit a memory offset, the second and third a y and an x in the image. An
@@ -52,8 +52,8 @@ inline int64_t span(const Tensor& t) {
   return elements;
 }
 
-// The tensor, or a contiguous copy of it where most memory between its elements is unused: all of
-// it is packed.
+// The tensor, or a contiguous copy if it uses less than half of the memory that it spans: all of
+// that would be packed.
 inline Tensor compact(const Tensor& t) {
   return span(t) > 2 * t.numel() ? torch::stable::contiguous(t) : t;
 }

@@ -27,14 +27,15 @@ namespace hoconv::dynamic_conv1d {
 namespace {
 
 constexpr int64_t kChannels = 4;  // computed at once: they share registers of weights
-constexpr int64_t kRegisters =
-    2;                        // of steps at once: independent sums hide the latency of an addition
-constexpr int64_t kTaps = 4;  // whose sums over time are computed at once
+// Registers of steps at once: independent sums hide the latency of an addition.
+constexpr int64_t kRegisters = 2;
+constexpr int64_t kTaps = 4;                       // whose sums over time are computed at once
 constexpr int64_t kStripBytes = int64_t{1} << 17;  // of weights: a small part of the L2 cache
-// Wanted, for threads to share; not their number, on which no sum may depend.
+// How many strips there should be for the threads to share. It is a constant, since no sum may
+// depend on the number of threads.
 constexpr int64_t kStrips = 64;
-// Of a strip: at least so many that the halo is a small part of what is copied; at most so many
-// that the copied rows of x and of the output, kChannels each, take 32 KiB in float32.
+// Steps of a strip. At least so many that the halo is a small part of what is copied; at most so
+// many that the copied rows of x and of the output, kChannels each, take 32 KiB in float32.
 constexpr int64_t kFewestSteps = 64, kMostSteps = 1024;
 
 template <typename A>
@@ -114,7 +115,7 @@ struct Worker {
     convolve(grad, gs, start, y, ys, first, steps);
   }
 
-  // Adds to `kernel`: sum over c of grad[c, t] * x[c, t + j - before]
+  // Adds to `weights`: sum over c of grad[c, t] * x[c, t + j - before]
   void add_products(const T* grad, const Strides& gs, const T* x, const Strides& xs, int64_t first,
                     int64_t steps) {
     for_each_block<kChannels>(p.head_channels(), [&](int64_t c, auto N) {
@@ -140,7 +141,7 @@ struct Worker {
       load<N>(in, x + c * xs.c, xs, first - p.before, steps + p.K - 1);
       load<N>(out, grad + c * gs.c, gs, first, steps);
       for (int64_t j = 0; j < p.K; j += kTaps) {
-        // Taps past the last are computed from whatever lies there, and dropped.
+        // Taps past the last are computed from whatever is there, and dropped.
         typename V::type sums[kTaps] = {};
         A rest[kTaps] = {};
         for (int64_t m = 0; m < N; ++m) {
@@ -167,7 +168,7 @@ struct Worker {
       load_padded(rows.row(m), sequence + m * s.c, s.t, first, steps, p.T);
   }
 
-  // y[c, first + t] = sum over j of kernel[j, t] * x[c, start + t + j]
+  // y[c, first + t] = sum over j of weights[j, t] * x[c, start + t + j]
   void convolve(const T* x, const Strides& xs, int64_t start, T* y, const Strides& ys,
                 int64_t first, int64_t steps) {
     for_each_block<kChannels>(p.head_channels(), [&](int64_t c, auto N) {
@@ -278,8 +279,8 @@ void grad_weight_of_steps(const Problem& p, const Tensor& grad, const Tensor& x,
                     });
 }
 
-// The gradient of weights that all steps share: each strip has a partial sum, which are added in
-// order.
+// The gradient of weights that all steps share: each strip has a partial sum, and these are added
+// in order.
 template <typename T>
 void grad_weight_over_time(const Problem& p, const Tensor& grad, const Tensor& x, Tensor& out) {
   const auto gs = strides(grad), xs = strides(x);

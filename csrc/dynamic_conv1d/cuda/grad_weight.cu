@@ -3,9 +3,9 @@
 // memory.
 //
 // A block of the tuned kernel computes kTaps taps of a tile, of which a thread has kWarpTaps taps
-// of kSteps steps in registers. It loads kRows channels at a time, and where weights are shared
+// of kSteps steps in registers. It loads kRows channels at a time. Where weights are shared, it
 // walks over the tiles and sequences that share them. Where steps share weights, a block adds up
-// its threads and steps and writes one partial sum; a second kernel adds those.
+// the sums of its threads and steps and writes one partial sum; a second kernel adds those.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -21,7 +21,7 @@ constexpr int kWarpTaps = 8;
 constexpr int kTaps = kWarps * kWarpTaps;  // of a block
 constexpr int kRows = 16;                  // channels in shared memory at once
 constexpr int kLine = kTile + kTaps;       // steps of x that a tile reads
-constexpr int64_t kMostParts = 256;
+constexpr int64_t kMostParts = 256;        // partial sums of a weight, which one thread adds up
 
 // Each step has weights of its own: one thread an element.
 template <typename T>

@@ -39,8 +39,8 @@
 namespace hoconv::high_order::layer::cpu {
 namespace {
 
-constexpr int64_t kStripBytes = int64_t{1}
-                                << 15;  // that a block of sums reads, to fit the L1 cache
+// Bytes of a strip that a block of sums reads: they fit the L1 cache.
+constexpr int64_t kStripBytes = int64_t{1} << 15;
 
 template <typename T>
 struct Image {

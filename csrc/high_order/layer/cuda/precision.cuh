@@ -12,7 +12,7 @@
 // touches different banks of shared memory. For the same reason the pitch of a row is `pitch_banks`
 // modulo 32 words; the values were found by hand for k = 5.
 //
-// x lies in shared memory as two planes of words, so that one load gives any part of an operand:
+// x is in shared memory as two planes of words, so that one load gives any part of an operand:
 //   16 bits  0: (x[w], x[w + 1])   1: (x[w], 0)
 //   TF32     0: x[w]               1: x[w] rounded to TF32
 //   float32  0: x[w]               1: x[w] less x[w] rounded to TF32

@@ -2,7 +2,7 @@
 // rows, from registers; B from shared memory; sums in registers. Needs sm_90a.
 //
 // Each warp has 16 of the rows, as fragments of A and of the sums like those of mma.m16n8
-// (precision.cuh). A product has a depth of 8 words. B lies in shared memory as blocks of 8 columns
+// (precision.cuh). A product has a depth of 8 words. B is in shared memory as blocks of 8 columns
 // by 4 words: 16 bytes a column, its words next to each other.
 #pragma once
 
