@@ -1,1 +1,1 @@
-"""The data sets: one file or folder, one LightningDataModule each."""
+"""The data sets: a file or folder for each, with a LightningDataModule."""

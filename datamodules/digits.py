@@ -15,7 +15,7 @@ SPLIT_SEED = 0  # not the seed of the run: every run is tested on the same image
 
 
 class Digits(ImageDataModule):
-    """1,257 images to train, 180 to validate, 360 to test: fixed, every class in proportion."""
+    """1,257 images to train, 180 to validate, 360 to test: a fixed split, stratified by class."""
 
     image_shape = (1, 8, 8)
     num_classes = 10

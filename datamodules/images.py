@@ -1,7 +1,7 @@
-"""What data sets of small labelled images share: they stay in memory as uint8, batch by batch.
+"""The base of data sets of small labelled images, which are kept in memory as uint8.
 
-A batch is one indexing of a tensor, moved to the device as bytes and scaled there, so that the
-measured steps are those of the model and not of the data.
+A batch is made by one indexing of a tensor, moved to the device as bytes and normalised there: a
+training step takes the time of the model, not of the data.
 
 N images, B batch, C channels, H height, W width.
 """
@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.sampling import Epochs, EvenBatches, Shuffle, TrainingLoader, loader_options, share
+from datamodules.sampling import (
+    Epochs,
+    EvenBatches,
+    Shuffle,
+    TrainingLoader,
+    get_rank,
+    loader_options,
+)
 
 Batch = tuple[Tensor, Tensor]
 
 
 class CacheError(OSError):
-    """What was made of a data set cannot be kept; says where, why, and what to do."""
+    """The cache of a data set cannot be written; says where, why, and what to do."""
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -34,7 +41,7 @@ class LabelledImages(Dataset[Batch]):
     """Images (N, C, H, W) uint8 and their labels (N,) int64, fetched a batch at a time.
 
     Attributes:
-        pinned: whether batches are made in page-locked memory.
+        pinned: whether batches are allocated in page-locked memory.
     """
 
     pinned = False
@@ -50,18 +57,18 @@ class LabelledImages(Dataset[Batch]):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """The hook by which a DataLoader asks for a whole batch."""
-        return self._chosen(self.images, indices), self._chosen(self.labels, indices)
+        """Returns a whole batch; DataLoader calls it, where it exists, instead of `__getitem__`."""
+        return self._gather(self.images, indices), self._gather(self.labels, indices)
 
-    def _chosen(self, values: Tensor, indices: list[int]) -> Tensor:
-        """By NumPy: PyTorch wakes threads for it, which takes longer than the copy."""
+    def _gather(self, values: Tensor, indices: list[int]) -> Tensor:
+        """Copies rows with NumPy: PyTorch would wake threads, which takes longer than the copy."""
         shape = (len(indices), *values.shape[1:])
         chosen = torch.empty(shape, dtype=values.dtype, pin_memory=self.pinned)
         np.take(values.numpy(), indices, axis=0, out=chosen.numpy())
         return chosen
 
 
-def _as_it_comes(batch: Any) -> Any:
+def _do_not_collate(batch: Any) -> Any:
     return batch
 
 
@@ -72,9 +79,9 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     training set, and (B,) int64.
 
     Args:
-        batch_size: images a batch; the last batch of an epoch holds what is left.
+        batch_size: images a batch; the last batch of an epoch may be smaller.
         num_workers: processes that fetch batches; 0 fetches them in the training process, which
-            is the fastest for images in memory.
+            is fastest for images in memory.
         seed: of the order of the training images.
     """
 
@@ -99,7 +106,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         data = self._split("train")
-        sampler = Shuffle(len(data), self.seed, **share(self.trainer))
+        sampler = Shuffle(len(data), self.seed, **get_rank(self.trainer))
         batches = Epochs(sampler, self.batch_size, drop_last=False)
         return TrainingLoader(data, batch_sampler=batches, **self._options())
 
@@ -115,14 +122,14 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:
         data = self._split(split)
-        batches = EvenBatches(len(data), self.batch_size, **share(self.trainer))
+        batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
         return DataLoader(data, batch_sampler=batches, **self._options())
 
     def _split(self, name: str) -> LabelledImages:
         data = self.splits[name]
-        # The loader would pin a batch of this process with threads that have to be woken, too.
+        # Without workers a batch is allocated pinned; the loader would wake a thread to pin it.
         data.pinned = self.num_workers == 0 and self._options()["pin_memory"]
         return data
 
     def _options(self) -> dict[str, Any]:
-        return loader_options(self.trainer, self.num_workers) | {"collate_fn": _as_it_comes}
+        return loader_options(self.trainer, self.num_workers) | {"collate_fn": _do_not_collate}

@@ -17,7 +17,7 @@ from torchvision.datasets.utils import check_md5
 
 from datamodules.images import DataNotFoundError, ImageDataModule, LabelledImages
 
-MD5 = dict(torchvision.datasets.MNIST.resources)  # name of a .gz file -> its md5
+MD5 = dict(torchvision.datasets.MNIST.resources)  # name of a .gz file -> its MD5 hash
 VAL_SIZE = 5_000
 SPLIT_SEED = 0  # not the seed of the run: every run is validated on the same images
 
@@ -26,13 +26,13 @@ class MNIST(ImageDataModule):
     """55,000 images to train, 5,000 to validate, and the 10,000 of the official test set.
 
     Args:
-        data_dir: the four files are read from its folder ``mnist`` or ``MNIST/raw``, compressed or
-            not, and are never written to; where there are none, torchvision downloads them to
-            ``MNIST/raw``.
+        data_dir: holds the four files, compressed or not, in its folder ``mnist`` or ``MNIST/raw``;
+            they are only read. Where there are none, torchvision downloads them to ``MNIST/raw``.
         batch_size, num_workers, seed: as of :class:`ImageDataModule`.
 
     Raises:
-        DataNotFoundError: in `prepare_data`: no files and no download, or a damaged file.
+        DataNotFoundError: in `prepare_data` and `setup`: a file is damaged; or the files are
+            missing and cannot be downloaded.
     """
 
     image_shape = (1, 28, 28)
@@ -47,14 +47,14 @@ class MNIST(ImageDataModule):
         self.data_dir = Path(data_dir).resolve()
 
     def prepare_data(self) -> None:
-        folder = self._folder() or self._download()
+        folder = self._find_folder() or self._download()
         for name, md5 in MD5.items():
             path = folder / name
             if path.exists() and not check_md5(path, md5):
                 raise DataNotFoundError(f"{path} is damaged (wrong md5); delete it and try again")
 
     def load(self) -> dict[str, LabelledImages]:
-        folder = self._folder()
+        folder = self._find_folder()
         assert folder is not None, "prepare_data comes first"
         with tempfile.TemporaryDirectory() as scratch:
             train_images, train_labels, test_images, test_labels = (
@@ -79,8 +79,8 @@ class MNIST(ImageDataModule):
             "test": LabelledImages(test_images, test_labels),
         }
 
-    def _folder(self) -> Path | None:
-        """The folder that holds the four files, compressed or not."""
+    def _find_folder(self) -> Path | None:
+        """Returns the folder that holds the four files, compressed or not; None if neither does."""
         for folder in (self.data_dir / "mnist", self.data_dir / "MNIST" / "raw"):
             if all((folder / n).exists() or (folder / n).with_suffix("").exists() for n in MD5):
                 return folder
@@ -89,7 +89,9 @@ class MNIST(ImageDataModule):
     def _download(self) -> Path:
         print(f"Downloading MNIST to {self.data_dir}")
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints an error for each mirror
+            with contextlib.redirect_stdout(
+                io.StringIO()
+            ):  # torchvision prints an error for each mirror
                 torchvision.datasets.MNIST(self.data_dir, download=True)
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())
@@ -102,7 +104,8 @@ class MNIST(ImageDataModule):
 
 
 def _read(compressed: Path, scratch: Path) -> Tensor:
-    """Images (N, 1, 28, 28) uint8 or labels (N,) int64, from the .gz file or the file in it."""
+    """Reads images (N, 1, 28, 28) uint8 or labels (N,) int64 from a .gz file, or from the same file
+    decompressed."""
     path = compressed.with_suffix("")
     if compressed.exists():
         path = scratch / path.name

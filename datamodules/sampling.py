@@ -1,8 +1,8 @@
 """Samplers and a loader whose order depends on the seed and the epoch alone.
 
-So a run that was stopped goes on with the batch that it would have seen; all that its checkpoint
-holds is the epoch and the number of batches. torchdata's StatefulDataLoader does not serve: its
-state is that of one process and its workers, while a checkpoint holds one state for all processes.
+A resumed run therefore continues with the batch that came next, and its checkpoint holds only the
+epoch and the number of batches. torchdata's StatefulDataLoader does not serve: its state is that of
+one process and its workers, while a checkpoint holds one state for all processes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ import torch
 from torch import Generator
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-Draw = tuple[int, int]
-
 
 class Shuffle(Sampler[Any]):
     """Every index once an epoch, in random order.
 
     Args:
         length: of the data set.
-        seed: of the order, together with the epoch.
-        rank, world_size: of `world_size` processes this one gets every `world_size`-th index, from
-            `rank` on, so that a batch of each makes a batch of all; a few indices come twice where
-            the length is not divisible.
+        seed: determines the order, together with the epoch.
+        rank, world_size: this process gets every `world_size`-th index, from `rank` on, so that the
+            batches of all processes together are one large batch. A few indices come twice where
+            `world_size` does not divide the length.
 
     Attributes:
-        epoch: which one comes next; Lightning calls `set_epoch`.
+        epoch: the next one; Lightning calls `set_epoch`.
     """
 
     def __init__(self, length: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -52,7 +50,7 @@ class Shuffle(Sampler[Any]):
         return self.order(self.epoch)
 
     def order(self, epoch: int) -> Iterator[Any]:
-        """The indices of an epoch that are this process's."""
+        """Returns this process's indices in an epoch."""
         (state,) = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
         items = self._items(torch.Generator().manual_seed(int(state)))
         padded = itertools.islice(itertools.cycle(items), len(self) * self.world_size)
@@ -62,14 +60,14 @@ class Shuffle(Sampler[Any]):
         return torch.randperm(self.length, generator=generator).tolist()
 
 
-class Draws(Shuffle):
-    """As :class:`Shuffle`, each index with the seed of its augmentation.
+class SeededShuffle(Shuffle):
+    """A :class:`Shuffle` of pairs: an index, and a random seed for the augmentation of that item.
 
     The seeds are drawn here, in one process, so that a batch does not depend on how many workers
     fetch it.
     """
 
-    def _items(self, generator: Generator) -> list[Draw]:
+    def _items(self, generator: Generator) -> list[tuple[int, int]]:
         order = super()._items(generator)
         seeds = torch.randint(2**62, (self.length,), generator=generator)
         return list(zip(order, seeds.tolist(), strict=True))
@@ -78,12 +76,12 @@ class Draws(Shuffle):
 class EvenBatches(Sampler[list[int]]):
     """Every index exactly once, in order, in batches of nearly the same size.
 
-    Every process gets as many batches: where models exchange something in each, none waits for
-    others that are done.
+    All processes get the same number of batches: in a model whose processes communicate in every
+    batch, none waits for another that has finished.
 
     Args:
         length: of the data set.
-        batch_size: the most indices a batch.
+        batch_size: the largest number of indices in a batch.
         rank, world_size: this process gets every `world_size`-th batch, from `rank` on.
     """
 
@@ -99,10 +97,10 @@ class EvenBatches(Sampler[list[int]]):
 
 
 class Epochs(BatchSampler):
-    """Batches of a :class:`Shuffle`, one epoch after another without end; its length is of one.
+    """Batches of a :class:`Shuffle`, epoch after epoch without end; `len` is that of one epoch.
 
     Attributes:
-        begin: how many batches the next iteration leaves out, in the epoch that it begins with.
+        begin: how many batches the next iteration skips in its first epoch.
     """
 
     sampler: Shuffle
@@ -120,16 +118,16 @@ class Epochs(BatchSampler):
 class TrainingLoader(DataLoader):
     """A DataLoader over :class:`Epochs` that can resume in the middle of an epoch.
 
-    An iteration is one epoch; towards its end workers fetch the first batches of the next one. The
+    An iteration is one epoch; towards its end workers already fetch batches of the next one. The
     state, which Lightning keeps in checkpoints, is the epoch and the number of its batches that
-    were used: a batch counts once the next one has been asked for.
+    were used: a batch counts as used when the next one is asked for.
     """
 
     batch_sampler: Epochs  # pyright: ignore[reportIncompatibleVariableOverride]
-    _begin = 0  # of the next iteration, in batches
-    _done = 0
-    _batches: Iterator[Any]  # of this epoch and those after it
-    _next: tuple[int, int] | None = None  # epoch and batch that they go on with
+    _begin = 0  # how many batches the next iteration skips
+    _done = 0  # how many batches of this epoch were used
+    _batches: Iterator[Any]  # of this epoch and the following ones
+    _next: tuple[int, int] | None = None  # epoch and batch that `_batches` yields next
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.batch_sampler.sampler.epoch, "batches": self._done}
@@ -151,19 +149,19 @@ class TrainingLoader(DataLoader):
             self._done += 1
 
 
-def share(trainer: pl.Trainer | None) -> dict[str, int]:
-    """This process's rank and the number of processes, as arguments of the samplers."""
+def get_rank(trainer: pl.Trainer | None) -> dict[str, int]:
+    """Returns the samplers' arguments `rank` and `world_size` for this process."""
     if trainer is None:
         return {}
     return {"rank": trainer.global_rank, "world_size": trainer.world_size}
 
 
 def loader_options(trainer: pl.Trainer | None, num_workers: int) -> dict[str, Any]:
-    """Arguments that the loaders of all data sets have in common."""
+    """Returns the arguments that the loaders of all data sets have in common."""
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": trainer is not None and trainer.strategy.root_device.type == "cuda",
-        # Workers are seeded from it, and the global generator is left alone.
+        # The workers' seeds come from it, so that the global generator is left alone.
         "generator": torch.Generator().manual_seed(0),
     }

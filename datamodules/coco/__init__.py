@@ -1,4 +1,4 @@
-"""MS COCO: annotations, images, and what is trained on them."""
+"""MS COCO: its annotations and images, as data for segmentation and for captions."""
 
 from datamodules.coco.datamodule import COCO as COCO
 from datamodules.coco.tiny import COCOTiny as COCOTiny

@@ -1,4 +1,4 @@
-"""A cache on disk: folders named by what they were made from, complete or absent."""
+"""A cache on disk: a folder for each entry, named by what it was made from, complete or absent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import numpy as np
 
 from datamodules.images import CacheError
 
-SPARE_BYTES = 2**28  # left free on the disk
+# Stays free on the disk: small entries, whose size nobody states, and the runs need room too.
+SPARE_BYTES = 2**28
 
 
 class Entry:
-    """The ``.npy`` files of a folder by name, mapped into memory where they are first read.
+    """The ``.npy`` files of a folder by name, each mapped into memory when it is first read.
 
-    A copy in another process maps them anew: workers share one copy in the system's page cache.
+    Pickling keeps the folder only, and another process maps the files again: all workers share one
+    copy, in the system's page cache.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,25 +43,27 @@ class Entry:
         return {"folder": self.folder, "_arrays": {}}
 
 
-def entry(
+def find_or_make(
     cache_dir: Path,
     kind: str,
     source: Mapping[str, Any],
     make: Callable[[Path], None],
     size: int = 0,
 ) -> Entry:
-    """The entry that was made from `source`, made now where there is none.
+    """Returns the entry that was made from `source`; makes it first where there is none.
+
+    While one process makes an entry, others that want it wait. What an interrupted process left is
+    removed.
 
     Args:
-        cache_dir: holds one folder an entry, ``<kind>-<hash of source>``.
-        kind: what it is, in a word.
-        source: everything the contents depend on, as JSON can write it.
-        make: writes the contents into the empty folder that it is given. A process that wants the
-            same entry waits meanwhile; what an interrupted one left is removed.
-        size: bytes that `make` will write, where they are many.
+        cache_dir: holds the folders of the entries, ``<kind>-<hash of source>``.
+        kind: what the entry is, in a word.
+        source: everything the contents depend on; JSON can write it.
+        make: writes the contents into the empty folder that it is given.
+        size: how many bytes `make` will write; 0 where they are few.
 
     Raises:
-        CacheError: `cache_dir` cannot be written, or its disk holds less than `size`.
+        CacheError: `cache_dir` cannot be written, or its disk has no room for `size`.
     """
     text = json.dumps(source, sort_keys=True)
     folder = cache_dir / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Images with sentences that describe them. B batch, T time steps, S image size."""
+"""Images with sentences that describe them. B batch, T tokens, S image size."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ from datamodules.coco.annotations import Captions
 from datamodules.coco.pixels import Images
 
 PAD, START, END, UNKNOWN = range(4)
-MARKS = ("<pad>", "<start>", "<end>", "<unk>")
+SPECIAL_TOKENS = ("<pad>", "<start>", "<end>", "<unk>")
 
 
-def words(text: str) -> list[str]:
-    """The words of a sentence in lower case, without punctuation: ``a man's dog`` has three."""
+def split_words(text: str) -> list[str]:
+    """Returns the words of a sentence in lower case, without punctuation.
+
+    An apostrophe within a word stays: ``A man's dog.`` is ``a``, ``man's``, ``dog``.
+    """
     return re.findall(r"[^\W_]+(?:'[^\W_]+)*", text.lower())
 
 
 class Vocabulary:
-    """Words by number; 0 is padding, 1 starts and 2 ends a sentence, and 3 stands for every other
-    word.
+    """Numbers the words: 0 is padding, 1 starts a sentence, 2 ends it, 3 is every unknown word.
 
     Args:
-        words: by their numbers, the first four as in `MARKS`.
+        words: in the order of their numbers; the first four are `SPECIAL_TOKENS`.
     """
 
-    def __init__(self, words: Sequence[str] = MARKS) -> None:
+    def __init__(self, words: Sequence[str] = SPECIAL_TOKENS) -> None:
         self.words = list(words)
         self._numbers = {word: number for number, word in enumerate(self.words)}
 
     @classmethod
     def of(cls, texts: Iterable[str], min_count: int) -> Vocabulary:
-        """The words of sentences that occur at least `min_count` times, the most frequent first."""
-        counts = Counter(word for text in texts for word in words(text))
+        """Numbers the words that occur at least `min_count` times, the most frequent first."""
+        counts = Counter(word for text in texts for word in split_words(text))
         frequent = sorted((-n, word) for word, n in counts.items() if n >= min_count)
-        return cls([*MARKS, *(word for _, word in frequent)])
+        return cls([*SPECIAL_TOKENS, *(word for _, word in frequent)])
 
     def __len__(self) -> int:
         return len(self.words)
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of the words of a sentence, between those of its start and its end."""
-        return [START, *(self._numbers.get(word, UNKNOWN) for word in words(text)), END]
+        """Returns the numbers of ``<start>``, the words of a sentence and ``<end>``."""
+        return [START, *(self._numbers.get(word, UNKNOWN) for word in split_words(text)), END]
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """The sentence up to its end, if it has one."""
+        """Returns the sentence, up to ``<end>`` where it occurs."""
         sentence = []
         for number in numbers:
             if number == END:
@@ -64,12 +66,12 @@ class Vocabulary:
 
 
 class CaptionBatch(NamedTuple):
-    """Images and a caption of each.
+    """Images with one caption each.
 
     Attributes:
         images: (B, 3, S, S).
         tokens: (B, T) int64, each ``<start> words <end>``, then padding.
-        lengths: (B,) int64, on the CPU, with start and end: at least 2.
+        lengths: (B,) int64, on the CPU; ``<start>`` and ``<end>`` count, so that it is at least 2.
         references: all captions of each image.
     """
 
@@ -88,9 +90,9 @@ class CaptionItem(NamedTuple):
 class CaptionSet(Dataset[CaptionItem]):
     """An item for each caption; or, with `per_image`, for each image with its first caption.
 
-    Images without captions are left out, as are those that cannot be read. For an index and a seed,
-    with `augment`, brightness and contrast change at random; nothing is mirrored, since captions
-    say left and right.
+    Images without captions are left out, and so are those that cannot be decoded. With `augment`,
+    an item that is asked for as (index, seed) changes in brightness and contrast; the seed
+    determines how much. Nothing is mirrored, since captions say left and right.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class CaptionSet(Dataset[CaptionItem]):
         self.images = images
         self.captions = captions
         self.vocabulary = vocabulary
-        of_annotations = captions.images_of_annotations()
-        annotations = np.arange(len(of_annotations))
+        described = captions.images_of_annotations()
+        annotations = np.arange(len(described))
         if per_image:
-            _, annotations = np.unique(of_annotations, return_index=True)
-        self._annotations = annotations[np.isin(of_annotations[annotations], images.usable)]
-        self._images = of_annotations[self._annotations]
+            _, annotations = np.unique(described, return_index=True)
+        self._annotations = annotations[np.isin(described[annotations], images.usable)]
+        self._images = described[self._annotations]
         self.augment = augment
         self.augmentation = v2.ColorJitter(brightness=0.2, contrast=0.2)
 
@@ -131,6 +133,7 @@ class CaptionSet(Dataset[CaptionItem]):
 
 
 def collate(items: Sequence[CaptionItem]) -> CaptionBatch:
+    """Makes a batch of items; pads the captions to the longest."""
     tokens = [torch.tensor(item.tokens) for item in items]
     return CaptionBatch(
         images=torch.stack([item.image for item in items]),

@@ -1,4 +1,4 @@
-"""COCO as a LightningDataModule: images, and per task the classes of their pixels or captions.
+"""COCO as a LightningDataModule: images with the class of every pixel, or with captions.
 
 B batch, S image size.
 """
@@ -20,12 +20,19 @@ from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
-from datamodules.sampling import Draws, Epochs, EvenBatches, TrainingLoader, loader_options, share
+from datamodules.sampling import (
+    Epochs,
+    EvenBatches,
+    SeededShuffle,
+    TrainingLoader,
+    get_rank,
+    loader_options,
+)
 
 TASKS = ("segmentation", "captions")
 YEARS = (2014, 2017)
-# Mean and standard deviation of ImageNet's pixels, red, green, blue, which the published weights of
-# backbones expect.
+# Mean and standard deviation of ImageNet's pixels, red, green, blue: published weights of backbones
+# were trained with them.
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 PIXEL_STD = (58.395, 57.12, 57.375)
 
@@ -33,40 +40,40 @@ PIXEL_STD = (58.395, 57.12, 57.375)
 class COCO(pl.LightningDataModule):
     """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312) in its published layout.
 
-    Read are ``coco/{train,val}<year>/*.jpg`` and
-    ``coco/annotations/{instances,captions}_{train,val}<year>.json``, and nothing is written there.
-    The images of val both validate and test: COCO's test annotations are not public. Every image is
-    resized to a square and holds all that it shows.
+    It reads ``coco/{train,val}<year>/*.jpg`` and
+    ``coco/annotations/{instances,captions}_{train,val}<year>.json``, and writes nothing there.
+    The images of val both validate and test: COCO's test annotations are not public. An image is
+    resized to a square as a whole, nothing is cut off.
 
-    Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32 with the mean
-    and variance of ImageNet's taken off. A damaged image or annotation is left out: a warning
-    counts them and names the first, `skipped` has them all.
+    Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32, normalised with
+    ImageNet's mean and standard deviation. A damaged image or annotation is left out: a warning
+    counts them and names the first, `skipped` names them all.
 
     Args:
         data_dir: holds the folder ``coco``.
         task: ``segmentation`` or ``captions``.
         image_size: S, pixels.
         batch_size: images a batch.
-        cache_dir: what is derived from the data is kept here: packed annotations, which images are
-            damaged, and, with `cache_images`, pixels.
-        cache_images: whether decoded images and label maps are kept on disk, so that decoding does
-            not slow the training down: 4 S^2 bytes an image, 25 GB for S = 224.
+        cache_dir: keeps what is derived from the data: packed annotations, the names of damaged
+            images, and with `cache_images` the pixels.
+        cache_images: whether decoded images and label maps are kept on disk, so that training does
+            not wait for decoding: 4 S^2 bytes an image, 25 GB for S = 224.
         year: 2014 or 2017.
         augment: whether training images are changed at random.
-        test_split: ``val``, or ``train`` to see how well the training images themselves are known.
+        test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
         num_workers: processes that fetch batches; the batches do not depend on it.
-        seed: of the order of the training images and of what changes them.
+        seed: of the order of the training images and of their augmentation.
 
     Attributes:
-        skipped: name of a file or folder -> reason -> names of what was left out.
-        vocabulary: of the training captions; for the task ``captions``.
+        skipped: name of a file or folder -> reason -> names of what is left out of it.
+        vocabulary: of the training captions; None for the task ``segmentation``.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
         DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, or
-            holds other categories than it should.
-        CacheError: there too: the cache cannot be written.
+            its categories are not those of COCO.
+        CacheError: in the same methods: the cache cannot be written.
     """
 
     num_classes: ClassVar[int] = 81  # 80 categories and the background
@@ -118,7 +125,7 @@ class COCO(pl.LightningDataModule):
         self._sets: dict[str, SegmentationSet | CaptionSet] = {}
 
     def prepare_data(self) -> None:
-        """Packs, checks and decodes, in one process of all: `setup` then finds it in the cache."""
+        """Fills the cache, in one process only; `setup` then finds the entries in every process."""
         for split in ("train", "val"):
             self._images(split, self._annotations(split))
             if self.task == "segmentation":
@@ -157,7 +164,7 @@ class COCO(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         data = self._sets["train"]
-        sampler = Draws(len(data), self.seed, **share(self.trainer))
+        sampler = SeededShuffle(len(data), self.seed, **get_rank(self.trainer))
         batches = Epochs(sampler, self.batch_size, drop_last=False)
         return TrainingLoader(data, batch_sampler=batches, **self._options())
 
@@ -168,11 +175,11 @@ class COCO(pl.LightningDataModule):
         return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch._replace(images=normalised(batch.images))
+        return batch._replace(images=normalise(batch.images))
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Normalised images as they were, (B, 3, S, S) uint8."""
-        mean, std = _normalisation(images.device)
+        """Undoes the normalisation of images; returns (B, 3, S, S) uint8."""
+        mean, std = _mean_and_std(images.device)
         return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
 
     def _annotations(self, split: str) -> Annotations:
@@ -207,7 +214,7 @@ class COCO(pl.LightningDataModule):
 
     def _evaluation(self, stage: str) -> DataLoader:
         data = self._sets[stage]
-        batches = EvenBatches(len(data), self.batch_size, **share(self.trainer))
+        batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
         return DataLoader(data, batch_sampler=batches, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -215,13 +222,13 @@ class COCO(pl.LightningDataModule):
         return loader_options(self.trainer, self.num_workers) | {"collate_fn": collate_fn}
 
 
-def normalised(images: Tensor) -> Tensor:
-    """(B, 3, S, S) uint8 to float32, the mean and variance of ImageNet's taken off."""
-    mean, std = _normalisation(images.device)
+def normalise(images: Tensor) -> Tensor:
+    """Normalises (B, 3, S, S) uint8 to float32 with ImageNet's mean and standard deviation."""
+    mean, std = _mean_and_std(images.device)
     return images.float().sub_(mean).div_(std)
 
 
-@functools.cache  # copying them to a GPU would wait for all that it has to do
-def _normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
+@functools.cache  # a copy to the GPU in every step would wait for the work queued there
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
     return mean, std

@@ -1,7 +1,7 @@
-"""An image file as pixels: the one place where images are decoded.
+"""Decodes image files; nothing else in the app does.
 
-With Pillow: a file with a flipped bit is an exception in it, where other decoders write outside
-their memory.
+Pillow does the work: for a file with a flipped bit it raises an exception, where other decoders
+write outside their memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-# Of an image: 1.3 GB while it is decoded, in each worker. A file of half a megabyte can claim more
-# pixels than there is memory. Photographs have up to 108 million, COCO's at most 0.4.
+# An image of so many pixels takes 1.3 GB in each worker while it is decoded; a file of half a
+# megabyte can claim more pixels than the memory holds. Photographs have up to 108 million pixels,
+# those of COCO at most 0.4 million.
 MAX_PIXELS = 2**27
-# EXIF's orientations from 2 on, and what undoes each. `ImageOps.exif_transpose` also writes the
-# rest of the EXIF anew, which fails for photographs whose pixels are whole.
+# An orientation of EXIF, from 2 on -> what undoes it. `ImageOps.exif_transpose` also rewrites the
+# other EXIF fields, and that fails for some photographs whose pixels are intact.
 TURNS = dict(
     enumerate(
         (
@@ -34,26 +35,25 @@ TURNS = dict(
     )
 )
 
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, for which MAX_PIXELS stands
+Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS takes the place of Pillow's own limit
 
 
 class UnreadableImageError(Exception):
-    """What is wrong with an image file."""
+    """An image file cannot be decoded; says why."""
 
 
 def decode(path: Path, *, upright: bool = False) -> Tensor:
-    """An image file as (3, H, W) uint8, RGB; greyscale, palette and CMYK are converted.
+    """Decodes an image file to (3, H, W) uint8, RGB; converts greyscale, palette and CMYK.
 
-    Of 16 bits a channel the upper 8 are kept, of an animation the first frame; transparency is left
-    out.
+    Keeps the upper 8 of 16 bits a channel, and the first frame of an animation; drops transparency.
 
     Args:
         path: JPEG, PNG, GIF or WebP, whatever its name ends in.
         upright: whether to turn it as its EXIF orientation says.
 
     Raises:
-        UnreadableImageError: missing, empty, truncated, damaged where the format shows it, of more
-            than `MAX_PIXELS`, or none of these formats.
+        UnreadableImageError: the file is missing, empty, truncated, of another format or has more
+            than `MAX_PIXELS` pixels; or it is damaged and its format shows that.
     """
     if not path.is_file():
         raise UnreadableImageError("the file is missing")
@@ -66,22 +66,24 @@ def decode(path: Path, *, upright: bool = False) -> Tensor:
                 raise UnreadableImageError(
                     f"the image is {image.width} x {image.height}, more than {MAX_PIXELS:,} pixels"
                 )
-            image.verify()  # PNG's checksums, which decoding passes over
-            return F.pil_to_tensor(_rgb(Image.open(file, formats=FORMATS), upright))
+            image.verify()  # checks PNG's checksums, which decoding skips
+            return F.pil_to_tensor(_to_rgb(Image.open(file, formats=FORMATS), upright))
     except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError as error:
         names = ", ".join(FORMATS)
         raise UnreadableImageError(f"the file cannot be decoded (none of {names})") from error
-    except Exception as error:  # where a file is damaged, Pillow raises errors of any kind
-        reason = str(error).split(" (")[0]  # without numbers of this one file
+    except Exception as error:  # Pillow raises errors of any kind for damaged files
+        reason = str(error).split(" (")[
+            0
+        ]  # without details of this file: equal reasons are counted
         raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
 
 
-def _rgb(image: Image.Image, upright: bool) -> Image.Image:
+def _to_rgb(image: Image.Image, upright: bool) -> Image.Image:
     if upright and (orientation := image.getexif().get(ExifTags.Base.Orientation)) in TURNS:
         image = image.transpose(TURNS[orientation])
     if image.mode.startswith("I"):  # 16-bit greyscale, which `convert` would cut off at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    image.info.pop("transparency", None)  # of which `convert` warns
+    image.info.pop("transparency", None)  # `convert` would warn of it
     return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""The images of a folder, for a trained model to look at. B batch, S image size."""
+"""The images of a folder, for a trained model to predict from. B batch, S image size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.coco.datamodule import normalised
+from datamodules.coco.datamodule import normalise
 from datamodules.coco.decoding import UnreadableImageError, decode
-from datamodules.coco.pixels import resized
+from datamodules.coco.pixels import resize
 from datamodules.coco.skipped import report
 from datamodules.images import DataNotFoundError
 
@@ -22,13 +22,13 @@ SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class FolderBatch(NamedTuple):
-    """Images, and where they come from.
+    """Images and the files that they come from.
 
     Attributes:
         images: (B, 3, S, S).
         sizes: H and W of each image before it was resized.
         names: of the files, relative to the folder.
-        skipped: (reason, name) of those that cannot be read; B does not count them.
+        skipped: (reason, name) of each file that cannot be read; not counted in B.
     """
 
     images: Tensor
@@ -60,7 +60,7 @@ class FolderSet(Dataset[FolderBatch]):
             nothing = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
             return FolderBatch(nothing, [], [], [(str(error), name)])
         height, width = image.shape[1:]
-        return FolderBatch(resized(image, self.image_size)[None], [(height, width)], [name], [])
+        return FolderBatch(resize(image, self.image_size)[None], [(height, width)], [name], [])
 
 
 def _join(items: Sequence[FolderBatch]) -> FolderBatch:
@@ -69,16 +69,16 @@ def _join(items: Sequence[FolderBatch]) -> FolderBatch:
 
 
 class ImageFolder(pl.LightningDataModule):
-    """All images in a folder and the folders in it, as :class:`COCO` resizes and normalises them.
+    """All images in a folder and its subfolders, resized and normalised as by :class:`COCO`.
 
     Args:
-        folder: of JPEG, PNG, GIF or WebP files; turned upright as their EXIF says.
+        folder: of JPEG, PNG, GIF or WebP files, which are turned upright as their EXIF says.
         image_size: S.
         batch_size: images a batch.
         num_workers: processes that decode.
 
     Attributes:
-        skipped: reason -> names of the files that could not be read; a warning says so at the end.
+        skipped: reason -> names of the files that cannot be read; a warning at the end counts them.
 
     Raises:
         DataNotFoundError: `folder` holds no images.
@@ -108,7 +108,7 @@ class ImageFolder(pl.LightningDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> FolderBatch:
         for reason, name in batch.skipped:
             self.skipped.setdefault(reason, []).append(name)
-        return batch._replace(images=normalised(batch.images))
+        return batch._replace(images=normalise(batch.images))
 
     def teardown(self, stage: str) -> None:
         report(str(self.images.folder), self.skipped)

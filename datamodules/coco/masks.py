@@ -1,11 +1,12 @@
-"""Instance masks: COCO's polygons and run lengths, checked and drawn.
+"""Instance masks: checks, encodes and draws COCO's polygons and run lengths.
 
-pycocotools trusts its input. What it would read or write outside its memory, or take for a box, is
-found here before it gets there, and it decodes nothing.
+pycocotools trusts its input: some values make it read or write outside its memory, others it takes
+for a box. They are refused here before it sees them. Masks are drawn here too, not by its decoder.
 
-A mask's runs are the lengths of its runs of zeros and ones in turn, zeros first, column by column.
-As text each is the difference to the last but one (of the first three, itself) in two's complement,
-5 bits a character from the lowest on, `MORE` in all but the last, 48 added.
+The run lengths of a mask count zeros and ones in turn, zeros first, column by column. COCO writes
+them as text: the first three as they are, each later one as its difference to the one two before.
+A number is in two's complement, `BITS` bits a character, the lowest first. The code of a character
+is its bits plus `FIRST_CODE`, and plus `MORE` in all but the last character of a number.
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ from pycocotools import mask as rle_format
 
 from datamodules.coco.skipped import DamagedError
 
-MORE, SIGN = 32, 16
-MAX_CHARACTERS = 6  # of a run: 30 bits, where images have 27
-# In pixels, of all polygons of a mask: pycocotools takes 80 bytes for each without asking whether
-# there are as many, and sorts what it makes of them.
+FIRST_CODE = ord("0")
+BITS = 5
+MORE, SIGN = 2**BITS, 2 ** (BITS - 1)  # more characters follow; the number is negative
+MAX_CHARACTERS = 6  # of a number: 30 bits; a difference of runs of up to 2^27 pixels has 29
+# Pixels in the outlines of all polygons of a mask. pycocotools sorts them, and allocates
+# OUTLINE_BYTES for each, at most 320 MiB here.
 MAX_OUTLINE = 2**22
-OUTLINE_BYTES, MERGED_BYTES = 80, 4  # what it takes for each, and for a pixel of the image
+OUTLINE_BYTES, MERGED_BYTES = 80, 4  # it allocates for a pixel of the outline, and of the image
 
 
-def compressed(segmentation: Any, height: int, width: int) -> bytes:
-    """The text of the runs of a polygon or RLE mask.
+def encode(segmentation: Any, height: int, width: int) -> bytes:
+    """Returns the run lengths, as text, of a mask of polygons or of run lengths.
 
     Args:
-        segmentation: as it stands in the annotation file: any value.
-        height, width: of the image, whose product is at most 2^27.
+        segmentation: any value, as the annotation file has it.
+        height, width: of the image; their product is at most 2^27.
 
     Raises:
-        DamagedError: it is no mask of such an image.
+        DamagedError: the value is not a mask of such an image.
     """
     if not segmentation:
         raise DamagedError("there is no mask")
     if isinstance(segmentation, list):
-        return _of_polygons(segmentation, height, width)
+        return _encode_polygons(segmentation, height, width)
     if not isinstance(segmentation, dict):
         raise DamagedError("the mask is neither polygons nor run lengths")
     if segmentation.get("size") != [height, width]:
@@ -46,63 +49,63 @@ def compressed(segmentation: Any, height: int, width: int) -> bytes:
     counts = segmentation.get("counts")
     if isinstance(counts, str):
         text = counts.encode(errors="replace")
-        _require_whole(runs(text).tolist(), height * width)
+        _require_sum(decode_runs(text).tolist(), height * width)
         return text
     if not isinstance(counts, list) or not set(map(type, counts)) <= {int}:
         raise DamagedError("the mask's run lengths are neither text nor a list of integers")
-    _require_whole(counts, height * width)
+    _require_sum(counts, height * width)
     mask: Any = {"size": [height, width], "counts": counts}
     return rle_format.frPyObjects(mask, height, width)["counts"]
 
 
-def runs(text: bytes) -> np.ndarray:
-    """(R,) int64: the runs of a mask from their text; they may be negative and of any sum.
+def decode_runs(text: bytes) -> np.ndarray:
+    """Returns the run lengths in a text, (R,) int64; they may be negative and have any sum.
 
     Raises:
-        DamagedError: the text is none of runs.
+        DamagedError: the text does not hold run lengths.
     """
-    codes = np.frombuffer(text, np.uint8).astype(np.int64) - 48
+    codes = np.frombuffer(text, np.uint8).astype(np.int64) - FIRST_CODE
     ends = np.flatnonzero(codes < MORE)
     if not len(codes) or codes[-1] >= MORE or codes.min() < 0 or codes.max() >= 2 * MORE:
-        raise DamagedError("the mask's run lengths are cut off or no such text")
+        raise DamagedError("the mask's run lengths are cut off or not in COCO's format")
     starts = np.concatenate(([0], ends[:-1] + 1))
     characters = ends - starts + 1
     if characters.max() > MAX_CHARACTERS:
         raise DamagedError("the mask's run lengths do not add up to the image")
-    shifts = 5 * (np.arange(len(codes)) - np.repeat(starts, characters))
+    shifts = BITS * (np.arange(len(codes)) - np.repeat(starts, characters))
     values = np.add.reduceat(codes % MORE << shifts, starts)
-    values -= (codes[ends] // SIGN) << 5 * characters
+    values -= (codes[ends] // SIGN) << BITS * characters
     values[1::2] = values[1::2].cumsum()
     values[2::2] = values[2::2].cumsum()
     return values
 
 
 def area(text: bytes, size: tuple[int, int]) -> int:
-    """How many pixels a mask has that `compressed` returned for an image of that size."""
+    """Returns how many pixels are in a mask that `encode` returned for an image of that size."""
     mask: Any = {"size": size, "counts": text}
     return int(rle_format.area(mask))
 
 
-def drawn(text: bytes, size: tuple[int, ...]) -> np.ndarray:
-    """(H, W) bool: the pixels of a mask that `compressed` returned for an image of that size."""
-    lengths = runs(text)
+def draw(text: bytes, size: tuple[int, ...]) -> np.ndarray:
+    """Draws a mask that `encode` returned for an image of that size; returns (H, W) bool."""
+    lengths = decode_runs(text)
     pixels = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
     return pixels.reshape(size, order="F")
 
 
-def _require_whole(lengths: list[int], pixels: int) -> None:
+def _require_sum(lengths: list[int], pixels: int) -> None:
     if min(lengths, default=-1) < 0 or sum(lengths) != pixels:
         raise DamagedError("the mask's run lengths do not add up to the image")
 
 
-def _of_polygons(polygons: list[Any], height: int, width: int) -> bytes:
+def _encode_polygons(polygons: list[Any], height: int, width: int) -> bytes:
     for polygon in polygons:
         if (
             not isinstance(polygon, list)
             or not set(map(type, polygon)) <= {int, float}
             or len(polygon) % 2
         ):
-            raise DamagedError("a polygon is no list of x and y")
+            raise DamagedError("a polygon is not a list of x and y")
     polygons = [polygon for polygon in polygons if len(polygon) >= 6]
     if not polygons:
         raise DamagedError("no polygon has three points")
@@ -111,14 +114,15 @@ def _of_polygons(polygons: list[Any], height: int, width: int) -> bytes:
     for polygon in polygons:
         try:
             points = np.array(polygon, float).reshape(-1, 2)
-        except OverflowError:  # an integer that no float holds
+        except OverflowError:  # an integer that is too large for a float
             points = np.array(np.nan)
-        if not ((points >= -bounds) & (points <= 2 * bounds)).all():  # nor are NaNs
+        if not ((points >= -bounds) & (points <= 2 * bounds)).all():  # NaN fails too
             raise DamagedError("a polygon is far outside the image")
         steps = np.abs(np.diff(points, axis=0, append=points[:1])).max(1)
         outline += int(steps.sum()) + len(steps)
     if outline > MAX_OUTLINE:
         raise DamagedError(f"the mask's outline is longer than {MAX_OUTLINE:,} pixels")
-    np.empty(OUTLINE_BYTES * outline + MERGED_BYTES * height * width, np.uint8)  # or MemoryError
+    # Raises MemoryError where there is too little; pycocotools does not check its allocations.
+    np.empty(OUTLINE_BYTES * outline + MERGED_BYTES * height * width, np.uint8)
     mask: Any = rle_format.merge(rle_format.frPyObjects(polygons, height, width))
     return mask["counts"]

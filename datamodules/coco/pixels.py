@@ -1,8 +1,9 @@
-"""Images and label maps of a split at training resolution: decoded when asked for, or kept on disk.
+"""Images and label maps of a split at training resolution, decoded on demand or kept on disk.
 
-Every image is decoded once before the first training on it, so that a damaged one is known by name
-then, and does not stop a worker hours later. What was found is remembered; with `keep` so are the
-pixels. N images, S image size.
+Every image is decoded once before the first training on it, so that a damaged one is named then
+instead of stopping a worker hours later. The cache keeps the names, and with `keep` the pixels too.
+
+N images, S image size.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from datamodules.coco.annotations import Annotations, Instances
-from datamodules.coco.cache import Entry, entry
+from datamodules.coco.cache import Entry, find_or_make
 from datamodules.coco.decoding import UnreadableImageError, decode
 from datamodules.coco.skipped import Skipped
 from datamodules.images import DataNotFoundError
 
 T = TypeVar("T")
-FORMAT = 2  # of what is kept; part of its key
+FORMAT = 2  # version of the entries; part of their keys in the cache
 
 
-def resized(image: Tensor, image_size: int) -> Tensor:
-    """(3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
+def resize(image: Tensor, image_size: int) -> Tensor:
+    """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
     return F.resize(image, [image_size, image_size], antialias=True)
 
 
@@ -43,17 +44,17 @@ class Images:
 
     Args:
         folder: of the image files.
-        annotations: which images, and how large each is.
+        annotations: the names of the images, and the size of each.
         image_size: S.
-        cache_dir: where it is remembered which files are damaged.
+        cache_dir: where the names of damaged files are kept.
         keep: whether the decoded images are kept there too.
 
     Attributes:
         usable: indices of the images that can be decoded.
-        skipped: the names of the others, by reason.
+        skipped: reason -> names of the others.
 
     Raises:
-        DataNotFoundError: not one can be decoded.
+        DataNotFoundError: none can be decoded.
     """
 
     def __init__(
@@ -62,40 +63,40 @@ class Images:
         self.folder = folder
         self.annotations = annotations
         self.image_size = image_size
-        source = {"format": FORMAT, "files": self._files()}
+        source = {"format": FORMAT, "files": self._hash_files()}
         if keep:
             source["image_size"] = image_size
             size = len(annotations) * 3 * image_size**2
-            record = entry(cache_dir, "images", source, self._keep, size)
+            entry = find_or_make(cache_dir, "images", source, self._decode_all, size)
         else:
-            record = entry(cache_dir, "checked", source, self._check)
-        self._kept = record if keep else None
-        self.skipped: Skipped = record.json("skipped")
+            entry = find_or_make(cache_dir, "checked", source, self._check_all)
+        self._kept = entry if keep else None
+        self.skipped: Skipped = entry.json("skipped")
         skipped = {name for names in self.skipped.values() for name in names}
         self.usable = np.flatnonzero([str(n) not in skipped for n in annotations.file_names])
         if len(self.usable) == 0:
-            raise self._nothing("can be decoded")
+            raise self._no_image_error("can be decoded")
 
     def __getitem__(self, index: int) -> Tensor:
         if self._kept is not None:
             return torch.from_numpy(self._kept["images"][index].copy())
-        return resized(self._decode(index), self.image_size)
+        return resize(self._decode(index), self.image_size)
 
-    def _files(self) -> str:
-        """Stands for the files as they are now: another size or time is another file."""
+    def _hash_files(self) -> str:
+        """Returns a hash of the files' names, sizes and modification times."""
         files = os.scandir(self.folder) if self.folder.is_dir() else ()
-        found = {file.name: file.stat() for file in files if file.is_file()}  # no link to nowhere
+        found = {file.name: file.stat() for file in files if file.is_file()}  # no broken links
         digest = hashlib.sha256()
         names, sizes = self.annotations.file_names.tolist(), self.annotations.sizes.tolist()
         if found.keys().isdisjoint(names):
-            raise self._nothing("is there")
+            raise self._no_image_error("is there")
         for name, size in zip(names, sizes, strict=True):
             stat = found.get(name)
             identity = (name, size, stat and (stat.st_size, stat.st_mtime_ns))
             digest.update(repr(identity).encode())
         return digest.hexdigest()
 
-    def _nothing(self, what: str) -> DataNotFoundError:
+    def _no_image_error(self, what: str) -> DataNotFoundError:
         return DataNotFoundError(
             f"none of the {len(self.annotations):,} images that {self.annotations.path} names "
             f"{what} in {self.folder}; `python scripts/prepare_data.py coco` downloads them"
@@ -110,23 +111,23 @@ class Images:
             )
         return image
 
-    def _check(self, folder: Path) -> None:
+    def _check_all(self, folder: Path) -> None:
         self._write_skipped(folder, self._decode, f"Checking {self.folder.name}")
 
-    def _keep(self, folder: Path) -> None:
+    def _decode_all(self, folder: Path) -> None:
         shape = (len(self.annotations), 3, self.image_size, self.image_size)
         images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
 
-        def keep(index: int) -> None:
-            images[index] = resized(self._decode(index), self.image_size).numpy()
+        def decode_into(index: int) -> None:
+            images[index] = resize(self._decode(index), self.image_size).numpy()
 
-        self._write_skipped(folder, keep, f"Decoding {self.folder.name}")
+        self._write_skipped(folder, decode_into, f"Decoding {self.folder.name}")
         images.flush()
 
     def _write_skipped(self, folder: Path, visit: Callable[[int], object], title: str) -> None:
-        """Visits every image, and writes down those that could not be read."""
+        """Calls `visit` for every image, and writes skipped.json: those that cannot be decoded."""
 
-        def problem(index: int) -> str | None:
+        def find_problem(index: int) -> str | None:
             try:
                 visit(index)
             except UnreadableImageError as error:
@@ -134,7 +135,7 @@ class Images:
             return None
 
         skipped: dict[str, list[str]] = {}
-        for index, reason in enumerate(_in_threads(problem, len(self.annotations), title)):
+        for index, reason in enumerate(_in_threads(find_problem, len(self.annotations), title)):
             if reason is not None:
                 name = str(self.annotations.file_names[index])
                 skipped.setdefault(reason, []).append(name)
@@ -145,9 +146,10 @@ class LabelMaps:
     """The classes of the pixels of a split, (S, S) uint8 by their index in the annotation file.
 
     Args:
-        instances: whose masks are drawn.
+        instances: the masks.
         image_size: S.
-        cache_dir, keep: where label maps are kept, and whether they are.
+        cache_dir: the cache.
+        keep: whether the label maps are kept there.
     """
 
     def __init__(self, instances: Instances, image_size: int, cache_dir: Path, keep: bool) -> None:
@@ -161,7 +163,7 @@ class LabelMaps:
                 "image_size": image_size,
             }
             size = len(instances) * image_size**2
-            self._kept = entry(cache_dir, "labels", source, self._keep, size)
+            self._kept = find_or_make(cache_dir, "labels", source, self._draw_all, size)
 
     def __getitem__(self, index: int) -> Tensor:
         if self._kept is not None:
@@ -170,22 +172,22 @@ class LabelMaps:
         nearest = InterpolationMode.NEAREST_EXACT
         return F.resize(labels[None], [self.image_size] * 2, interpolation=nearest)[0]
 
-    def _keep(self, folder: Path) -> None:
+    def _draw_all(self, folder: Path) -> None:
         shape = (len(self.instances), self.image_size, self.image_size)
         labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.uint8, shape)
 
-        def keep(index: int) -> None:
+        def draw_into(index: int) -> None:
             labels[index] = self[index].numpy()
 
-        for _ in _in_threads(keep, len(self.instances), f"Drawing {self.instances.path.stem}"):
+        for _ in _in_threads(draw_into, len(self.instances), f"Drawing {self.instances.path.stem}"):
             pass
         labels.flush()
 
 
 def _in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
-    """`visit` of 0, ..., count - 1, in order; a bar in a terminal, a line elsewhere.
+    """Yields `visit` of 0, ..., count - 1, in order; shows a bar in a terminal, a line elsewhere.
 
-    Decoding lets go of Python's lock.
+    Threads run in parallel here, since decoding releases Python's global lock.
     """
     terminal = Console().is_terminal
     if not terminal:

@@ -14,19 +14,21 @@ from datamodules.coco.pixels import Images, LabelMaps
 
 
 class SegmentationBatch(NamedTuple):
-    """Images (B, 3, S, S), and the class of every pixel (B, S, S): 0 is the background, 255 counts
-    in no loss and no metric."""
+    """Images (B, 3, S, S), and the class of every pixel (B, S, S).
+
+    Class 0 is the background; pixels of class 255 count in no loss and no metric.
+    """
 
     images: Tensor
     labels: Tensor
 
 
 class SegmentationSet(Dataset[SegmentationBatch]):
-    """The readable images of a split, with and without instances: what shows none is background.
+    """The images of a split that can be decoded; one without instances is all background.
 
-    An item is an image (3, S, S) and its labels (S, S), both uint8: as they are for an index,
-    changed at random (a crop of at least half the area, mirrored half the time) for an index and a
-    seed, with `augment`.
+    An item is an image (3, S, S) and its labels (S, S), both uint8. With `augment`, an item that is
+    asked for as (index, seed) is a random crop of at least half the area, mirrored half the time;
+    the seed determines both.
     """
 
     def __init__(self, images: Images, label_maps: LabelMaps, *, augment: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Pictures of coloured shapes, drawn at random, as a data set in COCO's own format.
+"""Draws random pictures of coloured shapes, as a data set in COCO's own format.
 
-Made for trying things out: it has what COCO has (polygons, crowd regions as run lengths, images
+It is for trying things out: it has what COCO has (polygons, crowd regions as run lengths, images
 without annotations, five captions an image) and needs no download.
 """
 
@@ -26,10 +26,13 @@ COLOURS = {
     "blue": (45, 80, 205),
     "yellow": (225, 200, 50),
 }
-RADII = {"small": 8, "large": 13}
+RADII = {"small": 8, "large": 13}  # pixels
+CORNER_REACH = 1.2  # times the radius: a square or triangle covers less than a circle around it
 CELLS = {(0, 0): "top left", (0, 1): "top right", (1, 0): "bottom left", (1, 1): "bottom right"}
 EMPTY_EVERY = 16  # every 16th image is empty
 CROWD_EVERY = 8  # every 8th has a crowd of small circles in a corner
+CROWD_SIZE, CROWD_RADIUS = 9, 3  # circles, pixels
+NOISE = 6.0  # standard deviation, of 255
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Shape:
 
 
 def write(folder: Path) -> None:
-    """Writes ``coco/`` in its published layout: the same every time."""
+    """Writes the folder ``coco`` in COCO's published layout, with the same contents every time."""
     generator = np.random.default_rng(0)
     number = 0
     for split, count in SPLITS.items():
@@ -55,15 +58,15 @@ def write(folder: Path) -> None:
         for i in range(count):
             number += 1
             image = {"id": number, "file_name": f"{number:012}.jpg", "height": SIZE, "width": SIZE}
-            shapes = [] if i % EMPTY_EVERY == 0 else _shapes(generator)
+            shapes = [] if i % EMPTY_EVERY == 0 else _choose_shapes(generator)
             crowded = i % CROWD_EVERY == 1
-            pixels = _background(generator)
+            pixels = _draw_background(generator)
             for annotation in _draw(pixels, shapes, crowded, generator):
                 identity = {"id": len(instances) + 1, "image_id": number}
                 instances.append(identity | annotation)
             for text in describe(shapes):
                 captions.append({"id": len(captions) + 1, "image_id": number, "caption": text})
-            pixels = (pixels + generator.normal(0, 6, pixels.shape)).clip(0, 255)
+            pixels = (pixels + generator.normal(0, NOISE, pixels.shape)).clip(0, 255)
             path = folder / "coco" / split / str(image["file_name"])
             Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
             images.append(image)
@@ -78,7 +81,7 @@ def write(folder: Path) -> None:
 
 
 def describe(shapes: list[Shape]) -> list[str]:
-    """Five captions, from left to right and top to bottom; they leave the crowd out."""
+    """Returns five captions, from left to right and top to bottom; they leave the crowd out."""
     if not shapes:
         return [
             "an empty picture",
@@ -99,8 +102,8 @@ def describe(shapes: list[Shape]) -> list[str]:
     ]
 
 
-def _shapes(generator: np.random.Generator) -> list[Shape]:
-    """One to three, each in a quarter of its own; the last is left to a crowd."""
+def _choose_shapes(generator: np.random.Generator) -> list[Shape]:
+    """Returns one to three shapes in different cells; the last cell is left to a crowd."""
     cells = list(CELLS)[:-1]
     chosen = sorted(generator.permutation(len(cells))[: generator.integers(1, 4)])
     return [
@@ -114,8 +117,8 @@ def _shapes(generator: np.random.Generator) -> list[Shape]:
     ]
 
 
-def _background(generator: np.random.Generator) -> np.ndarray:
-    """(H, W, 3) float: a grey that changes from one side to the other."""
+def _draw_background(generator: np.random.Generator) -> np.ndarray:
+    """Returns (H, W, 3) float: a grey that changes from one side to the other."""
     ramp = np.linspace(0, generator.uniform(-40, 40), SIZE)
     grey = generator.uniform(90, 170) + (ramp[:, None] if generator.random() < 0.5 else ramp)
     return np.broadcast_to(np.reshape(grey, (-1, grey.shape[-1], 1)), (SIZE, SIZE, 3)).copy()
@@ -124,36 +127,38 @@ def _background(generator: np.random.Generator) -> np.ndarray:
 def _draw(
     pixels: np.ndarray, shapes: list[Shape], crowded: bool, generator: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Draws into `pixels`; the annotations, still without ids."""
+    """Draws into `pixels`; returns the annotations, still without ids."""
     annotations = []
     for shape in shapes:
         radius = RADII[shape.size]
-        room = SIZE // 4 - radius  # it may touch the border, and does
+        room = SIZE // 4 - radius  # of the centre in its cell; corners may reach over the border
         x, y = (
             SIZE // 2 * cell + SIZE // 4 + generator.uniform(-room, room)
             for cell in reversed(shape.cell)
         )
-        polygon = _polygon(CATEGORIES[shape.category], x, y, radius)
-        mask = _mask([polygon])
+        polygon = _make_polygon(CATEGORIES[shape.category], x, y, radius)
+        mask = _draw_mask([polygon])
         pixels[mask] = COLOURS[shape.colour]
-        annotations.append(_annotation(shape.category, [polygon], mask, crowd=False))
+        annotations.append(_make_annotation(shape.category, [polygon], mask, crowd=False))
     if crowded:
         region = np.zeros((SIZE, SIZE), bool)
-        for _ in range(9):
-            x, y = generator.uniform(SIZE / 2 + 4, SIZE - 4, 2)
-            mask = _mask([_polygon("circle", x, y, 3)])
+        margin = CROWD_RADIUS + 1
+        for _ in range(CROWD_SIZE):
+            x, y = generator.uniform(SIZE / 2 + margin, SIZE - margin, 2)
+            mask = _draw_mask([_make_polygon("circle", x, y, CROWD_RADIUS)])
             pixels[mask] = COLOURS[str(generator.choice(list(COLOURS)))]
             region |= mask
-        x, y, width, height = _box(region)
+        x, y, width, height = _find_box(region)
         region[y : y + height, x : x + width] = True
-        counts = {"size": [SIZE, SIZE], "counts": _run_lengths(region)}
-        annotations.append(_annotation(1, counts, region, crowd=True))
+        counts = {"size": [SIZE, SIZE], "counts": _encode_run_lengths(region)}
+        annotations.append(_make_annotation(1, counts, region, crowd=True))
     return annotations
 
 
-def _polygon(name: str, x: float, y: float, radius: float) -> list[float]:
+def _make_polygon(name: str, x: float, y: float, radius: float) -> list[float]:
+    """Returns x and y of each corner in turn, in pixels."""
     corners, turn = {"circle": (24, 0.0), "square": (4, 0.125), "triangle": (3, 0.75)}[name]
-    reach = radius * (1 if name == "circle" else 1.2)
+    reach = radius * (1 if name == "circle" else CORNER_REACH)
     points = []
     for corner in range(corners):
         angle = math.tau * (corner / corners + turn)
@@ -161,31 +166,33 @@ def _polygon(name: str, x: float, y: float, radius: float) -> list[float]:
     return [round(p, 2) for p in points]
 
 
-def _mask(polygons: Any) -> np.ndarray:
+def _draw_mask(polygons: Any) -> np.ndarray:
     encoded = rle_format.merge(rle_format.frPyObjects(polygons, SIZE, SIZE))
     return rle_format.decode(encoded).astype(bool)
 
 
-def _run_lengths(mask: np.ndarray) -> list[int]:
-    """Column by column, zeros first, as COCO writes its crowd regions."""
+def _encode_run_lengths(mask: np.ndarray) -> list[int]:
+    """Returns run lengths column by column, zeros first, as COCO writes its crowd regions."""
     flat = mask.T.ravel()
     bounds = [0, *(np.flatnonzero(flat[1:] != flat[:-1]) + 1).tolist(), flat.size]
     lengths = np.diff(bounds).tolist()
     return [0, *lengths] if flat[0] else lengths
 
 
-def _annotation(category: int, segmentation: Any, mask: np.ndarray, crowd: bool) -> dict[str, Any]:
+def _make_annotation(
+    category: int, segmentation: Any, mask: np.ndarray, crowd: bool
+) -> dict[str, Any]:
     return {
         "category_id": category,
         "segmentation": segmentation,
         "area": int(mask.sum()),
-        "bbox": _box(mask),
+        "bbox": _find_box(mask),
         "iscrowd": int(crowd),
     }
 
 
-def _box(mask: np.ndarray) -> list[int]:
-    """x, y, width, height."""
+def _find_box(mask: np.ndarray) -> list[int]:
+    """Returns x, y, width and height."""
     rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
     x, y = int(columns[0]), int(rows[0])
     return [x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1]

@@ -1,4 +1,4 @@
-"""What a data set had to leave out: counted, by name, and said."""
+"""Warnings about the images and annotations that a data set leaves out."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 
 from pytorch_lightning.utilities import rank_zero_only
 
-SHOWN = 5
+SHOWN = 5  # names in a warning
 
 Skipped = Mapping[str, Sequence[str]]  # reason -> names of the images or annotations
 
 
 class SkippedWarning(UserWarning):
-    """A part of the data was damaged or incomplete, and is not used."""
+    """A part of the data is damaged or incomplete, and is not used."""
 
 
 class DamagedError(ValueError):
-    """What is wrong with an annotation file, or with an image or an annotation in it."""
+    """An annotation file, or an image or annotation in it, cannot be used; says why."""
 
 
 @rank_zero_only
 def report(what: str, skipped: Skipped) -> None:
-    """One warning for each reason, with the count and the first names."""
+    """Warns once for each reason, with the count and the first names."""
     for reason, names in skipped.items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         warnings.warn(

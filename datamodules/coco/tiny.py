@@ -1,4 +1,4 @@
-"""COCO in small: generated pictures of coloured shapes, in COCO's format, nothing to download."""
+"""A small stand-in for COCO: generated pictures of shapes in its format, nothing to download."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.coco import shapes
-from datamodules.coco.cache import entry
+from datamodules.coco.cache import find_or_make
 from datamodules.coco.datamodule import COCO
 
 
@@ -14,10 +14,10 @@ class COCOTiny(COCO):
     """512 pictures to train and 128 to validate, 64 x 64: circles, squares and triangles in four
     colours and two sizes, some with a crowd, some empty; five captions each.
 
-    Made in the cache the first time, and the same everywhere.
+    The pictures are drawn on first use, and are the same on every machine.
 
     Args:
-        cache_dir: holds the pictures, too.
+        cache_dir: as of :class:`COCO`; the pictures are kept there too.
         arguments: of :class:`COCO`.
     """
 
@@ -36,4 +36,5 @@ class COCOTiny(COCO):
 
     def _generate(self) -> None:
         source = {"version": shapes.VERSION}
-        self.root = entry(self.cache_dir, "coco_tiny", source, shapes.write).folder / "coco"
+        entry = find_or_make(self.cache_dir, "coco_tiny", source, shapes.write)
+        self.root = entry.folder / "coco"

@@ -1,6 +1,6 @@
 """Scores of generated captions against those that people wrote: BLEU-4 and CIDEr-D.
 
-Sentences are sequences of words, as :func:`datamodules.coco.captions.words` splits them. All
+Sentences are sequences of words, as :func:`datamodules.coco.captions.split_words` splits them. All
 functions take one candidate an image and, in the same order, that image's references.
 """
 
@@ -102,5 +102,5 @@ def _check(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentenc
         if isinstance(sentence, str):
             raise TypeError(
                 f"candidates, references: expected sequences of words, got the string "
-                f"{sentence!r}; split it with datamodules.coco.captions.words"
+                f"{sentence!r}; split it with datamodules.coco.captions.split_words"
             )

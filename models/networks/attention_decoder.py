@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from datamodules.coco.captions import MARKS
+from datamodules.coco.captions import SPECIAL_TOKENS
 from hoconv import recurrent as rnn
 from models.networks.backbone import encoder
 from models.networks.blocks import residual_high_order
@@ -94,7 +94,7 @@ class AttentionDecoder(nn.Module):
         self.query = nn.Linear(hidden_size, hidden_size)
         self.sentinel_key = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
-        self.set_vocabulary(len(MARKS))
+        self.set_vocabulary(len(SPECIAL_TOKENS))
 
     def set_vocabulary(self, size: int) -> None:
         """Makes word vectors and a classifier of V = `size` words, in place of those that are."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, words
+from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
 from datamodules.coco.folder import FolderBatch
 from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
@@ -126,7 +126,8 @@ class Captioner(pl.LightningModule):
         self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
         captions = self.describe(batch.images)
         for caption, references in zip(captions, batch.references, strict=True):
-            self._said.append((caption.split(), [words(reference) for reference in references]))
+            described = [split_words(reference) for reference in references]
+            self._said.append((caption.split(), described))
         return captions
 
     def _score(self, stage: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from datamodules.sampling import Draws, Epochs, EvenBatches, Shuffle, TrainingLoader
+from datamodules.sampling import Epochs, EvenBatches, SeededShuffle, Shuffle, TrainingLoader
 
 lengths = st.integers(1, 200)
 seeds = st.integers(0, 2**32 - 1)
@@ -42,9 +42,9 @@ def test_batches_of_all_processes_make_those_of_one(length, world, batch_size):
 
 
 def test_draws_are_the_same_for_any_number_of_processes():
-    alone = list(Draws(9, seed=1))
+    alone = list(SeededShuffle(9, seed=1))
     assert len({seed for _, seed in alone}) == 9
-    assert list(Draws(9, 1, rank=1, world_size=3)) == alone[1::3]
+    assert list(SeededShuffle(9, 1, rank=1, world_size=3)) == alone[1::3]
 
 
 @given(length=st.integers(8, 300), world=st.integers(1, 4), batch_size=st.integers(2, 64))

@@ -111,10 +111,10 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         (None, 3, "there is no mask"),
         ([], 3, "there is no mask"),
         ([[1, 2, 3, 4]], 3, "no polygon has three points"),
-        ([[1, 2, 3, 4, 5, 6, 7]], 3, "a polygon is no list of x and y"),
-        ([[1, 2, 3, 4, 5, "6"]], 3, "a polygon is no list of x and y"),
-        ([[1, 2, 3, 4, 5, True]], 3, "a polygon is no list of x and y"),
-        ([1, 2, 3, 4, 5, 6], 3, "a polygon is no list of x and y"),
+        ([[1, 2, 3, 4, 5, 6, 7]], 3, "a polygon is not a list of x and y"),
+        ([[1, 2, 3, 4, 5, "6"]], 3, "a polygon is not a list of x and y"),
+        ([[1, 2, 3, 4, 5, True]], 3, "a polygon is not a list of x and y"),
+        ([1, 2, 3, 4, 5, 6], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, float("nan"), 5, 6]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, 1e9]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, float("inf")]], 3, "a polygon is far outside the image"),
@@ -129,12 +129,12 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         ({"size": [8, 10], "counts": None}, 3, "neither text nor a list of integers"),
         ({"size": [8, 10]}, 3, "neither text nor a list of integers"),
         ({"counts": [80]}, 3, "the mask is not of the image's size"),
-        ({"size": [8, 10], "counts": ""}, 3, "cut off or no such text"),
-        ({"size": [8, 10], "counts": "`"}, 3, "cut off or no such text"),
-        ({"size": [8, 10], "counts": "`2`"}, 3, "cut off or no such text"),
-        ({"size": [8, 10], "counts": "`2" + 20 * "P"}, 3, "cut off or no such text"),
-        ({"size": [8, 10], "counts": "`2\0"}, 3, "cut off or no such text"),
-        ({"size": [8, 10], "counts": "\xe9"}, 3, "cut off or no such text"),
+        ({"size": [8, 10], "counts": ""}, 3, "cut off or not in COCO's format"),
+        ({"size": [8, 10], "counts": "`"}, 3, "cut off or not in COCO's format"),
+        ({"size": [8, 10], "counts": "`2`"}, 3, "cut off or not in COCO's format"),
+        ({"size": [8, 10], "counts": "`2" + 20 * "P"}, 3, "cut off or not in COCO's format"),
+        ({"size": [8, 10], "counts": "`2\0"}, 3, "cut off or not in COCO's format"),
+        ({"size": [8, 10], "counts": "\xe9"}, 3, "cut off or not in COCO's format"),
         ({"size": [8, 10], "counts": "4"}, 3, "do not add up to the image"),
         ({"size": [8, 10], "counts": "J2o2"}, 3, "do not add up to the image"),
         ({"size": [8, 10], "counts": "`R" + 5 * "P" + "0"}, 3, "do not add up to the image"),
@@ -154,8 +154,8 @@ def test_a_damaged_instance_is_left_out_by_name(split, tmp_path, segmentation, c
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("id", "1", "the annotation has no integer as its id"),
-        ("id", 2**64, "the annotation has no integer as its id"),
+        ("id", "1", "the id of the annotation is not a 64-bit integer"),
+        ("id", 2**64, "the id of the annotation is not a 64-bit integer"),
         ("image_id", [1], "its image is not in the file or was skipped"),
         ("category_id", [3], "the category is not one of the file's"),
         ("category_id", 3.0, "the category is not one of the file's"),
@@ -177,18 +177,18 @@ def test_a_damaged_annotation_is_left_out_by_name(split, tmp_path, key, value, r
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("id", None, "the image has no integer as its id"),
-        ("id", True, "the image has no integer as its id"),
-        ("id", 100, "several images have one id"),
-        ("file_name", None, "the file name is no name of a file"),
-        ("file_name", "../val2017/1.jpg", "the file name is no name of a file"),
-        ("file_name", "a\0", "the file name is no name of a file"),
-        ("file_name", "\ud800", "the file name is no name of a file"),
-        ("file_name", 300 * "a", "the file name is no name of a file"),
-        ("height", 0, "the height or width is no positive integer"),
-        ("height", -8, "the height or width is no positive integer"),
-        ("width", 10.5, "the height or width is no positive integer"),
-        ("width", float("nan"), "the height or width is no positive integer"),
+        ("id", None, "the id of the image is not a 64-bit integer"),
+        ("id", True, "the id of the image is not a 64-bit integer"),
+        ("id", 100, "several images have the same id"),
+        ("file_name", None, "the image has no valid file name"),
+        ("file_name", "../val2017/1.jpg", "the image has no valid file name"),
+        ("file_name", "a\0", "the image has no valid file name"),
+        ("file_name", "\ud800", "the image has no valid file name"),
+        ("file_name", 300 * "a", "the image has no valid file name"),
+        ("height", 0, "the height or width is not a positive integer"),
+        ("height", -8, "the height or width is not a positive integer"),
+        ("width", 10.5, "the height or width is not a positive integer"),
+        ("width", float("nan"), "the height or width is not a positive integer"),
         ("height", 2**31, "the image has more than 134,217,728 pixels"),
         ("height", 10**30, "the image has more than 134,217,728 pixels"),
     ],
@@ -222,14 +222,20 @@ def test_a_polygon_of_a_huge_image_is_refused_before_memory_is_taken(split, tmp_
 @pytest.mark.parametrize(
     ("categories", "reason"),
     [
-        (None, "categories: missing, empty or no list"),
-        ([], "categories: missing, empty or no list"),
-        ([{"id": 3}], r"categories\[0\] has no text of 1 to 255 bytes as name"),
-        ([{"id": 3, "name": None}], r"categories\[0\] has no text"),
-        ([{"id": 3, "name": "\ud800"}], r"categories\[0\] has no text"),
-        ([{"id": "3", "name": "cat"}], r"categories\[0\] has no integer of its own as its id"),
-        (2 * [{"id": 3, "name": "cat"}], r"categories\[1\] has no integer of its own as its id"),
-        ([None], r"categories\[0\] has no integer"),
+        (None, "categories: missing, empty or not a list"),
+        ([], "categories: missing, empty or not a list"),
+        ([{"id": 3}], r"the name of categories\[0\] is not a text of 1 to 255 bytes"),
+        ([{"id": 3, "name": None}], r"the name of categories\[0\] is not a text"),
+        ([{"id": 3, "name": "\ud800"}], r"the name of categories\[0\] is not a text"),
+        (
+            [{"id": "3", "name": "cat"}],
+            r"the id of categories\[0\] is not a 64-bit integer or not unique",
+        ),
+        (
+            2 * [{"id": 3, "name": "cat"}],
+            r"the id of categories\[1\] is not a 64-bit integer or not unique",
+        ),
+        ([None], r"the id of categories\[0\] is not a 64-bit integer or not unique"),
         ([{"id": i, "name": f"{i}"} for i in range(255)], "255 categories, more than 254"),
         ([{"id": i, "name": f"{i}"} for i in range(300)], "300 categories, more than 254"),
     ],
@@ -352,7 +358,7 @@ def test_a_caption_that_is_no_text_is_left_out(split, tmp_path):
     assert list(captions.texts()) == ["a cat"]
     name = split.images[0]["file_name"]
     assert captions.skipped == {
-        "the caption is no text": [f"annotation {number} of {name}" for number in damaged]
+        "the caption is not a text": [f"annotation {number} of {name}" for number in damaged]
     }
 
 

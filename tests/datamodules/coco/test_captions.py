@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from datamodules.coco.captions import END, PAD, START, UNKNOWN, Vocabulary, words
+from datamodules.coco.captions import END, PAD, START, UNKNOWN, Vocabulary, split_words
 
 TEXTS = ["A cat and a dog.", "a DOG, and a man's hat", "a cat: 2 dogs"]
 
 
 def test_words_are_lower_case_without_punctuation():
-    assert words('The man\'s "T-shirt", size 42 -- naïve_ .') == [
+    assert split_words('The man\'s "T-shirt", size 42 -- naïve_ .') == [
         "the", "man's", "t", "shirt", "size", "42", "naïve",
     ]  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_batches_are_padded_and_say_how_long_each_caption_is(both, load):
             assert tokens[length - 1] == END
             assert (tokens[length:] == PAD).all()
             text = data.vocabulary.decode(tokens.tolist())
-            assert text in [" ".join(words(reference)) for reference in references]
+            assert text in [" ".join(split_words(reference)) for reference in references]
             assert len(references) == 2
             texts.append(text)
     expected = [f"a cat number {i}" for i in range(6)] + 6 * ["a cat and a small dog"]

@@ -263,7 +263,7 @@ def test_kept_images_are_not_decoded_again(both, load, monkeypatch):
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(pixels, "decode", fail)
-    monkeypatch.setattr("datamodules.coco.annotations._read", fail)
+    monkeypatch.setattr("datamodules.coco.annotations._read_json", fail)
     assert same(batches(load(cache_images=True)), expected)
 
 
@@ -291,7 +291,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_whole(
     both, load, monkeypatch, tmp_path
 ):
     expected = batches(load(cache_dir=tmp_path / "other"))
-    resized = pixels.resized
+    resize = pixels.resize
     count = 0
 
     def interrupt(*arguments):
@@ -299,13 +299,13 @@ def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_whole(
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return resized(*arguments)
+        return resize(*arguments)
 
-    monkeypatch.setattr(pixels, "resized", interrupt)
+    monkeypatch.setattr(pixels, "resize", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load(cache_images=True)
     assert not list((tmp_path / "cache").glob("images*[!k]"))
-    monkeypatch.setattr(pixels, "resized", resized)
+    monkeypatch.setattr(pixels, "resize", resize)
     assert same(batches(load(cache_images=True)), expected)
 
 
@@ -321,10 +321,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 
     left: list[Path] = []
     with pytest.raises(KeyboardInterrupt):
-        cache.entry(tmp_path, "kind", {}, killed)
+        cache.find_or_make(tmp_path, "kind", {}, killed)
     left[0].mkdir()  # as if there had been no time to clean up
     (left[0] / "half").write_text("")
-    entry = cache.entry(tmp_path, "kind", {}, make)
+    entry = cache.find_or_make(tmp_path, "kind", {}, make)
     assert entry["one"].tolist() == [0, 1, 2]
     assert not (entry.folder / "half").exists()
     assert not left[0].exists()

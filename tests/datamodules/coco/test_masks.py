@@ -41,8 +41,8 @@ pixels = st.lists(st.booleans(), min_size=HEIGHT * WIDTH, max_size=HEIGHT * WIDT
 
 @given(pixels=pixels)
 def test_masks_are_drawn_as_pycocotools_compressed_them(pixels):
-    text = masks.compressed({"size": [HEIGHT, WIDTH], "counts": compressed(pixels)}, HEIGHT, WIDTH)
-    np.testing.assert_array_equal(masks.drawn(text, pixels.shape), pixels)
+    text = masks.encode({"size": [HEIGHT, WIDTH], "counts": compressed(pixels)}, HEIGHT, WIDTH)
+    np.testing.assert_array_equal(masks.draw(text, pixels.shape), pixels)
     assert masks.area(text, pixels.shape) == pixels.sum()
 
 
@@ -59,10 +59,10 @@ def test_a_text_is_refused_unless_its_runs_fill_the_image(pixels, data):
     segmentation = {"size": [HEIGHT, WIDTH], "counts": counts}
     if runs is None or min(runs) < 0 or sum(runs) != HEIGHT * WIDTH:
         with pytest.raises(DamagedError):
-            masks.compressed(segmentation, HEIGHT, WIDTH)
+            masks.encode(segmentation, HEIGHT, WIDTH)
     else:
         expected = np.repeat(np.arange(len(runs)) % 2, runs).reshape(WIDTH, HEIGHT).T
-        drawn = masks.drawn(masks.compressed(segmentation, HEIGHT, WIDTH), (HEIGHT, WIDTH))
+        drawn = masks.draw(masks.encode(segmentation, HEIGHT, WIDTH), (HEIGHT, WIDTH))
         np.testing.assert_array_equal(drawn, expected)
 
 
@@ -78,10 +78,10 @@ coordinates = st.one_of(st.floats(-WIDTH, 2 * WIDTH), st.integers(-HEIGHT, HEIGH
 )
 def test_any_polygons_near_the_image_are_what_pycocotools_draws(polygons):
     try:
-        text = masks.compressed(polygons, HEIGHT, WIDTH)
+        text = masks.encode(polygons, HEIGHT, WIDTH)
     except DamagedError as error:
         assert "far outside" in str(error)  # noqa: PT017
         return
     merged: Any = rle_format.merge(rle_format.frPyObjects(polygons, HEIGHT, WIDTH))
-    drawn = masks.drawn(text, (HEIGHT, WIDTH))
+    drawn = masks.draw(text, (HEIGHT, WIDTH))
     np.testing.assert_array_equal(drawn, rle_format.decode(merged).astype(bool))

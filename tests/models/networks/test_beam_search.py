@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from datamodules.coco.captions import END, MARKS, PAD, START
+from datamodules.coco.captions import END, PAD, SPECIAL_TOKENS, START
 from models.networks.beam_search import States, beam_search
 
-V = len(MARKS) + 3
+V = len(SPECIAL_TOKENS) + 3
 LENGTH = 4
 BATCH = 3
 
@@ -35,7 +35,7 @@ class Model:
         def continued(words: list[int], state: Tensor, total: float):
             last = words[-1] if words else START
             logits, (following,) = self.step(torch.tensor([[last]]), (state,))
-            logits[..., [PAD, START, MARKS.index("<unk>")]] = -torch.inf
+            logits[..., [PAD, START, SPECIAL_TOKENS.index("<unk>")]] = -torch.inf
             for word, gain in enumerate(logits[0, 0].log_softmax(0).tolist()):
                 if gain == -torch.inf:
                     continue
@@ -73,7 +73,7 @@ def test_a_beam_of_one_takes_the_best_word_each_time(seed):
             last = expected[-1] if expected else START
             logits, state = model.step(torch.tensor([[last]]), state)
             expected.append(
-                max((END, *range(len(MARKS), V)), key=logits[0, 0].tolist().__getitem__)
+                max((END, *range(len(SPECIAL_TOKENS), V)), key=logits[0, 0].tolist().__getitem__)
             )
         assert sentence == expected
 

@@ -5,7 +5,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from datamodules.coco.captions import END, START, CaptionBatch, Vocabulary, words
+from datamodules.coco.captions import END, START, CaptionBatch, Vocabulary, split_words
 from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_whole_set(fitted):
     data = Data()
     fitted.eval()
     said = [caption.split() for caption in fitted.describe(data.images)]
-    references = [[words(text) for text in described] for described in data.references]
+    references = [[split_words(text) for text in described] for described in data.references]
     (metrics,) = trainer().test(fitted, datamodule=data, verbose=False)
     assert metrics["test/bleu4"] == pytest.approx(bleu4(said, references), abs=1e-6)
     assert metrics["test/cider_d"] == pytest.approx(cider_d(said, references), abs=1e-6)
