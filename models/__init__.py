@@ -1,1 +1,1 @@
-"""Networks, the tasks that train them, metrics."""
+"""Networks, the LightningModules that train them, and metrics."""

@@ -1,7 +1,7 @@
-"""Scores of generated captions against those that people wrote: BLEU-4 and CIDEr-D.
+"""Scores generated captions against those that people wrote: BLEU-4 and CIDEr-D.
 
-Sentences are sequences of words, as :func:`datamodules.coco.captions.split_words` splits them. All
-functions take one candidate an image and, in the same order, that image's references.
+A sentence is a sequence of words, from :func:`datamodules.coco.captions.split_words`. Both
+functions take one candidate an image and, in the same order, the references of each image.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from torchmetrics.functional.text import bleu_score
 
 MAX_N = 4  # words in the longest n-gram
-SIGMA = 6.0  # of CIDEr-D's penalty, words
+SIGMA = 6.0  # of CIDEr-D's length penalty, in words
 
 Sentence = Sequence[str]
 NGrams = Counter[tuple[str, ...]]
@@ -22,16 +22,18 @@ NGrams = Counter[tuple[str, ...]]
 def bleu4(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> float:
     """BLEU-4 of the whole corpus (Papineni et al., 2002, https://aclanthology.org/P02-1040).
 
-    Computed by torchmetrics in float32. Of references equally near to the candidate in length the
-    brevity penalty takes the shorter.
+    torchmetrics computes it in float32. The brevity penalty compares a candidate with the reference
+    of the nearest length, and with the shorter one of two that are equally near.
 
-    Returns 0 ... 1; 0 where no n-gram of some length matches.
+    Returns a number from 0 to 1; 0 where no n-gram of one of the lengths matches.
 
     Raises:
-        ValueError: no images, an image without references, or not as many of both.
+        ValueError: there are no images, an image has no references, or the numbers of candidates
+            and of images with references differ.
+        TypeError: a sentence is a string.
     """
     _check(candidates, references)
-    # Of references equally near in length torchmetrics takes the first.
+    # torchmetrics takes the first of several references that are equally near in length.
     sorted_references = [sorted(described, key=len) for described in references]
     score = bleu_score(
         [" ".join(candidate) for candidate in candidates],
@@ -42,19 +44,20 @@ def bleu4(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence
 
 
 def cider_d(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> float:
-    """CIDEr-D (Vedantam et al., 2015, https://arxiv.org/abs/1411.5726), as the scorer published
-    with it computes it.
+    """CIDEr-D (Vedantam et al., 2015, https://arxiv.org/abs/1411.5726), as computed by the scorer
+    that was published with it.
 
-    A sentence is the vector of its n-grams' counts, each times log(images / images whose references
-    have it). A candidate scores, for n from 1 to 4, the mean over its references of the vectors'
-    cosine, counts clipped to the reference's, times exp(-(difference in length)^2 / (2 sigma^2));
-    the mean of the four times 10 is averaged over the images.
+    For each n from 1 to 4, a sentence is the vector of the counts of its n-grams. Each count is
+    multiplied by log(number of images / number of images whose references contain the n-gram). A
+    candidate and a reference score the cosine of their vectors, the candidate's counts clipped to
+    the reference's, times exp(-(difference in length)^2 / (2 sigma^2)). The score is 10 times the
+    mean over the references, over n and over the images.
 
-    Returns 0 ... 10. N-grams that every image's references have weigh nothing: of a single image
-    the score is 0.
+    Returns a number from 0 to 10. N-grams that occur in the references of every image have the
+    weight 0, and so the score of a single image is 0.
 
     Raises:
-        ValueError: as :func:`bleu4`.
+        ValueError, TypeError: as :func:`bleu4`.
     """
     _check(candidates, references)
     images_with: NGrams = Counter()
@@ -92,8 +95,8 @@ def _lengths() -> Iterable[int]:
 def _check(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> None:
     if len(candidates) != len(references) or not candidates:
         raise ValueError(
-            f"references: expected those of each of the {len(candidates)} candidates, at least "
-            f"one candidate; got {len(references)}"
+            f"references: expected as many as candidates, at least one; got {len(references)} for "
+            f"{len(candidates)} candidates"
         )
     if not all(references):
         image = next(i for i, described in enumerate(references) if not described)

@@ -1,4 +1,4 @@
-"""A small convolutional network whose products, forward and backward, are approximate.
+"""A small convolutional network whose multiplications, forward and backward, are approximate.
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -16,13 +16,13 @@ from hoconv.approx.gradients import Gradient
 class ApproxCNN(nn.Module):
     """Three stages of a 3 x 3 convolution, a ReLU and 2 x 2 max pooling, then a linear layer.
 
-    All convolutions and the linear layer are approximate. With a width of 64 an image of 28 x 28
-    takes 29 million multiplications forward.
+    All convolutions and the linear layer multiply approximately. With a width of 64 the forward
+    pass of an image of 28 x 28 takes 29 million multiplications.
 
     Args:
         image_shape: (C, H, W) of an image; H and W at least 8.
         num_classes: K.
-        width: channels of the first stage; doubled at each following one.
+        width: channels of the first stage, doubled at each following stage.
         multiplier, gradient: as of :class:`hoconv.ApproxConv2d`.
 
     Shape: (B, C, H, W) to logits (B, K), float32.

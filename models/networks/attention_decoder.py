@@ -1,7 +1,9 @@
-"""A network that describes an image in words: a grid of features, a recurrence over the words, and
-attention from each word to the grid.
+"""A network that describes an image in words.
 
-B batch, C channels, H height, W width, S places of the grid, T words, V words of the vocabulary,
+It has a grid of image features, a recurrence over the words, and attention from each word to the
+grid.
+
+B batch, C channels, H height, W width, S positions of the grid, T words, V words of the vocabulary,
 n hidden size.
 """
 
@@ -15,16 +17,16 @@ from torch import Tensor, nn
 
 from datamodules.coco.captions import SPECIAL_TOKENS
 from hoconv import recurrent as rnn
-from models.networks.backbone import encoder
+from models.networks.backbone import make_encoder
 from models.networks.blocks import residual_high_order
 
-State = tuple[Tensor, ...]  # h, c, and what joins each word of the image; (1, B, n)
+State = tuple[Tensor, ...]  # h, c, and the image vector that joins each word; each (1, B, n)
 
 
 @rnn.cell(state=("h", "c"))
 def sentinel_lstm(x, h, c):
-    """An LSTM with coupled gates and layer normalisation that puts out, beside h, a sentinel: what
-    it knows without looking at the image."""
+    """An LSTM with coupled gates and layer normalisation. It outputs h and the visual sentinel, a
+    vector of what it knows without looking at the image."""
     f = rnn.sigmoid(rnn.layer_norm("norm_f", rnn.linear("f", x, h, bias=False)))
     g = rnn.tanh(rnn.layer_norm("norm_g", rnn.linear("g", x, h, bias=False)))
     o = rnn.sigmoid(rnn.linear("o", x, h))
@@ -35,11 +37,11 @@ def sentinel_lstm(x, h, c):
 
 
 class Grid(NamedTuple):
-    """What the words attend to.
+    """The image features that the words attend to.
 
     Attributes:
         keys, values: (B, S, n).
-        state: of the recurrence, before the first word.
+        state: of the recurrence before the first word.
     """
 
     keys: Tensor
@@ -51,24 +53,23 @@ class AttentionDecoder(nn.Module):
     """Adaptive attention with a visual sentinel (Lu et al., Knowing When to Look, CVPR 2017,
     https://arxiv.org/abs/1612.01887), with scaled dot products for scores.
 
-    Each word, joined by the mean of the grid, runs through the recurrence. Attention follows it and
-    does not enter it: in training, all words run through one compiled loop, and then attend at
-    once. Two residual high-order convolutions, of the image and
-    of the encoder's coarsest features, gather for each place what belongs to it.
+    The inputs of the recurrence are the words, each joined with a vector of the mean of the grid.
+    Attention follows the recurrence and is not part of it: in training all words run through one
+    compiled loop, and then all attend at once. One residual high-order convolution filters the
+    image, another one the encoder's coarsest features.
 
     Args:
         width: channels of the encoder at the finest resolution, doubled at each of the next four.
         depth: how often the encoder halves the resolution. A backbone does it five times.
         kernel_size: of the high-order convolutions.
         hidden_size: n, of the recurrence, the attention and the word vectors.
-        dropout: in training, the probability with which an element of a word vector, or of what a
-            word is predicted from, is zero.
-        weights: of a backbone of torchvision's that takes the place of the encoder, as in
-            ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
-            random weights.
+        dropout: the probability with which an element of a word vector, or of the vector that a
+            word is predicted from, is set to zero in training.
+        weights: the name of published weights, such as ``ResNet18_Weights.DEFAULT``: their ResNet
+            from torchvision is the encoder. None: :class:`~models.networks.backbone.Encoder`.
 
     Shape: images (B, 3, H, W), floating point, and words (B, T) int64 to logits (B, T, V) of the
-    words that follow; H and W at least ``2 ** depth``. V is that of `set_vocabulary`.
+    word after each; H and W at least ``2 ** depth``. V is the argument of `set_vocabulary`.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class AttentionDecoder(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
         self.stem = residual_high_order(3, kernel_size)
-        self.encoder = encoder(width, depth, weights)
+        self.encoder = make_encoder(width, depth, weights)
         channels = self.encoder.channels[-1]
         self.gather = residual_high_order(channels, kernel_size)
-        # Features that grow, as those of a residual layer do, would drown the words.
+        # Features of a residual layer grow, and would outweigh the word vectors.
         self.normalize = nn.BatchNorm2d(channels)
         self.keys_and_values = nn.Linear(channels, 2 * hidden_size)
         self.first_state = nn.Linear(channels, 3 * hidden_size)
@@ -97,7 +98,7 @@ class AttentionDecoder(nn.Module):
         self.set_vocabulary(len(SPECIAL_TOKENS))
 
     def set_vocabulary(self, size: int) -> None:
-        """Makes word vectors and a classifier of V = `size` words, in place of those that are."""
+        """Replaces the word vectors and the classifier by new ones for V = `size` words."""
         n = self.hidden_size
         self.embedding = nn.Embedding(size, n)
         self.classifier = nn.Linear(n, size)
@@ -108,14 +109,16 @@ class AttentionDecoder(nn.Module):
         return self.attend(outputs, grid)
 
     def look(self, images: Tensor) -> Grid:
+        """Computes the grid of images (B, 3, H, W)."""
         features = self.normalize(self.gather(self.encoder(self.stem(images))[-1]))
-        places = features.flatten(2).mT  # (B, S, C)
-        keys, values = self.keys_and_values(places).chunk(2, dim=2)
-        state = self.first_state(places.mean(1))[None].chunk(3, dim=2)
+        positions = features.flatten(2).mT  # (B, S, C)
+        keys, values = self.keys_and_values(positions).chunk(2, dim=2)
+        state = self.first_state(positions.mean(1))[None].chunk(3, dim=2)
         return Grid(keys, values, state)
 
     def recur(self, words: Tensor, state: State) -> tuple[Tensor, State]:
-        """Words (B, T) to the hidden states and sentinels (B, T, 2 n), and the state after them."""
+        """Runs words (B, T) through the recurrence; returns the hidden states and sentinels
+        (B, T, 2 n), and the state after the last word."""
         h, c, image = state
         vectors = self.dropout(self.embedding(words))  # (B, T, n)
         x = torch.cat((vectors, image[0][:, None].expand_as(vectors)), 2)
@@ -123,12 +126,13 @@ class AttentionDecoder(nn.Module):
         return outputs, (h, c, image)
 
     def attend(self, outputs: Tensor, grid: Grid) -> Tensor:
-        """Hidden states and sentinels (B, T, 2 n) to logits (B, T, V); each looks for itself."""
+        """Attends from each of the hidden states and sentinels (B, T, 2 n) to the grid; returns the
+        logits (B, T, V)."""
         hidden, sentinel = outputs.chunk(2, dim=2)
         query = self.query(hidden)
-        of_places = query @ grid.keys.mT  # (B, T, S)
+        of_positions = query @ grid.keys.mT  # (B, T, S)
         of_sentinel = (query * self.sentinel_key(sentinel)).sum(2, keepdim=True)
-        scores = torch.cat((of_places, of_sentinel), 2) / math.sqrt(self.hidden_size)
+        scores = torch.cat((of_positions, of_sentinel), 2) / math.sqrt(self.hidden_size)
         weights = scores.softmax(2)
         seen = weights[..., :-1] @ grid.values + weights[..., -1:] * sentinel
         return self.classifier(self.dropout(seen + hidden))

@@ -1,4 +1,4 @@
-"""Encoders: an image in, feature maps at falling resolutions out.
+"""Encoders: networks from an image to feature maps at falling resolutions.
 
 B batch, C channels, H height, W width.
 """
@@ -18,16 +18,16 @@ from models.networks.blocks import conv_bn_relu
 
 
 class WeightsNotFoundError(FileNotFoundError):
-    """Published weights are neither on this machine nor can be downloaded; says what to do."""
+    """Published weights are not on this machine and cannot be downloaded; says what to do."""
 
 
-def encoder(width: int, depth: int, weights: str | None) -> Encoder | Backbone:
-    """A backbone, where its `weights` are named, or an encoder of `width` and `depth`."""
+def make_encoder(width: int, depth: int, weights: str | None) -> Encoder | Backbone:
+    """Makes the backbone that `weights` belong to, or without them an encoder."""
     return Encoder(width, depth) if weights is None else Backbone(weights)
 
 
 def load_backbones(model: nn.Module) -> None:
-    """Gives the backbones in a model their published weights.
+    """Loads the published weights of the backbones in a model.
 
     Raises:
         WeightsNotFoundError: they cannot be downloaded.
@@ -38,14 +38,14 @@ def load_backbones(model: nn.Module) -> None:
 
 
 class Encoder(nn.Module):
-    """A convolution at full resolution, then pairs of them at half of it, a quarter, and so on.
+    """A convolution at full resolution, then two at half resolution, two at a quarter, and so on.
 
     Args:
-        width: channels of the first, doubled at each of the next four resolutions.
+        width: channels of the first feature map, doubled at each of the next four resolutions.
         depth: how often the resolution is halved.
 
     Attributes:
-        channels: of each feature map, from the finest.
+        channels: of each feature map, the finest first.
 
     Shape: (B, 3, H, W) to ``depth + 1`` maps; H and W at least ``2 ** depth``.
     """
@@ -70,22 +70,23 @@ class Encoder(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A ResNet of torchvision's: the image itself, then the feature maps at strides 2, 4, 8, 16
-    and 32. It starts from random weights; `load` gives it the published ones.
+    """A ResNet of torchvision: returns the image and the feature maps at strides 2, 4, 8, 16, 32.
+
+    It starts from random weights; `load` loads the published ones.
 
     Args:
-        weights: as torchvision names them: ``ResNet18_Weights.DEFAULT``.
+        weights: torchvision's name of them, such as ``ResNet18_Weights.DEFAULT``.
 
     Attributes:
-        channels: of each map, from the finest.
+        channels: of the image and each feature map, the finest first.
 
     Raises:
-        ValueError: `weights` names none of a ResNet's.
+        ValueError: `weights` is not the name of weights of a ResNet.
     """
 
     def __init__(self, weights: str) -> None:
         super().__init__()
-        name, self._weights = _published(weights)
+        name, self._weights = _find_weights(weights)
         network = torchvision.models.get_model(name)
         stages = ["relu", "layer1", "layer2", "layer3", "layer4"]
         self.stages = create_feature_extractor(network, stages)
@@ -96,7 +97,7 @@ class Backbone(nn.Module):
         self.channels = [3, *(features.shape[1] for features in maps)]
 
     def load(self) -> None:
-        """Takes over the published weights, downloaded where torch's hub folder has none.
+        """Loads the published weights; downloads them where torch's hub folder does not hold them.
 
         Raises:
             WeightsNotFoundError: they cannot be downloaded.
@@ -116,8 +117,8 @@ class Backbone(nn.Module):
         return [x, *self.stages(x).values()]
 
 
-def _published(weights: str) -> tuple[str, WeightsEnum]:
-    """The network that weights belong to, and the weights."""
+def _find_weights(weights: str) -> tuple[str, WeightsEnum]:
+    """Returns the name of the network that weights belong to, and torchvision's entry of them."""
     models = torchvision.models
     families = {
         models.get_model_weights(name).__name__: name

@@ -1,4 +1,4 @@
-"""The most probable sentences, word by word.
+"""Beam search: finds probable sentences, word by word.
 
 B batch, W beam width, V words of the vocabulary, T words, n features of a state.
 """
@@ -13,22 +13,22 @@ from torch import Tensor
 from datamodules.coco.captions import END, PAD, START, UNKNOWN
 
 States = tuple[Tensor, ...]
-# Words (B, W) and states (..., B * W, n) to the logits (B, W, V) of what follows, and new states.
+# Maps words (B, W) and states (..., B * W, n) to logits (B, W, V) of the next word and new states.
 Step = Callable[[Tensor, States], tuple[Tensor, States]]
 
 
 def beam_search(step: Step, states: States, width: int, max_length: int) -> Tensor:
-    """The best of `width` sentences that are continued side by side.
+    """Returns the best sentence of each image.
 
-    At each step the `width` best continuations stay, finished sentences among them. The measure is
-    the mean log-probability of a word, the end included: the sum would favour short sentences. A
-    width of 1 is greedy search. Padding, starts and unknown words are never chosen.
+    Each step keeps the `width` best continuations of an image's sentences; finished sentences stay
+    among them. The score is the mean log-probability of a word, the end included: the sum would
+    favour short sentences. Padding, starts and unknown words are never chosen.
 
     Args:
-        step: of the model.
+        step: one step of the model.
         states: before the first word, (..., B, n).
-        width: W.
-        max_length: words after which a sentence is cut off.
+        width: W; 1 is greedy search.
+        max_length: number of words after which a sentence is cut off.
 
     Returns:
         (B, T) int64 without the start, padded after the end; T at most `max_length`.
@@ -38,7 +38,7 @@ def beam_search(step: Step, states: States, width: int, max_length: int) -> Tens
     first_row = width * torch.arange(batch, device=device)[:, None]  # of each image
     sentences = torch.full((batch, width, 1), START, device=device)
     total = torch.full((batch, width), -torch.inf, device=device)
-    total[:, 0] = 0  # all begin alike: one of them goes on
+    total[:, 0] = 0  # all W are equal at first: only one is continued
     length = torch.zeros(batch, width, device=device)
     finished = torch.zeros(batch, width, dtype=torch.bool, device=device)
     for _ in range(max_length):

@@ -8,7 +8,7 @@ from hoconv import HighOrderConv2d
 
 
 def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
-    """A 3 x 3 convolution, batch normalisation and a ReLU; H and W stay."""
+    """Makes a 3 x 3 convolution, batch normalisation and a ReLU; H and W do not change."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -17,11 +17,9 @@ def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def residual_high_order(channels: int, kernel_size: int) -> HighOrderConv2d:
-    """A residual high-order convolution: every pixel has a kernel of its own, applied to all
-    channels.
+    """Makes a residual high-order convolution; all channels of a pixel share its kernel.
 
-    It starts as the identity, so that training is as stable as that of the network without it, and
-    learns from there.
+    It starts as the identity, so that training begins as that of the network without it.
     """
     layer = HighOrderConv2d(channels, kernel_size, generator_kernel_size=3, residual=True)
     for parameter in layer.generator.parameters():

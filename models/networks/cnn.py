@@ -1,4 +1,4 @@
-"""A small convolutional network whose spatial mixing is done by high-order convolutions.
+"""A small convolutional network with high-order convolutions.
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -20,7 +20,7 @@ class CNN(nn.Module):
     Args:
         image_shape: (C, H, W) of an image; H and W at least 4.
         num_classes: K.
-        width: channels of the first stage; doubled at each following one.
+        width: channels of the first stage, doubled at each following stage.
         kernel_size: of the high-order convolutions.
 
     Shape: (B, C, H, W) to logits (B, K), floating point.

@@ -1,4 +1,4 @@
-"""An encoder-decoder that labels every pixel, its decoder refined by high-order convolutions.
+"""An encoder-decoder that classifies every pixel; high-order convolutions refine its decoder.
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -9,30 +9,31 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d
-from models.networks.backbone import encoder
+from models.networks.backbone import make_encoder
 from models.networks.blocks import conv_bn_relu
 
-OWN_WEIGHT = 4.0  # before the softmax: e^4 against 1 for each neighbour
+# A pixel's logit for itself at first; those for its neighbours are 0, and after the softmax its own
+# weight is e^4 = 55 times theirs.
+OWN_LOGIT = 4.0
 
 
 class EncoderDecoder(nn.Module):
-    """From the coarsest features to the finest: upsample, join with the encoder's at that
-    resolution, refine.
+    """At each resolution, the coarsest first, the decoder upsamples its features, concatenates the
+    encoder's, convolves them and refines the result.
 
-    Upsampled features are coarse at the borders of things. At every resolution a high-order
-    convolution, whose kernels are generated from the joined features, gathers for each pixel what
-    belongs to it: a weighted mean of its neighbours, as in content-aware upsampling (CARAFE,
+    Upsampled features are blurred at the borders of objects. The refinement, a high-order
+    convolution, replaces the features of a pixel by a weighted mean over its neighbourhood. The
+    weights are generated from the features there, as in content-aware upsampling (CARAFE,
     https://arxiv.org/abs/1905.02188).
 
     Args:
         num_classes: K.
         width: channels at the finest resolution, doubled at each of the next four.
-        depth: how often the encoder halves the resolution: what it sees at once is about
+        depth: how often the encoder halves the resolution; its receptive field is about
             ``8 * 2 ** depth`` pixels wide. A backbone does it five times.
         kernel_size: of the high-order convolutions.
-        weights: of a backbone of torchvision's that takes the place of the encoder, as in
-            ``ResNet18_Weights.DEFAULT``; or None, for an encoder of this project that starts from
-            random weights.
+        weights: the name of published weights, such as ``ResNet18_Weights.DEFAULT``: their ResNet
+            from torchvision is the encoder. None: :class:`~models.networks.backbone.Encoder`.
 
     Shape: (B, 3, H, W), floating point, to logits (B, K, H, W); H and W at least ``2 ** depth``.
     """
@@ -46,7 +47,7 @@ class EncoderDecoder(nn.Module):
         weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.encoder = encoder(width, depth, weights)
+        self.encoder = make_encoder(width, depth, weights)
         skips = self.encoder.channels[:-1]
         below = self.encoder.channels[-1]
         stages = []
@@ -55,7 +56,7 @@ class EncoderDecoder(nn.Module):
             stages.append(
                 nn.Sequential(
                     conv_bn_relu(below + skips[level], channels),
-                    _refine(channels, kernel_size),
+                    _make_refinement(channels, kernel_size),
                 )
             )
             below = channels
@@ -71,11 +72,11 @@ class EncoderDecoder(nn.Module):
         return self.classifier(x)
 
 
-def _refine(channels: int, kernel_size: int) -> HighOrderConv2d:
-    """Weights that are positive with sum one; at the start most is the pixel's own."""
+def _make_refinement(channels: int, kernel_size: int) -> HighOrderConv2d:
+    """Makes the layer that averages neighbours; at first a pixel's own weight is the largest."""
     layer = HighOrderConv2d(channels, kernel_size, generator_kernel_size=3, normalize="softmax")
     nn.init.zeros_(layer.generator.weight)
     assert layer.generator.bias is not None
     nn.init.zeros_(layer.generator.bias)
-    nn.init.constant_(layer.generator.bias[(kernel_size**2) // 2], OWN_WEIGHT)
+    nn.init.constant_(layer.generator.bias[(kernel_size**2) // 2], OWN_LOGIT)
     return layer

@@ -15,27 +15,28 @@ from hoconv import recurrent as rnn
 
 
 class ImageReader(nn.Module):
-    """A recurrent layer over the rows or the pixels of an image, and a classifier of its end.
+    """Recurrent layers over the rows or the pixels of an image; a classifier of the last output.
 
-    Rows of MNIST are 28 steps of 28 numbers; pixels, 784 steps of one, a test of memory (Le, Jaitly
-    and Hinton, A Simple Way to Initialize Recurrent Networks of Rectified Linear Units, 2015).
+    The rows of an MNIST image are 28 steps of 28 numbers. Its pixels are 784 steps of one number, a
+    test of memory (Le, Jaitly and Hinton, A Simple Way to Initialize Recurrent Networks of
+    Rectified Linear Units, 2015).
 
     Args:
         image_shape: (C, H, W) of an image.
         num_classes: K.
-        cell: the name of a ready cell of :mod:`hoconv.recurrent`.
+        cell: the name of a cell in :mod:`hoconv.recurrent`.
         steps: ``"rows"``, T = H steps of C * W numbers, or ``"pixels"``, T = H * W steps of C.
         hidden_size: of the recurrent layers.
-        num_layers: how many.
+        num_layers: number of recurrent layers.
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
 
-    Where the cell has a forget gate, of the name "f", it starts open enough to remember for about T
-    steps: its biases as in Tallec and Ollivier, Can Recurrent Neural Networks Warp Time?, 2018.
+    The forget gate of a cell, the linear map "f", starts open enough to remember for about T steps:
+    its biases are drawn as in Tallec and Ollivier, Can Recurrent Neural Networks Warp Time?, 2018.
 
     Shape: (B, C, H, W) to logits (B, K), floating point.
 
     Raises:
-        ValueError: no such cell or steps.
+        ValueError: `cell` or `steps` is not one of those.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Training a network to describe images. B batch, H height, W width."""
+"""Trains a network to describe images. B batch, H height, W width."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from models.tasks.optimizer import adamw
 
 
 class Captioner(pl.LightningModule):
-    """Cross-entropy of each word given the image and the words before it, AdamW with warm-up and
-    cosine.
+    """Minimises the cross-entropy of each word, given the image and the words before it.
 
-    The vocabulary is the data module's, and part of the checkpoint. Logs for ``val/`` and ``test/``
-    ``loss``, of one caption an image, and ``bleu4`` and ``cider_d`` of the captions that a beam
-    search finds, against all captions of each image.
+    It uses AdamW with warm-up and a cosine schedule.
+
+    The vocabulary comes from the data module and is part of the checkpoint. Logs under ``val/`` and
+    ``test/``: ``loss``, of one caption an image, and ``bleu4`` and ``cider_d``, which compare the
+    captions that a beam search finds with all captions of each image.
 
     Args:
-        network: makes the network, given ``weights=``.
-        learning_rate: its peak.
+        network: called with ``weights=``, makes the network.
+        learning_rate: its peak, reached after a tenth of the steps.
         weight_decay: of AdamW.
-        beam_width: sentences that are continued side by side; 1 is greedy search.
+        beam_width: how many sentences are kept at each step; 1 is greedy search.
         max_length: of a caption, in words.
-        weights: published weights that the network starts from, or None.
+        weights: the published weights that its backbone starts from, or None for no backbone.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Captioner(pl.LightningModule):
         self.beam_width = beam_width
         self.max_length = max_length
         self.vocabulary = Vocabulary()
-        self._said: list[tuple[list[str], list[list[str]]]] = []  # with the references
+        # The words of each caption found since the epoch began, and those of its references.
+        self._found: list[tuple[list[str], list[list[str]]]] = []
 
     def setup(self, stage: str) -> None:
-        if stage == "fit":  # a checkpoint to predict with holds the weights and the words
+        if stage == "fit":  # in a test or a prediction both come from the checkpoint
             load_backbones(self)
             datamodule: Any = self.trainer.datamodule  # pyright: ignore
             vocabulary = getattr(datamodule, "vocabulary", None)
@@ -72,7 +74,10 @@ class Captioner(pl.LightningModule):
         return self.vocabulary.words
 
     def set_extra_state(self, state: list[str]) -> None:
-        """The words of the vocabulary, before the weights that depend on their number."""
+        """Restores the vocabulary, which determines the shapes of the network's weights.
+
+        PyTorch calls it before it loads those weights.
+        """
         if state != self.vocabulary.words:
             self.vocabulary = Vocabulary(state)
             self.network.set_vocabulary(len(state))
@@ -93,26 +98,26 @@ class Captioner(pl.LightningModule):
         self._score("test")
 
     def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[str]:
-        """A caption of each image."""
+        """Returns a caption of each image."""
         return self.describe(batch.images) if batch.names else []
 
     def configure_optimizers(self) -> Any:
         return adamw(self, self.learning_rate, self.weight_decay)
 
     def describe(self, images: Tensor) -> list[str]:
-        """Captions of images (B, 3, H, W)."""
+        """Returns a caption of each of the images (B, 3, H, W)."""
         grid = self.network.look(images.to(self.dtype))
 
         def step(last: Tensor, states: States) -> tuple[Tensor, States]:
             outputs, states = self.network.recur(last.flatten()[:, None], states)
-            # The sentences of an image attend to it as the words of one do in training.
+            # The W sentences of an image take the place of the T words of a caption in training.
             return self.network.attend(outputs.view(*last.shape, -1), grid), states
 
         sentences = beam_search(step, grid.state, self.beam_width, self.max_length)
         return [self.vocabulary.decode(sentence) for sentence in sentences.tolist()]
 
     def _loss(self, batch: CaptionBatch) -> Mean:
-        """Cross-entropy over the words and the ends of the sentences."""
+        """Returns the cross-entropy of the words and the ends of the sentences."""
         logits = self.network(batch.images.to(self.dtype), batch.tokens[:, :-1])
         following = batch.tokens[:, 1:]
         total = F.cross_entropy(
@@ -121,23 +126,24 @@ class Captioner(pl.LightningModule):
         return Mean(total, (following != PAD).sum())
 
     def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:
-        """The captions found."""
+        """Logs the loss; returns the captions found."""
         loss = self._loss(batch)
         self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
         captions = self.describe(batch.images)
         for caption, references in zip(captions, batch.references, strict=True):
-            described = [split_words(reference) for reference in references]
-            self._said.append((caption.split(), described))
+            self._found.append(
+                (caption.split(), [split_words(reference) for reference in references])
+            )
         return captions
 
     def _score(self, stage: str) -> None:
-        """Of all images together: neither measure is a mean of its value for each batch."""
-        said, self._said = self._said, []
+        """Logs the scores of all images together: neither is the mean of its values for batches."""
+        found, self._found = self._found, []
         if self.trainer.world_size > 1:
             parts: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, said)
-            said = [each for part in parts for each in part]
-        candidates, references = zip(*said)
+            torch.distributed.all_gather_object(parts, found)
+            found = [each for part in parts for each in part]
+        candidates, references = zip(*found)
         scores = {
             "bleu4": bleu4(candidates, references),
             "cider_d": cider_d(candidates, references),

@@ -1,4 +1,4 @@
-"""Training a network to classify."""
+"""Trains a network to classify."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from models.tasks.optimizer import adamw
 
 
 class Classifier(pl.LightningModule):
-    """Cross-entropy, AdamW, and a learning rate that rises linearly, then falls as a cosine.
+    """Minimises the cross-entropy with AdamW, warm-up and a cosine schedule.
 
-    Logs ``loss`` and ``accuracy`` of ``val/`` and ``test/``.
+    A batch is ``(inputs, labels)``. Logs ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        network: (B, ...) to logits (B, num_classes); a batch is ``(inputs, labels)``.
-        num_classes: K.
+        network: maps inputs (B, ...) to logits (B, num_classes).
+        num_classes: the labels are 0 ... num_classes - 1.
         learning_rate: its peak, reached after a tenth of the steps.
         weight_decay: of AdamW.
     """

@@ -1,4 +1,4 @@
-"""Means over batches with different numbers of terms, on one or several devices."""
+"""The exact mean over batches with different numbers of terms, on one or several devices."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 class Mean(NamedTuple):
-    """A mean as the sum of its terms and their number, so that several combine exactly.
+    """A mean as a sum and a count, so that the means of several processes combine exactly.
 
     Attributes:
-        total: scalar.
-        count: scalar int64.
+        total: the sum of the terms, scalar.
+        count: the number of terms, scalar int64.
     """
 
     total: Tensor
     count: Tensor
 
     def value(self) -> Tensor:
-        """The mean of this process's terms; 0 where there are none."""
+        """Returns the mean of this process's terms; 0 where it has none."""
         return self.total / self.count.clamp(min=1)
 
     def share(self) -> Tensor:
-        """This process's total over the mean number of terms a process.
+        """Returns this process's total divided by the mean count of all processes.
 
-        The mean of it over all processes is the mean of all terms. DDP and FSDP take the mean of
-        the processes' gradients, which then is the gradient of that mean.
+        Averaged over all processes, this is the mean of all terms. DDP and FSDP average the
+        gradients of the processes, and so get the gradient of that mean.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self.value()

@@ -8,12 +8,15 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-WARMUP_FRACTION = 0.1
+WARMUP_FRACTION = 0.1  # of the steps
 
 
 def adamw(model: pl.LightningModule, learning_rate: float, weight_decay: float) -> Any:
-    """AdamW, and a learning rate that rises linearly to its peak for a tenth of the trainer's
-    steps, then falls as a cosine; for ``configure_optimizers``."""
+    """Returns what ``configure_optimizers`` returns: AdamW and the schedule of its learning rate.
+
+    The learning rate rises linearly to its peak for a tenth of the trainer's steps, then falls to
+    zero as a cosine.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     total = int(model.trainer.estimated_stepping_batches)
     warmup = max(1, round(WARMUP_FRACTION * total))

@@ -1,4 +1,4 @@
-"""Training a network to label every pixel. B batch, H height, W width, K classes."""
+"""Trains a network to classify every pixel. B batch, H height, W width, K classes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from models.tasks.optimizer import adamw
 
 
 class Segmenter(pl.LightningModule):
-    """Cross-entropy over the pixels that are labelled, AdamW with warm-up and cosine.
+    """Minimises the cross-entropy of the labelled pixels with AdamW, warm-up and a cosine schedule.
 
-    A batch is ``(images, labels)``, labels (B, H, W) in 0 ... K - 1, or 255 where a pixel counts in
-    nothing. Logs for ``val/`` and ``test/`` ``loss``, ``mean_iou`` (the intersection over union of
-    each class over all images, then the mean of the classes that occur) and ``pixel_accuracy``.
+    A batch is ``(images, labels)``; labels are (B, H, W), each 0 ... K - 1, or 255 for a pixel that
+    counts in no loss and no metric. Logs under ``val/`` and ``test/``: ``loss``, ``pixel_accuracy``
+    and ``mean_iou``, which is the intersection over union of each class over all images, averaged
+    over the classes that occur.
 
     Args:
-        network: makes the network, (B, 3, H, W) to logits (B, K, H, W), given ``weights=``.
-        num_classes: K, background included.
-        learning_rate: its peak.
+        network: called with ``weights=``, makes the network from images (B, 3, H, W) to logits
+            (B, K, H, W).
+        num_classes: K, the background included.
+        learning_rate: its peak, reached after a tenth of the steps.
         weight_decay: of AdamW.
-        weights: published weights that the network starts from, or None.
+        weights: the published weights that its backbone starts from, or None for no backbone.
     """
 
     def __init__(
@@ -60,14 +62,14 @@ class Segmenter(pl.LightningModule):
         self.test_metrics = metrics.clone(prefix="test/")
 
     def setup(self, stage: str) -> None:
-        if stage == "fit":  # a checkpoint to predict with holds them
+        if stage == "fit":  # in a test or a prediction they come from the checkpoint
             load_backbones(self)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.to(self.dtype))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = _checked(batch)
+        images, labels = _check_batch(batch)
         return pixel_cross_entropy(self(images), labels).share()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -77,11 +79,13 @@ class Segmenter(pl.LightningModule):
         self._evaluate("test", batch, self.test_metrics)
 
     def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[Tensor]:
-        """The classes of the pixels of each image in its own size, (H, W) uint8."""
+        """Returns the class of every pixel of each image, in its original size, (H, W) uint8."""
         if not batch.names:
             return []
         logits = self(batch.images).float()
-        return [classes(image, size) for image, size in zip(logits, batch.sizes, strict=True)]
+        return [
+            upsample_classes(image, size) for image, size in zip(logits, batch.sizes, strict=True)
+        ]
 
     def configure_optimizers(self) -> Any:
         return adamw(self, self.learning_rate, self.weight_decay)
@@ -89,8 +93,8 @@ class Segmenter(pl.LightningModule):
     def _evaluate(
         self, stage: str, batch: tuple[Tensor, Tensor], metrics: MetricCollection
     ) -> Tensor:
-        """The predicted classes, (B, H, W)."""
-        images, labels = _checked(batch)
+        """Updates and logs the metrics; returns the predicted classes, (B, H, W)."""
+        images, labels = _check_batch(batch)
         logits = self(images)
         predicted = logits.argmax(1)
         metrics(predicted, labels)
@@ -101,22 +105,22 @@ class Segmenter(pl.LightningModule):
 
 
 def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Mean:
-    """Over the pixels that are not 255.
+    """Returns the cross-entropy of the pixels whose label is not 255.
 
     Args:
         logits: (B, K, H, W).
         labels: (B, H, W) int64.
     """
-    # Pixels as rows: the loss over images has no deterministic implementation on a GPU.
+    # Pixels as rows: on images PyTorch's loss has no deterministic implementation for a GPU.
     rows = logits.movedim(1, -1).flatten(0, -2)
     total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return Mean(total, (labels != IGNORE).sum())
 
 
-def classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """The class with the highest logit, (K, h, w), once interpolated to (H, W); uint8.
+def upsample_classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """Interpolates logits (K, h, w) to `size`, and returns the class of the highest, (H, W) uint8.
 
-    A class at a time: K maps of a photograph's size may not fit the memory.
+    One class at a time: K maps of a photograph's size may not fit into memory.
     """
     best = torch.full(size, -torch.inf, device=logits.device)
     found = torch.zeros(size, dtype=torch.uint8, device=logits.device)
@@ -127,7 +131,8 @@ def classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
     return found
 
 
-def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the images and their labels, int64; raises where the labels are not of pixels."""
     images, labels = batch
     if labels.dim() != 3:
         raise MisconfigurationException(

@@ -152,8 +152,8 @@ def test_neither_the_order_of_images_nor_that_of_references_matters(corpus, rand
 @pytest.mark.parametrize(
     ("candidates", "references", "message"),
     [
-        ([], [], "at least one candidate; got 0"),
-        ([["a"]], [], "each of the 1 candidates.*got 0"),
+        ([], [], "at least one; got 0 for 0 candidates"),
+        ([["a"]], [], "as many as candidates.*got 0 for 1 candidates"),
         ([["a"], ["b"]], [[["a"]], []], "none for image 1"),
     ],
 )

@@ -83,7 +83,7 @@ def test_scores_are_those_of_the_whole_set(fitted):
     (metrics,) = trainer().test(fitted, datamodule=data, verbose=False)
     assert metrics["test/bleu4"] == pytest.approx(bleu4(said, references), abs=1e-6)
     assert metrics["test/cider_d"] == pytest.approx(cider_d(said, references), abs=1e-6)
-    assert fitted._said == [], "the next evaluation begins anew"
+    assert fitted._found == [], "the next evaluation begins anew"
 
 
 def test_a_fit_takes_the_words_of_the_data(fitted):

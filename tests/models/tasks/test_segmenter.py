@@ -6,7 +6,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from models.tasks.segmenter import Segmenter, classes, pixel_cross_entropy
+from models.tasks.segmenter import Segmenter, pixel_cross_entropy, upsample_classes
 
 IGNORE = 255
 
@@ -94,4 +94,4 @@ def test_labels_of_whole_images_are_an_error_that_says_what_to_use():
 def test_classes_are_those_of_the_logits_interpolated_all_at_once(size):
     logits = torch.randn(6, 4, 4)
     expected = F.interpolate(logits[None], size, mode="bilinear").argmax(1)[0]
-    assert torch.equal(classes(logits, size), expected.to(torch.uint8))
+    assert torch.equal(upsample_classes(logits, size), expected.to(torch.uint8))
