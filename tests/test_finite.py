@@ -202,7 +202,7 @@ def test_the_gradient_that_a_layer_gives_back_is_its_own(wrap):
 
 def test_what_a_layer_gives_to_its_child_is_its_own():
     assert fault(nn.Sequential(nn.Identity(), Parent(before=diverging))) == (
-        "the output of network.1.child (Linear) is not finite; its inputs were not either, "
+        "the output of network.1.child (Linear) is not finite; its inputs were not finite, "
         "network.1 (Parent) made them; its own inputs were finite, and so are its parameters"
     )
 
@@ -227,13 +227,13 @@ def test_a_branch_beside_a_layer_is_not_the_layer():
 
 def test_the_training_step_and_the_batch_are_named():
     assert fault(nn.Linear(3, 3), loss=diverging) == (
-        "the loss is not finite; what every layer made of its inputs was"
+        "the loss is not finite; the output of every layer is"
     )
     assert fault(nn.Linear(3, 3), loss=Infinite.apply) == (
         "the backward pass of training_step gives network (Linear) a gradient that is not finite"
     )
     assert fault(nn.Linear(3, 3), torch.full((4, 3), torch.nan)) == (
-        "the output of network (Linear) is not finite; its inputs were not either, nor is the batch"
+        "the output of network (Linear) is not finite; its inputs were not finite, like the batch"
     )
 
 

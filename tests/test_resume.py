@@ -273,7 +273,7 @@ def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):
         second = run(*SHORT, *overrides, folder=folder)
         assert second.exit_code == 1
         (line,) = second.err.splitlines()
-        assert line.startswith(f"Error: {folder} is that of a run that is going on, by process ")
+        assert line.startswith(f"Error: a run is going on in {folder}, by process ")
         assert f" {first.pid} on {socket.gethostname()} since 20" in line
     resumed.set()
     first.join()
@@ -401,7 +401,7 @@ def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_wr
     assert done.exit_code == 0
     assert done.results["metrics"]["test/accuracy"] > 0
     assert "epoch_0.ckpt cannot be written" in done.err
-    assert "what is tested are the weights of the last step, in no checkpoint" in done.err
+    assert "the weights of the last step are tested: no checkpoint could be written" in done.err
     assert list((done.folder / "resume").iterdir())  # the only weights that there are
 
 

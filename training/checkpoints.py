@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from training import console, disk
 
 FOLDER = "resume"  # of the step checkpoints, in the folder of the run
-# A run that goes on finds the checkpoints that it made.
+# A resumed run finds its own checkpoints there.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 
@@ -53,7 +53,7 @@ class WholeFiles(TorchCheckpointIO):
             try:
                 save()
             except disk.DiskError:
-                older = saved(self._run_dir)[:-1]
+                older = find_step_checkpoints(self._run_dir)[:-1]
                 if not older:
                     raise
                 for _, old in older:
@@ -80,13 +80,13 @@ class WholeFiles(TorchCheckpointIO):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
+def make_epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
     """Makes the callback that keeps the weights to be tested; `arguments` are ModelCheckpoint's."""
     return ModelCheckpoint(
         run_dir / "checkpoints",
         filename="epoch_{epoch}",
         auto_insert_metric_name=False,  # Hydra would read "="
-        enable_version_counter=False,  # a run that goes on overwrites what it had begun
+        enable_version_counter=False,  # a resumed run overwrites the file of the same epoch
         **arguments,
     )
 
@@ -135,7 +135,7 @@ class StepCheckpoints(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
         if self._restored is not None:
-            # Lightning does so where a model does not ask for the number of steps as it is set up.
+            # Lightning does it too, but not if the model asks for the number of steps in its setup.
             loader: Any = trainer.train_dataloader
             loader.load_state_dict(self._restored["loader"])
         if threading.current_thread() is threading.main_thread():
@@ -170,7 +170,10 @@ class StepCheckpoints(pl.Callback):
         self._asked_to_stop = True
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
-        """Whether any process received SIGTERM. To agree costs time: several do so at intervals."""
+        """Whether any process received SIGTERM.
+
+        Several processes ask each other every `log_every_n_steps` steps only, since it takes time.
+        """
         if trainer.world_size > 1 and self._step % trainer.log_every_n_steps:  # pyright: ignore
             return False
         return trainer.strategy.reduce_boolean_decision(self._asked_to_stop, all=False)
@@ -180,23 +183,23 @@ class StepCheckpoints(pl.Callback):
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             if path.exists():
-                disk.forget(self.folder)  # those before it that could not be written
-            for _, old in saved(self.folder.parent)[: -self.keep]:
+                disk.forget(self.folder)  # earlier ones that could not be written are not missed
+            for _, old in find_step_checkpoints(self.folder.parent)[: -self.keep]:
                 _delete(old)
 
 
-def saved(run_dir: Path) -> list[tuple[int, Path]]:
-    """The step and the path of every step checkpoint, the newest last."""
+def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Returns the step and the path of every step checkpoint, the newest last."""
     paths = (run_dir / FOLDER).glob("step_*.ckpt")
     return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
 
 
-def continuation(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
+def find_newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
     """Finds the newest checkpoint that can be read; returns it and the resumed logger's arguments.
 
     Warns of each checkpoint that cannot be read. Without any it returns None and no arguments.
     """
-    for step, path in reversed(saved(run_dir)):
+    for step, path in reversed(find_step_checkpoints(run_dir)):
         try:
             with zipfile.ZipFile(path) as file:
                 if bad := file.testzip():  # torch.load does not look at checksums
@@ -219,13 +222,16 @@ def discard(run_dir: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a file too many does no harm
+    with contextlib.suppress(OSError):  # a file that stays does no harm
         path.unlink(missing_ok=True)
 
 
-def plugins(run_dir: Path) -> list[Any]:
-    """The trainer's plugins: whole checkpoints; in SLURM no requeueing by Lightning, as SLURM
-    restarts a job with --requeue itself."""
+def make_plugins(run_dir: Path) -> list[Any]:
+    """Returns the trainer's plugins.
+
+    They write checkpoints whole, and keep Lightning from requeueing a SLURM job: SLURM does it,
+    with --requeue.
+    """
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     return [WholeFiles(run_dir), *slurm]
 

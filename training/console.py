@@ -87,8 +87,8 @@ def warn(message: str) -> None:
     )
 
 
-def progress() -> pl.Callback:
-    """The callback that shows progress: a bar in a terminal, a line for each epoch elsewhere."""
+def make_progress() -> pl.Callback:
+    """Makes the callback that shows progress, in a terminal as a bar, elsewhere a line an epoch."""
     return _ProgressBar() if stdout().is_terminal else _EpochLines()
 
 
@@ -108,5 +108,5 @@ class _EpochLines(pl.Callback):
 
 
 def _short(path: Path) -> Path:
-    """Relative to the working directory where it is below that."""
+    """Returns the path relative to the working directory, if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

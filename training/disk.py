@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and going on where the disk is full."""
+"""Writing files whole or not at all; the run continues where the disk is full."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def attempt(path: Path, write: Callable[[], None], again: bool = False) -> bool:
     return True
 
 
-def current(path: Path) -> bool:
+def is_current(path: Path) -> bool:
     """Whether a file exists and this process's last attempt to write it succeeded."""
     return path.is_file() and path not in _lost
 

@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
-from training.checkpoints import continuation
+from training.checkpoints import find_newest
 from training.implementations import show_implementations
 from training.instantiation import instantiate
 from training.model import build
@@ -29,7 +29,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
 
     data = instantiate(config.data)  # reads nothing yet
     model = build(config.model, config)
-    resumed, logged = continuation(run_dir) if config.resume == "auto" else (None, {})
+    resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, {})
     logger = instantiate(config.logger, **logged) if config.logger else False
     throughput = Throughput()
     trainer = make_trainer(config, run_dir, logger, throughput)
@@ -42,7 +42,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         trainer.fit(model, datamodule=data, ckpt_path=resumed)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
-        checkpoint = trainer.strategy.broadcast(best if disk.current(best) else None)
+        checkpoint = trainer.strategy.broadcast(best if disk.is_current(best) else None)
         _test(trainer, model, data, checkpoint, config)
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -62,14 +62,16 @@ def _test(
     """Tests the weights of `checkpoint`, or those of the last step where there is none."""
     if not isinstance(trainer.strategy, FSDPStrategy):
         if checkpoint is None:
-            console.warn("what is tested are the weights of the last step, in no checkpoint")
+            console.warn("the weights of the last step are tested: no checkpoint could be written")
         trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
-    elif (
-        checkpoint
-    ):  # a fit leaves each process its part of the model, which FSDP cannot wrap again
+    elif checkpoint:
+        # A fit leaves each process a part of the model, which FSDP cannot wrap again.
         whole = build(config.model, config)
         contents = torch.load(checkpoint, map_location="cpu", weights_only=True)
         whole.load_state_dict(contents["state_dict"])
         trainer.test(whole, datamodule=data, verbose=False)
     else:
-        console.warn("not tested: no checkpoint could be written, and FSDP left only parts")
+        console.warn(
+            "not tested: no checkpoint could be written, and FSDP left each process only a part of "
+            "the model"
+        )

@@ -18,8 +18,8 @@ from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
 from training import console, disk
-from training.checkpoints import discard, saved
-from training.lock import live
+from training.checkpoints import discard, find_step_checkpoints
+from training.lock import is_running
 from training.moved import renamed, upgrade
 
 CONFIG = "config.yaml"  # in the folder of a run
@@ -33,7 +33,7 @@ def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> st
     if resume == "auto":
         wanted = _identity(as_given(_root_.hydra.overrides.task))
         for folder in sorted(Path(parent).glob("*"), reverse=True):
-            if saved(folder) or live(folder):
+            if find_step_checkpoints(folder) or is_running(folder):
                 record = _record(folder)
                 same = _identity(record.get("overrides", [])) == wanted
                 if same and record["status"] != "finished":
@@ -72,18 +72,18 @@ def _require_writable(folder: str, name: str) -> None:
 
 
 def begin(config: DictConfig, run_dir: Path) -> None:
-    """Writes config.yaml; deletes partial files, and step checkpoints that this run does not resume
-    from, of an earlier run in this folder.
+    """Writes config.yaml. Of an earlier run in this folder it deletes partial files, and the step
+    checkpoints unless this run resumes from them.
 
     Raises:
-        MisconfigurationException: the run is to go on, and was begun with another configuration,
-            or one that cannot be read; or `resume` is neither null nor auto.
+        MisconfigurationException: `resume` is neither null nor auto; or the run to be resumed was
+            begun with another configuration, or with one that cannot be read.
     """
     if config.resume not in (None, "auto"):
         raise MisconfigurationException(f"resume: expected null or auto, got {config.resume!r}")
     path = run_dir / CONFIG
     now = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    if config.resume == "auto" and saved(run_dir):
+    if config.resume == "auto" and find_step_checkpoints(run_dir):
         _require_same(path, now)
     elif config.mode == "train":
         discard(run_dir)
@@ -132,7 +132,7 @@ def _require_same(path: Path, now: Any) -> None:
         )
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     return _record(folder).get("status") == "finished"
 
 
@@ -145,7 +145,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def as_given(overrides: Any) -> list[str]:
-    """Hydra's list of overrides with the interpolations that are in it, such as ``seed=${x}``."""
+    """Returns Hydra's list of overrides, with interpolations such as ``seed=${x}`` unresolved."""
     return [str(text) for text in OmegaConf.to_container(overrides, resolve=False)]  # pyright: ignore
 
 

@@ -30,10 +30,10 @@ class RunningError(Exception):
 def held(run_dir: Path) -> Iterator[None]:
     """Keeps other commands out of the folder of a run, until the block or the process ends.
 
-    The system holds the lock (a POSIX record lock, which NFS passes on to other hosts) and lets go
-    of it however the process ends; processes that it forked do not keep it. What is in the file,
-    who holds it and since when, is for people. Of the processes of a distributed run the first
-    holds it. Where the file system has no locks, a line says so and nothing is held.
+    The operating system holds the lock, a POSIX record lock, which NFS passes on to other hosts. It
+    releases the lock however the process ends; forked processes do not keep it. The contents of the
+    file say to people who holds it and since when. In a distributed run the first process holds it.
+    Where the file system has no locks, a line says so and nothing is held.
 
     Raises:
         RunningError: another process holds it; says which.
@@ -58,9 +58,8 @@ def _take(file: FileIO, path: Path) -> None:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
         raise RunningError(
-            f"{path.parent} is that of a run that is going on, {_owner(path)}; wait until it ends, "
-            "or end it; for a run beside it leave resume=auto out, and give it a hydra.run.dir of "
-            "its own"
+            f"a run is going on in {path.parent}, {_owner(path)}; wait until it ends, or end it; "
+            "to start another one, leave resume=auto out and set hydra.run.dir to another folder"
         ) from None
     now = datetime.now().astimezone().isoformat(" ", "seconds")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
@@ -77,9 +76,11 @@ def _owner(path: Path) -> str:
         return "by a process that could not write who it is"
 
 
-def live(run_dir: Path) -> bool:
-    """Whether another process holds the lock of a folder. Not for a process that holds it itself:
-    to close the file here would release that lock."""
+def is_running(run_dir: Path) -> bool:
+    """Whether another process holds the lock of a folder.
+
+    A process that holds the lock itself must not call it: closing the file would release the lock.
+    """
     question = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with (run_dir / NAME).open("rb") as file:

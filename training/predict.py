@@ -60,7 +60,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     trainer = pl.Trainer(
         **config.trainer,
         logger=False,
-        callbacks=[console.progress(), *make_callbacks(saved.callbacks)],
+        callbacks=[console.make_progress(), *make_callbacks(saved.callbacks)],
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )

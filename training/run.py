@@ -23,7 +23,7 @@ from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.checkpoints import discard
 from training.fit import fit_and_test
-from training.folder import as_given, begin, finished
+from training.folder import as_given, begin, is_finished
 from training.implementations import as_plain
 from training.lock import RunningError, held
 from training.moved import require_current_names
@@ -84,7 +84,7 @@ def run_job(config: DictConfig) -> float | None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with held(run_dir):
-            if config.resume == "auto" and finished(run_dir):
+            if config.resume == "auto" and is_finished(run_dir):
                 console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
                 return None
             return _run(config, run_dir)
@@ -141,7 +141,7 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
 
 
 def _report(error: Exception, run_dir: Path) -> None:
-    """Shows why a job failed; one that the user cannot mend is raised again, but in a sweep."""
+    """Shows why a job failed; raises an error that is not the user's again, except in a sweep."""
     failed_jobs.append(run_dir)
     if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
         if HydraConfig.get().mode == RunMode.RUN:
@@ -152,7 +152,7 @@ def _report(error: Exception, run_dir: Path) -> None:
 
 def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
     """Ends the process after Ctrl-C or SIGTERM."""
-    console.show_problem("Interrupted", f"what there is so far is in {run_dir}")
+    console.show_problem("Interrupted", f"the results so far are in {run_dir}")
     if isinstance(stop, SIGTERMException):  # all processes stop after the same step
         _leave_process_group()
         sys.exit(TERMINATED)

@@ -17,7 +17,7 @@ from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
-from training.checkpoints import StepCheckpoints, epoch_checkpoints, plugins
+from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.instantiation import instantiate
 
 # Lightning counts cores; our images are in memory, where more workers are slower.
@@ -33,9 +33,8 @@ def make_trainer(
     ``step_checkpoints`` and ``find_nan``.
 
     Raises:
-        MisconfigurationException: the hardware is not there, a sweep would start itself again,
-            gradients cannot be clipped, batch normalisation not synchronised, or layers not
-            looked into.
+        MisconfigurationException: the hardware is missing, a sweep would start itself again, or the
+            trainer cannot clip gradients, synchronise batch normalisation or look into layers.
     """
     if config.find_nan and config.compile:
         raise MisconfigurationException(
@@ -56,14 +55,14 @@ def make_trainer(
         callbacks=[
             throughput,
             LossRecord(run_dir / "losses.csv"),
-            console.progress(),
-            epoch_checkpoints(run_dir, **config.checkpoint),
+            console.make_progress(),
+            make_epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
             *([FiniteLayers()] if config.find_nan else []),
             *make_callbacks(config.callbacks),
         ],
-        plugins=plugins(run_dir),
+        plugins=make_plugins(run_dir),
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )

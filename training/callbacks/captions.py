@@ -28,7 +28,7 @@ class CaptionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             with disk.replaced(_path(trainer)):
-                pass  # those of a prediction before it in the same folder go
+                pass  # removes the captions of an earlier prediction in this folder
         trainer.strategy.barrier()
 
     def write_on_batch_end(

@@ -38,8 +38,8 @@ class FiniteLayers(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
-        self._calls: list[_Call] = []  # that have not returned, the innermost last
-        self._called: dict[str, str] = {}  # in this step, by name
+        self._calls: list[_Call] = []  # those that have not returned, the innermost last
+        self._called: dict[str, str] = {}  # name -> description, of the modules called in this step
         device = trainer.strategy.root_device.type
         chosen = choose_implementations(pl_module, device)
         for name, module in pl_module.named_modules():
@@ -61,14 +61,14 @@ class FiniteLayers(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        if not _finite(loss):
-            self._stop("the loss is not finite; what every layer made of its inputs was")
+        if not _is_finite(loss):
+            self._stop("the loss is not finite; the output of every layer is")
 
     def _watch(self, name: str, what: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self._trainer.training:
                 return None
-            call = _Call(what, name, module, _finite((args, kwargs)))
+            call = _Call(what, name, module, _is_finite((args, kwargs)))
             self._calls.append(call)
             self._called[name] = what
             return self._guarded((args, kwargs), f"the backward pass of {what} makes a gradient")
@@ -77,7 +77,7 @@ class FiniteLayers(pl.Callback):
             if not self._trainer.training:
                 return None
             call = self._calls.pop()
-            if not _finite(output):
+            if not _is_finite(output):
                 self._blame(call)
             caller = self._calls[-1].what if self._calls else "training_step"
             return self._guarded(output, f"the backward pass of {caller} gives {what} a gradient")
@@ -88,14 +88,14 @@ class FiniteLayers(pl.Callback):
     def _blame(self, call: _Call) -> NoReturn:
         """Raises the error for a module whose output is not finite."""
         what = f"the output of {call.what} is not finite; its inputs were"
-        if not call.finite:  # something around it, which had finite ones, made them
+        if not call.finite:  # a caller whose own inputs were finite made them
             maker = next((c for c in reversed(self._calls) if c.finite), None)
             if maker is None:
-                made = "training_step made them" if _finite(self._batch) else "nor is the batch"
-                self._stop(f"{what} not either, {made}")
-            what, call = f"{what} not either, {maker.what} made them; its own inputs were", maker
+                made = "training_step made them" if _is_finite(self._batch) else "like the batch"
+                self._stop(f"{what} not finite, {made}")
+            what, call = f"{what} not finite, {maker.what} made them; its own inputs were", maker
         for name, parameter in call.module.named_parameters(call.name):
-            if not _finite(parameter):
+            if not _is_finite(parameter):
                 self._stop(f"{what} finite, but not its parameter {name}")
         self._stop(f"{what} finite, and so are its parameters")
 
@@ -104,7 +104,7 @@ class FiniteLayers(pl.Callback):
         guarded: dict[int, Tensor] = {}  # by id: a tensor that occurs twice is guarded once
 
         def check(gradient: Tensor) -> None:
-            if not _finite(gradient):
+            if not _is_finite(gradient):
                 self._stop(f"{message} that is not finite")
 
         def guard(value: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class FiniteLayers(pl.Callback):
         return _mapped(guard, values)
 
     def _check_gradient_of(self, parameter: str, gradient: Any) -> None:
-        if self._trainer.training and not _finite(gradient):
+        if self._trainer.training and not _is_finite(gradient):
             around = [name for name in self._called if parameter.startswith(f"{name}.")]
             what = f" in {self._called[max(around, key=len)]}" if around else ""
             self._stop(f"the gradient of {parameter}{what} is not finite")
@@ -129,7 +129,7 @@ class FiniteLayers(pl.Callback):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A module whose forward has not returned."""
+    """A call of a module that has not returned."""
 
     what: str
     name: str
@@ -157,7 +157,7 @@ def _mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
     return tree_map(map_leaf, values)
 
 
-def _finite(values: Any) -> bool:
+def _is_finite(values: Any) -> bool:
     found = True
 
     def look(value: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class LossRecord(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if trainer.world_size == 1 and not isinstance(exception, NotFiniteError):
-            self._flush()  # other processes, if there are any, do not come here
+            self._flush()  # with several processes it would wait for those that did not fail
 
     def _flush(self) -> None:
         if not self._losses:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from training import disk
 
-SHOWN = 8  # images
-# Of captions: the least height of a row, the width of the text, and its size, in pixels; letters a
-# line.
-MIN_ROW, TEXT_WIDTH, FONT_SIZE, MARGIN, TEXT_COLUMNS = 96, 480, 14, 8, 64
+SHOWN = 8  # images a picture
+# The layout of captions, in pixels: the least height of a row, the width of the text, its size and
+# the margin around it.
+MIN_ROW, TEXT_WIDTH, FONT_SIZE, MARGIN = 96, 480, 14, 8
+TEXT_COLUMNS = 64  # characters a line
 
 
 class Pictures(pl.Callback, ABC):
@@ -35,7 +36,7 @@ class Pictures(pl.Callback, ABC):
 
     @abstractmethod
     def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
-        """The picture.
+        """Returns the picture.
 
         Args:
             pixels: (B, S, S, 3) uint8, at most `SHOWN` images, the first of the batch.

@@ -101,7 +101,7 @@ def wandb_logger(**arguments: Any) -> WandbRun:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the rest of what needs a network
         import wandb
 
-        wandb.setup()  # from here on it is silent, while Lightning makes the run
+        wandb.setup()  # reads these settings before Lightning makes the run
     logger = WandbRun(**arguments)
     try:
         _ = logger.experiment
@@ -141,8 +141,8 @@ def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
     """Ends the W&B run of this process, if there is one, so that the next job gets its own.
 
     Args:
-        exit_code: 0 where it finished.
-        summary: what W&B shows of it in tables, beside what was logged last.
+        exit_code: 0 if the run finished.
+        summary: values that W&B shows in its tables, beside the last ones logged.
 
     Returns the folder of the run.
     """

@@ -28,16 +28,16 @@ class Results:
 
     Args:
         path: of the file.
-        impl, model, data, seed: what was asked for.
-        overrides: how, on the command line or by a sweep.
+        impl, model, data, seed: as the configuration has them.
+        overrides: of the configuration, from the command line or a sweep.
 
     Attributes:
-        metrics: name -> value, to be filled in.
+        metrics: name -> value; empty at first.
         throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
             ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
-            ``warmup_seconds``, what the others took; None where not measured.
+            ``warmup_seconds``, the time of the other steps; None where not measured.
         identity: ``impl``, ``model``, ``data``, ``seed``.
-        environment: versions, hardware, and under ``implementations`` what each layer used.
+        environment: versions, hardware, and under ``implementations`` that of each layer.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Any
 
 from training.implementations import label
 
-CURVE_POINTS = 100  # of a loss curve: each the mean of as many steps as it takes
-NO_SETTING = ("seed", "resume", "logger")  # overrides that do not tell compared runs apart
+CURVE_POINTS = 100  # about so many points make a loss curve; each is a mean over steps
+NO_SETTING = ("seed", "resume", "logger")  # overrides in which runs of one group may differ
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Overrides, model, data and implementation: name -> value."""
+        """The overrides, model, data and implementation: name -> value."""
         overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
         named = {name: self.results[name] for name in ("data", "model")}
         named["impl"] = label(self.results["impl"])
         return {k: v for k, v in (overrides | named).items() if k not in NO_SETTING}
 
     def curve(self) -> tuple[list[int], list[float]]:
-        """Steps and losses, few enough to draw."""
+        """Returns about `CURVE_POINTS` steps, and the mean loss from each to the next."""
         size = max(1, len(self.losses) // CURVE_POINTS)
         groups = [self.losses[i : i + size] for i in range(0, len(self.losses), size)]
         return [size * i + 1 for i in range(len(groups))], [statistics.fmean(g) for g in groups]
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder.
+    """Reads the run in a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no results.json.
     """
     results = json.loads((folder / "results.json").read_text())
     losses = []
@@ -54,12 +54,12 @@ def read(folder: Path) -> Run:
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
-    """The runs in folders and in the folders in them, by path."""
+    """Reads all runs in folders and their subfolders, in the order of their paths."""
     paths = {path.parent for folder in folders for path in folder.rglob("results.json")}
     return [read(path) for path in sorted(paths)]
 
 
 def varied(settings: Sequence[dict[str, str]]) -> list[str]:
-    """The names of what is not the same in all."""
+    """Returns the names of the settings that are not the same in all."""
     names = dict.fromkeys(name for each in settings for name in each)
     return [name for name in names if len({str(each.get(name)) for each in settings}) > 1]

@@ -16,20 +16,20 @@ class GrowingTable:
 
     Args:
         path: of the file; a new one replaces what was there.
-        columns: the first ones; others follow as rows bring them.
-        rows: how many of the rows that are there are kept, to go on after them. Where there are
-            fewer, as the disk was full before the run was killed, a line says so.
+        columns: the first columns; a row with other names adds more.
+        rows: how many rows of an existing file are kept; new ones follow. Where the file has fewer,
+            since the disk was full before the run was killed, a line says so.
 
     Attributes:
-        rows: how many there are, waiting ones included.
+        rows: number of rows, those that wait included.
     """
 
     def __init__(self, path: Path, columns: Iterable[str] = (), rows: int = 0) -> None:
         self.path = path
         self.rows = rows
         self._columns = list(columns)
-        self._kept = rows  # of those that are there, until the file begins with them
-        self._begun = False
+        self._kept = rows  # of an existing file
+        self._begun = False  # whether this object has rewritten the file with the kept rows
         self._waiting: list[Mapping[str, Any]] = []
         self.extend([])
 
@@ -41,7 +41,7 @@ class GrowingTable:
         disk.attempt(self.path, self._write, again=True)
 
     def _write(self) -> None:
-        """Appends what waits; replaces the file to begin it, and where rows bring columns."""
+        """Appends the waiting rows; replaces the file to begin it, or where they add columns."""
         if self._begun and all(row.keys() <= set(self._columns) for row in self._waiting):
             disk.append(self.path, _text(self._columns, self._waiting))
         else:
@@ -53,7 +53,7 @@ class GrowingTable:
         self._waiting = []
 
     def _read(self) -> list[dict[str, str]]:
-        """The rows that are there, or of them those to begin with."""
+        """Returns the rows of the file; before it is begun, only those that are kept."""
         rows = []
         with disk.named(self.path):
             if self._begun or (self._kept and self.path.exists()):
