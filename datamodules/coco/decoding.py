@@ -74,9 +74,8 @@ def decode(path: Path, *, upright: bool = False) -> Tensor:
         names = ", ".join(FORMATS)
         raise UnreadableImageError(f"the file cannot be decoded (none of {names})") from error
     except Exception as error:  # Pillow raises errors of any kind for damaged files
-        reason = str(error).split(" (")[
-            0
-        ]  # without details of this file: equal reasons are counted
+        # Without the details of this file: equal reasons are counted.
+        reason = str(error).split(" (")[0]
         raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
 
 
