@@ -21,6 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from training import disk
+
 CHUNK = 2**20  # bytes
 TIMEOUT = 60  # seconds without a byte
 ATTEMPTS = 3  # in a row that bring nothing
@@ -69,8 +71,11 @@ def download(urls: Sequence[str], path: Path, md5: str) -> None:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpacks a zip archive into `folder`; files that are there in their full size are kept.
 
+    The names in the archive are trusted: :func:`download` checked its md5.
+
     Raises:
         DownloadError: the disk is too small.
+        DiskError: a file cannot be written; those before it are kept by the next call.
     """
     with zipfile.ZipFile(archive) as source, _progress() as progress:
         members = [
@@ -81,14 +86,10 @@ def unpack(archive: Path, folder: Path) -> None:
         size = sum(member.file_size for member in members)
         _require_space(folder, size)
         task = progress.add_task(f"Unpacking {archive.name}", total=size)
-        scratch = folder / f".{archive.name}.partial"
         for member in members:
-            partial = Path(source.extract(member, scratch))
-            target = folder / partial.relative_to(scratch)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(partial, target)
+            with source.open(member) as content, disk.replaced(folder / member.filename) as file:
+                shutil.copyfileobj(content, file)
             progress.advance(task, member.file_size)
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fetch(url: str, part: Path) -> None:

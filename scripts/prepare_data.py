@@ -23,6 +23,7 @@ from datamodules.coco import COCO, COCOTiny
 from datamodules.coco.datamodule import TASKS, YEARS
 from datamodules.images import CacheError, DataNotFoundError
 from datamodules.mnist import MD5 as MNIST_MD5
+from training.disk import DiskError
 
 COCO_HOST = "http://images.cocodataset.org"
 COCO_MD5 = {
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prepare_coco(options.data_dir, options.cache_dir, options.year, options.image_size)
         else:
             prepare_tiny(options.cache_dir)
-    except (downloads.DownloadError, DataNotFoundError, CacheError) as error:
+    except (downloads.DownloadError, DiskError, DataNotFoundError, CacheError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -238,6 +238,17 @@ def test_a_download_that_fails_is_one_line(server, prepare_data, published, tmp_
     assert line.startswith("Error: val2017.zip could not be downloaded")
 
 
+def test_an_archive_that_cannot_be_unpacked_is_one_line(
+    server, prepare_data, published, tmp_path, capsys
+):
+    (published / "coco").mkdir(parents=True)
+    (published / "coco" / "val2017").touch()  # where the folder of pictures goes
+    command = ["coco", "--data-dir", str(published), "--cache-dir", str(tmp_path / "cache")]
+    assert prepare_data.main(command) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"Error: .*val2017.* cannot be written", line)
+
+
 def test_coco_tiny_is_made(prepare_data, tmp_path, capsys):
     assert prepare_data.main(["coco_tiny", "--cache-dir", str(tmp_path)]) == 0
     assert "coco_tiny is ready" in capsys.readouterr().out
