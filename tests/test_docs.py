@@ -1,4 +1,4 @@
-"""README and docs: what they link to is there, and figures come from the command beside them."""
+"""README and docs: links lead to files and headings, and records name the command beside them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    paths = [link for link in links if not link.startswith("http")]
-    assert [path for path in paths if not (page.parent / path).exists()] == []
+    broken = []
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if path.startswith("http"):
+            continue
+        if not target.exists() or (heading and heading not in headings(target)):
+            broken.append(link)
+    assert broken == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
