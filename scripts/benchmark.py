@@ -1,8 +1,7 @@
 """Times operators, layers, approximate products, recurrent cells, training steps and the first use.
 
-Every sub-command writes JSON, and some a chart beside it. How each measures is said by its
-``--help`` and, beside the numbers, in the JSON; what the JSON holds, at the top of its file,
-in ``scripts/benchmarks/``.
+Every sub-command writes JSON, and some draw a chart beside it. The ``--help`` of a sub-command and
+its JSON say how it measures. Its file in ``scripts/benchmarks/`` says what the JSON holds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from common import add_out_option
 from datamodules.images import DataNotFoundError
 from hoconv.commands import add_device_option, record, report_broken_packages
 
-# Name -> module and what its line in the help says.
+# Name -> module, and its line in the help.
 COMMANDS = {
     "op": (op, "time and memory of forward and backward of an operator"),
     "layer": (layer, "the whole high-order layer against the best of its peers"),
@@ -26,10 +25,10 @@ COMMANDS = {
     "recurrent": (recurrent, "recurrent layers against PyTorch's, and their schedules"),
     "calls": (calls, "the host's part of a call of every layer, beside PyTorch's layers"),
     "table": (table, "training steps of all models, implementations and batches"),
-    "step": (step, "training steps, and how much of them is spent in the layer"),
+    "step": (step, "training steps, and the share of them spent in the layers"),
     "images": (images, "1,000 COCO images through the high-order layer"),
     "loading": (loading, "how long training on COCO waits for its data"),
-    "profile": (profile, "what the GPU's counters say of the fused layer"),
+    "profile": (profile, "the GPU's counters of the fused layer and of an approximate product"),
     "scaling": (scaling, "training on several devices"),
     "throughput": (throughput, "what the callback that measures throughput costs"),
     "start": (start, "time of the first use and of later starts"),

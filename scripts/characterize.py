@@ -1,8 +1,8 @@
 """Characterises every approximate multiplier: ``python scripts/characterize.py``.
 
-The relative error ``(product - a * b) / (a * b)`` over random operands (uniform in [1, 2), as the
-error depends on mantissas only) and over all pairs of the integers from 1 to 255. Writes, and draws
-beside it the distribution of the errors over random operands::
+Measures the relative error ``(product - a * b) / (a * b)`` over random operands, uniform in [1, 2)
+because the error depends on mantissas only, and over all pairs of the integers from 1 to 255.
+Writes, and draws beside it the distribution of the errors over random operands::
 
     approx_characterization.json
         command, date, environment
@@ -10,7 +10,7 @@ beside it the distribution of the errors over random operands::
         random, pairs     multiplier -> samples; bias_percent, the mean of the errors, and its
                           standard error; mean_percent, of their absolute values; peak_percent,
                           the largest absolute value
-        published         multiplier -> the same as the multiplier's authors print it
+        published         multiplier -> the same as published by its authors
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PUBLISHED = {
 }
 BATCH = 2**20
 BINS = 200
-LIMIT = 0.15  # of the histogram
+LIMIT = 0.15  # the histogram ranges from -LIMIT to LIMIT
 
 
 class Errors:
-    """Relative errors, batch by batch: their sums, their largest, their histogram."""
+    """Accumulates relative errors: their sums, the largest one, a histogram."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.absolute, self.squares, self.peak = 0, 0.0, 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What the charts have in common: a line for each contender, against the size, both logarithmic."""
+"""Drawing charts: a line for each contender against the size, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKERS = "os^Dv*PX"
 
 
 def grid(rows: int, columns: int) -> tuple[Figure, Any]:
-    """A figure, and its panels: an array by row and column."""
+    """Makes a figure; returns it and an array of its panels, by row and column."""
     figure = Figure(figsize=(5.5 * columns, 1 + 4 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, sharey=True, squeeze=False)
 
@@ -28,7 +28,7 @@ def lines(
     rows: Sequence[dict[str, Any]],
     value: Callable[[dict[str, Any]], Any],
 ) -> None:
-    """A line for each contender of the rows: the number that `value` says of a row, if not None."""
+    """Draws a line for each contender: `value` of its rows against their size, where not None."""
     for i, contender in enumerate(dict.fromkeys(row["contender"] for row in rows)):
         points = {row["size"]: value(row) for row in rows
                   if row["contender"] == contender and value(row) is not None}  # fmt: skip
@@ -37,7 +37,7 @@ def lines(
 
 
 def sizes_axis(panel: Axes, rows: Sequence[dict[str, Any]], label: str) -> None:
-    """Logarithmic axes, with a tick at every size of the rows."""
+    """Makes both axes logarithmic, with a tick at every size of the rows."""
     sizes = sorted({row["size"] for row in rows})
     panel.set(xscale="log", yscale="log", xlabel=label)
     panel.set_xticks(sizes, labels=[str(size) for size in sizes])
@@ -48,7 +48,7 @@ def sizes_axis(panel: Axes, rows: Sequence[dict[str, Any]], label: str) -> None:
 
 
 def save(figure: Figure, title: str, path: Path, columns: int = 6) -> None:
-    """Adds the title, and one legend for all panels, in so many columns; writes a PNG."""
+    """Adds the title and one legend for all panels, in `columns` columns; writes a PNG."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(title)

@@ -1,4 +1,4 @@
-"""What the scripts share beyond :mod:`hoconv.commands`: where they are, options, the console."""
+"""Folders, options and the console of the scripts; :mod:`hoconv.commands` has the rest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-sys.path.append(str(ROOT))  # models/ is there, which is not installed
+sys.path.append(str(ROOT))  # for models/ and training/, which are not installed
 
 
 def count(text: str) -> int:
-    """At least one, for the type of an option."""
+    """Parses the value of an option that counts something: at least one."""
     try:
         number = int(text)
     except ValueError:
@@ -31,7 +31,7 @@ def add_out_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(name: str) -> Path:
-    """Known to be writable before anything is measured."""
+    """Parses a folder, and checks that it can be written before anything is measured."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,5 +42,5 @@ def _folder(name: str) -> Path:
 
 
 def console() -> Console:
-    """A terminal says how wide it is; a file or a pipe does not."""
+    """Returns a console as wide as the terminal; 120 columns for a file or a pipe."""
     return Console() if sys.stdout.isatty() else Console(width=120)

@@ -1,18 +1,18 @@
 """Compares training runs: ``python scripts/compare.py RUN_OR_SWEEP...``.
 
-Reads the results.json and losses.csv of every run in the folders, groups runs that differ in
-nothing but the seed, and sets each group beside a baseline. Writes::
+Reads the results.json and losses.csv of every run in the folders, groups runs that differ only in
+the seed, and compares each group with a baseline. Writes::
 
     <name>.json
         command, method, baseline
         environments      hardware, torch and commit of the runs, each once
         groups            one for each set of settings:
-            label, settings       what makes it another than the others
-            seeds, unfinished     seeds that count; folders of runs that did not finish
+            label, settings       the settings in which the groups differ
+            seeds, unfinished     seeds of finished runs; folders of runs that did not finish
             step_ms, samples_per_sec, peak_memory_mb, metrics
                                   mean and ci95, half a confidence interval, over the seeds
-            speedup, differences  of the step, and of the metrics, from the baseline's run of the
-                                  same seed: mean and ci95
+            speedup, differences  of the step, and of the metrics, from the baseline's run with
+                                  the same seed: mean and ci95
     <name>.md             the same as a table
     <name>.png            training loss against steps and against time
 """
@@ -41,10 +41,10 @@ from hoconv.commands import record, write, write_json
 from training.results.runs import Run, find, varied
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t; speed-up and "
-    "differences are those of two runs with the same seed, a step without validation and warm-up. "
-    "Loss curves: mean over seeds, from the least to the greatest; time is steps by the mean time "
-    "of one."
+    "Mean over seeds, and half of a 95% confidence interval by Student's t. Speed-up and "
+    "differences are taken between runs with the same seed. Steps exclude validation and warm-up. "
+    "Loss curves: mean over seeds, from the least to the greatest; time is the number of steps "
+    "times the mean time of a step."
 )
 THROUGHPUT = ("step_ms", "samples_per_sec", "peak_memory_mb")
 Estimate = dict[str, float | None]
@@ -52,7 +52,7 @@ Estimate = dict[str, float | None]
 
 @dataclass
 class Group:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ only in the seed."""
 
     label: str
     settings: dict[str, str]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: str) -> None:
-    """Compares, shows, writes and publishes what the arguments ask for."""
+    """Compares the runs; shows, writes and publishes the comparison."""
     groups = group(find(arguments.folders))
     baseline = _baseline(groups, arguments.baseline)
     if arguments.wandb:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, command: str) -> None:
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
-    """Groups in the order of their first runs.
+    """Groups runs that differ only in the seed, in the order of their first runs.
 
     Raises:
         MisconfigurationException: there are no runs, or two of one group with the same seed.
@@ -124,8 +124,8 @@ def group(runs: Iterable[Run]) -> list[Group]:
             found.unfinished.append(run.folder)
         elif (seed := run.results["seed"]) in found.runs:
             raise MisconfigurationException(
-                f"{found.runs[seed].folder} and {run.folder} are runs of the same with the same "
-                "seed; give one of them"
+                f"{found.runs[seed].folder} and {run.folder} have the same settings and the same "
+                "seed; give only one of them"
             )
         else:
             found.runs[seed] = run
@@ -133,7 +133,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
 
 
 def compare(groups: list[Group], baseline: Group) -> dict[str, Any]:
-    """What the JSON says of the groups."""
+    """Returns what the JSON says of the groups."""
     environments: dict[str, dict[str, Any]] = {}
     for run in (run for group in groups for run in group.runs.values()):
         known = {k: run.results["environment"].get(k) for k in ("cpu", "threads", "gpu", "torch")}
@@ -179,7 +179,7 @@ def _paired(
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """The mean, and half of its 95% confidence interval; None where there are too few values."""
+    """Returns the mean and half of its 95% confidence interval; None where values are too few."""
     values = list(values)
     if not values:
         return {"mean": None, "ci95": None}
@@ -204,7 +204,7 @@ def _baseline(groups: list[Group], label: str | None) -> Group:
 
 
 def table(compared: dict[str, Any]) -> str:
-    """The comparison in Markdown."""
+    """Returns the comparison as a table in Markdown."""
     groups = compared["groups"]
     metrics = list(dict.fromkeys(name for each in groups for name in each["metrics"]))
     columns = [" ".join(groups[0]["settings"]) or "impl", "runs", "ms a step", "speed-up"]

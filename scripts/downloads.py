@@ -1,4 +1,4 @@
-"""Files from the network: resumed where they were left, checked, unpacked; whole or absent."""
+"""Downloading files and unpacking archives; interrupted work resumes, files are whole or absent."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from training import disk
 
 CHUNK = 2**20  # bytes
 TIMEOUT = 60  # seconds without a byte
-ATTEMPTS = 3  # in a row that bring nothing
+ATTEMPTS = 3  # in a row without a byte
 SPARE_BYTES = 2**28  # left free on the disk
 
 
 class DownloadError(OSError):
-    """A file could not be had; says which, why, and what to do."""
+    """A file cannot be downloaded; says which, why, and what to do."""
 
 
 def download(urls: Sequence[str], path: Path, md5: str) -> None:
-    """Gets a file from the first address that has it, into `path`.
+    """Downloads a file from the first address that has it, to `path`.
 
-    What an interrupted download left, in ``<path>.part``, is continued. Where `path` is there and
-    right, nothing is fetched.
+    Continues an interrupted download, which is in ``<path>.part``. Downloads nothing if `path` has
+    the right md5 already.
 
     Raises:
-        DownloadError: no address answers, the file's md5 is another, or the disk is too small.
+        DownloadError: no address answers, the file's md5 is wrong, or the disk is too small.
     """
     if path.exists():
         if _md5(path) == md5:
@@ -69,13 +69,13 @@ def download(urls: Sequence[str], path: Path, md5: str) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a zip archive into `folder`; files that are there in their full size are kept.
+    """Unpacks a zip archive into `folder`; keeps files that exist there in their full size.
 
     The names in the archive are trusted: :func:`download` checked its md5.
 
     Raises:
         DownloadError: the disk is too small.
-        DiskError: a file cannot be written; those before it are kept by the next call.
+        DiskError: a file cannot be written; the next call keeps the files before it.
     """
     with zipfile.ZipFile(archive) as source, _progress() as progress:
         members = [
@@ -93,7 +93,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Adds to `part` what is missing; tries again as long as something comes."""
+    """Downloads the rest of `part`; tries again until `ATTEMPTS` in a row bring nothing."""
     failures = 0
     while True:
         before = _size(part)
@@ -113,18 +113,18 @@ def _fetch(url: str, part: Path) -> None:
 
 
 def _fetch_once(url: str, part: Path) -> bool:
-    """Whether the file is whole now."""
+    """Downloads the rest of `part` in one request; returns whether the file is whole now."""
     have = max(0, _size(part))
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return True  # nothing is missing; or it is another file, as its md5 will say
+            return True  # nothing is missing, or the file is another: the md5 will tell
         raise
     with response:
         if response.status != http.client.PARTIAL_CONTENT:
-            have = 0  # the server begins again
+            have = 0  # the server sends the whole file
         length = response.headers.get("Content-Length")
         total = None if length is None else have + int(length)
         _require_space(part.parent, 0 if total is None else total - have)
@@ -157,7 +157,7 @@ def _progress() -> Progress:
 
 
 def _size(path: Path) -> int:
-    """In bytes; -1 where there is no file, so that even an empty one is made."""
+    """Returns the bytes of a file, or -1 without one: an empty file is not a missing one."""
     return path.stat().st_size if path.exists() else -1
 
 

@@ -1,17 +1,19 @@
-"""Random cases of what the library computes, against definitions of its own.
+"""Runs random cases of the library and compares them with the fuzzer's own definitions.
 
-Each case runs in a process that may crash, follows from the seed and its number alone, and is told
-before it runs. Exit code 1 where a result is wrong, or where nothing was compared. One case again::
+A case depends on the seed and its number alone. It runs in a process that may crash, and is
+described before it runs. The exit code is 1 if a result is wrong, or if nothing was compared. One
+case again::
 
     python scripts/fuzz.py operators --operator dynamic_conv1d --impl cpp --seed 7 --case 1234
 
 Writes ``fuzz_<command>_<device>.json``, with the implementations for ``cells``::
 
     command, date, environment, method, seed
-    cases             how many, of each operator and implementation, say
-    rows              one for each of these
-        kinds         what was done -> verdict -> count
-        bad           the cases that are wrong, crashed or hung: number, what it was, why
+    cases             the number of cases of each row
+    rows              one for each operator, implementation and device, or for each implementation
+                      and device of ``cells``
+        kinds         kind of case -> verdict -> count
+        bad           the cases that are wrong, crashed or hung: case, kind, what, verdict, why
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ from rich.table import Table
 
 from hoconv.commands import record, write_json
 
-# Name -> module and what its line in the help says. A module has METHOD, add_options, keys (of the
-# cases, from the options), label (of the file, from the options), row (what a key's line is about)
-# and run, which judges a key.
+# Name -> module, and its line in the help. A module has METHOD; add_options; keys, which returns
+# the keys of the cases; label, a part of the file's name; row, which names the row of a key; and
+# run, which runs the case of a key.
 COMMANDS = {
     "operators": (operators, "calls, gradients, transforms and export of the operators"),
     "cells": (cells, "recurrent cells drawn from the whole language"),
@@ -56,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, Any]] = {}
     reasons = set()
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
-        for key, told, verdict in _outcomes(command, keys, Path(folder), arguments.jobs, bar):
+        for key, description, verdict in _outcomes(
+            command, keys, Path(folder), arguments.jobs, bar
+        ):
             head = command.row(key)
             row = rows.setdefault(str(head), head | {"kinds": {}, "bad": []})
-            kind, _, what = told.partition(": ")
+            kind, _, what = description.partition(": ")
             of_kind = row["kinds"].setdefault(kind, collections.Counter())
             of_kind[verdict.kind] += 1
             if verdict.kind in BAD:
@@ -67,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     {"case": key.number, "kind": kind, "what": what, "verdict": verdict.kind,
                      "why": verdict.why}
                 )  # fmt: skip
-            # At once, and one of those that differ in numbers only.
+            # Printed at once; of reasons that differ only in numbers, the first one.
             reason = (str(head), re.sub(r"[-+\de.]*\d", "#", verdict.why))
             if arguments.case is not None or (verdict.kind in BAD and reason not in reasons):
                 reasons.add(reason)
-                print(f"{' '.join(head.values())} case {key.number}: {told}\n"
+                print(f"{' '.join(head.values())} case {key.number}: {description}\n"
                       f"  {verdict.kind}: {verdict.why}", flush=True)  # fmt: skip
     bad = sum(len(row["bad"]) for row in rows.values())
     if arguments.case is None:
@@ -89,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _outcomes(command: Any, keys: list[Any], folder: Path, jobs: int, bar: Progress):
-    """Of every key; of an exported program what another process makes of it."""
+    """Yields the key, description and verdict of every case.
+
+    Another process loads the programs that cases exported, and gives their verdicts.
+    """
     saved: dict[str, Outcome] = {}
     task = bar.add_task("cases", total=len(keys))
     for outcome in workers.run(command.run, keys, folder, jobs):
@@ -97,17 +104,17 @@ def _outcomes(command: Any, keys: list[Any], folder: Path, jobs: int, bar: Progr
             saved[outcome.verdict.why] = outcome
             continue
         bar.advance(task)
-        yield outcome.task, outcome.told, outcome.verdict
+        yield outcome.task, outcome.description, outcome.verdict
     for outcome in workers.run(exported.judge, sorted(saved), folder, jobs):
         before = saved[outcome.task]
         bar.advance(task)
-        yield before.task, before.told, outcome.verdict
+        yield before.task, before.description, outcome.verdict
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         title = " ".join(value for value in row.values() if isinstance(value, str))
-        table = Table("what", *(columns := ("equal", "refused", *BAD)), title=title)
+        table = Table("kind", *(columns := ("equal", "refused", *BAD)), title=title)
         for kind, verdicts in sorted(row["kinds"].items()):
             table.add_row(kind, *(str(verdicts[name] or "") for name in columns))
         console().print(table)
@@ -122,8 +129,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, description=module.METHOD, help=summary)
         module.add_options(command)
         command.add_argument("--cases", type=count, default=5000,
-                             help="of each operator and implementation; default: 5000")  # fmt: skip
-        command.add_argument("--case", type=int, help="this one only; shows it, writes nothing")
+                             help="of each row of the record; default: 5000")  # fmt: skip
+        command.add_argument(
+            "--case", type=int, help="run this case only; print it and write no file"
+        )
         command.add_argument("--seed", type=int, default=random.randrange(2**31),
                              help="default: a new one, printed")  # fmt: skip
         command.add_argument("--jobs", type=count, default=os.cpu_count(),

@@ -1,10 +1,10 @@
 """Downloads, checks and prepares data sets: ``python scripts/prepare_data.py coco``.
 
-mnist      11 MB, into <data-dir>/mnist
-coco       20 GB, and 21 GB while it is unpacked, into <data-dir>/coco; 2017, or --year 2014
-coco_tiny  nothing to download: makes the generated data set
+mnist      downloads 11 MB, into <data-dir>/mnist
+coco       downloads 20 GB, into <data-dir>/coco; unpacking needs 21 GB more; 2017, or --year 2014
+coco_tiny  downloads nothing: generates the data set
 
-An interrupted command goes on where it was when it is run again.
+If a command is interrupted, run it again: it continues.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ def prepare_mnist(data_dir: Path) -> None:
     for name, md5 in MNIST_MD5.items():
         mirrors = [mirror + name for mirror in torchvision.datasets.MNIST.mirrors]
         downloads.download(mirrors, folder / name, md5)
-    print(f"MNIST is whole: {folder}")
+    print(f"MNIST is ready: {folder}")
 
 
 def prepare_coco(data_dir: Path, cache_dir: Path, year: int, image_size: int | None) -> None:
     folder = data_dir.resolve() / "coco"
     for name, md5 in COCO_MD5[year].items():
         archive = folder / Path(name).name
-        unpacked = archive.with_suffix(".unpacked")  # holds the md5 of what was
+        unpacked = archive.with_suffix(
+            ".unpacked"
+        )  # holds the md5 of the archive that was unpacked
         if unpacked.exists() and unpacked.read_text() == md5:
             continue
         downloads.download([f"{COCO_HOST}/{name}"], archive, md5)
@@ -91,7 +93,7 @@ def prepare_coco(data_dir: Path, cache_dir: Path, year: int, image_size: int | N
     for task in TASKS:
         data = COCO(data_dir, task, image_size or 1, 1, cache_dir, cache_images=keep, year=year)
         data.prepare_data()
-        data.setup("fit")  # says what is damaged
+        data.setup("fit")  # prints which files are damaged
     print(f"COCO {year} is ready: {folder}")
 
 

@@ -1,8 +1,8 @@
-"""Runs the commands behind the figures of README and docs, one after another: reproduce.yaml.
+"""Runs the commands of reproduce.yaml, which made the figures of README and docs, one by one.
 
-A command that fails, or takes longer than its limit, is said at the end and keeps no other from
-running. Measurements write docs/results/; a training run leaves its results.json there under the
-command's name. What a command prints goes to a file in --logs, too.
+If a command fails or exceeds its limit, the others still run, and a table at the end shows it.
+Measurements write docs/results/. The results.json of a training run is copied there under the
+command's name. The output of a command is also written to a file in --logs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.table import Table
 
 @dataclass
 class Step:
-    """A command, how many minutes it may take, and how many GPUs it needs."""
+    """A command, the minutes that it may take, and the number of GPUs that it needs."""
 
     command: str
     minutes: float
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, step: Step, logs: Path) -> str:
-    """Runs a command to its end or limit; returns "done", or why it is not."""
+    """Runs a command to its end or limit; returns "done", or why it was not done."""
     program, *rest = shlex.split(step.command)
     if step.gpus > torch.cuda.device_count():
         return f"not run: needs {step.gpus} GPUs, there are {torch.cuda.device_count()}"
@@ -81,7 +81,7 @@ def run(name: str, step: Step, logs: Path) -> str:
 
         def end() -> None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
 
         limit = threading.Timer(60 * step.minutes, end)
         limit.start()
@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name in arguments.names:
         if name not in STEPS:
-            parser.error(f"name: got {name!r}; expected some of {', '.join(STEPS)}")
+            parser.error(f"name: expected some of {', '.join(STEPS)}, got {name!r}")
     return arguments
 
 

@@ -1,11 +1,10 @@
-"""Runs a script or a module with the CPU library and generated code under sanitizers of addresses
-and undefined behaviour::
+"""Runs a script or a module under AddressSanitizer and UndefinedBehaviorSanitizer::
 
     python scripts/sanitize.py -m hoconv.check --small --device cpu --impl cpp
 
-GCC's, through a compiler that adds their flags, with a cache of its own in outputs/. All that they
-find is printed with its stack, once a place. Exit code 1 where they find something or the script
-fails.
+The CPU library and generated code are compiled by a wrapper of GCC that adds the sanitizers' flags,
+into a cache of their own in outputs/. Every finding is printed with its stack, once for each place.
+The exit code is 1 if there is a finding or the script fails.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from common import ROOT
 
 from hoconv import jit
 
-FOLDER = ROOT / "outputs" / "sanitized"  # the compiler, and what it has compiled
-# After the library's own flags, so that these count: stacks want frames, and -O3 takes too long.
+FOLDER = ROOT / "outputs" / "sanitized"  # the wrapper of the compiler, and its cache
+# They follow the library's own flags and override them: stacks need frames, and -O3 takes too long.
 _FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fsanitize-recover=all"
-# Python and torch leave memory to the system at their end; the libraries they load share symbols.
+# Python and torch do not free all memory at exit, and libraries that they load share symbols.
 _OPTIONS = "detect_leaks=0:detect_odr_violation=0:halt_on_error=0:print_stacktrace=1"
 _FINDING = re.compile(r"ERROR: AddressSanitizer|: runtime error: ")
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compiler() -> Path:
-    """The compiler as a program that adds the flags, and that nothing is preloaded into."""
+    """Writes a wrapper of the compiler that adds the flags, without preloads; returns its path."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     program = FOLDER / "c++"
     text = f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.quote(jit.compiler("cpu"))} "$@" {_FLAGS}\n'
@@ -62,8 +61,8 @@ def _compiler() -> Path:
 
 
 def _preloaded() -> str:
-    """What has to be loaded before Python: the sanitizer, and the library whose exceptions it
-    looks at, which Python itself does not load."""
+    """Returns the libraries to load before Python: the sanitizer, and libstdc++, whose exceptions
+    the sanitizer intercepts and which Python itself does not load."""
     names = ("libasan.so", "libstdc++.so.6")
     return ":".join(
         subprocess.run(
@@ -82,7 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("script", nargs=argparse.REMAINDER, help="and its options")
     arguments = parser.parse_args(argv)
     if not arguments.script:
-        parser.error("script: expected one, and its options")
+        parser.error("script: expected a script or, after -m, a module, and its options")
     return arguments
 
 

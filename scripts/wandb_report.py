@@ -1,4 +1,4 @@
-"""A report at Weights & Biases: a text in Markdown, and a picture."""
+"""Publishing a report at Weights & Biases: a text in Markdown, and a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from training.results.loggers import has_api_key
 
-PROJECT = "hoconv"  # as conf/logger/wandb.yaml has it
+PROJECT = "hoconv"  # as in conf/logger/wandb.yaml
 
 
 class ReportError(Exception):
@@ -17,19 +17,17 @@ class ReportError(Exception):
 
 
 def require_online() -> None:
-    """Looks, before there is anything to publish, whether it can be.
+    """Checks, before there is anything to publish, that a report can be published.
 
     Raises:
-        ReportError: it cannot.
+        ReportError: it cannot be.
     """
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ReportError(
             "--wandb needs the package wandb-workspaces: `pip install 'wandb[workspaces]'`"
         )
     if (mode := os.environ.get("WANDB_MODE", "online")) != "online":
-        raise ReportError(
-            f"--wandb: a report is made at the server, and WANDB_MODE is {mode}; unset it"
-        )
+        raise ReportError(f"--wandb: a report needs the server, and WANDB_MODE is {mode}; unset it")
     if not has_api_key():
         raise ReportError("--wandb: there is no API key; run `wandb login` first")
 
@@ -37,14 +35,14 @@ def require_online() -> None:
 def publish(title: str, text: str, picture: Path) -> str:
     """Publishes a report; returns its address.
 
-    The picture belongs to a run of its own, from which the report takes it.
+    The picture is logged to a run of its own, because a report can only show pictures of runs.
 
     Raises:
         ReportError: the server cannot be reached, or refuses.
     """
     import wandb
 
-    # As modules without types: theirs are not those of what their functions take.
+    # Imported without types, because the functions accept more than their annotations say.
     wr: Any = importlib.import_module("wandb_workspaces.reports.v2")
     expr: Any = importlib.import_module("wandb_workspaces.expr")
     key = picture.stem
@@ -57,6 +55,6 @@ def publish(title: str, text: str, picture: Path) -> str:
             panels=[wr.MediaBrowser(media_keys=[key], layout=wr.Layout(w=24, h=12))],
         )
         return wr.Report(**where, title=title, blocks=[wr.MarkdownBlock(text), shown]).save().url
-    except Exception as error:  # wandb's have no type in common
+    except Exception as error:  # wandb's errors have no common type
         line = " ".join(str(error).split())
         raise ReportError(f"--wandb: the report is not published: {line}") from error

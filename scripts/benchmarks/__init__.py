@@ -1,1 +1,1 @@
-"""What ``benchmark.py`` times, a command each."""
+"""The commands of ``benchmark.py``, one a file."""

@@ -1,4 +1,4 @@
-"""How one call is measured: clock, cold caches, memory, turns, the device's rates. See `method`."""
+"""Measuring the time and memory of a call, and the rates of a device. See `method`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# The profiler, which counts the memory on a CPU, announces every start and stop otherwise.
+# Without this, the profiler, which counts memory on a CPU, prints every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -25,52 +25,55 @@ from torch.utils._pytree import tree_leaves
 from hoconv.declaration import Sample
 from hoconv.testing.comparison import differentiable, is_floating
 
-WARM_UP = 3
+WARM_UP = 3  # calls
 REPEATS = {"cpu": 15, "cuda": 50}
-ENOUGH_S = 10.0  # of measured calls a contender and size; then LEAST_REPEATS do
+# A contender whose measured calls at one size have taken this long needs LEAST_REPEATS only.
+ENOUGH_S = 10.0
 LEAST_REPEATS = 3
+# So large that caches and the launch do not matter.
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-# Read before every call: several times any cache. Eight passes keep a GPU busy for longer than
-# the host needs to queue the call behind them.
+# A buffer several times as large as any cache is read before every call. Eight passes keep a GPU
+# busy for longer than the host needs to queue the call behind them.
 FLUSH_BYTES = 2**28
 FLUSH_PASSES = {"cpu": 1, "cuda": 8}
+_SHARE_OF_FREE = 0.9  # of the free memory that a CPU's contenders may take; the rest is for others
 
 _COLD = (
     "Every call starts with cold caches: a large buffer is read before it (read, not written, so "
-    "that no dirty lines are left to be written back meanwhile). forward: the public function with "
-    "gradients enabled; "
+    "that no dirty lines remain to be written back during the call). forward: the public function "
+    "with gradients enabled; "
 )
 APART = (
     "backward: torch.autograd.grad of its output with respect to all floating-point arguments, "
-    "timed apart, after each forward. "
+    "timed by itself, after each forward. "
 )
 TOGETHER = (
     "forward_backward: one more forward and torch.autograd.grad of its output with respect to all "
     "floating-point arguments, timed as one call. "
 )
 _TURNS = (
-    "Contenders take turns within one process, after warm-up, each turn beginning with a forward "
-    "and backward that are not timed; medians, 20th and 80th percentiles. torch.compile: "
-    "dynamic=False, fullgraph=True, reset at every size, so that each size gets code of its own. "
+    "Contenders take turns within one process, after warm-up. Each turn begins with a forward and "
+    "backward that are not timed; medians, 20th and 80th percentiles. torch.compile: "
+    "dynamic=False, fullgraph=True, reset at every size, so that each size is compiled anew. "
     "Copy bandwidth: tensor.copy_ between two large buffers, same clock, same run. "
 )
 CLOCK = {
     "cpu": "Clock: time.perf_counter. Memory: allocations seen by torch.profiler.",
     "cuda": "Clock: CUDA events around the call, which is queued behind the reading of the buffer, "
     "so that launch latency is hidden where it is shorter than that. Memory: "
-    "torch.cuda.max_memory_allocated less what was allocated before the call.",
+    "torch.cuda.max_memory_allocated less the memory allocated before the call.",
 }
 
 
 class Contender:
-    """One way to compute the operator at one size, and what was measured of it.
+    """One way to compute the operator at one size, and its measurements.
 
     Attributes:
         args, leaves: the sample's arguments, and those of them that are differentiated.
         grads: the gradient of each tensor of the output; set in warm-up.
-        times_ms: phase -> one entry a repeat.
-        extra_memory: bytes held at most by one forward and backward beyond the inputs.
+        times_ms: phase -> the time of each repeat.
+        extra_memory: the most bytes that a forward and backward hold beyond the inputs.
         error: why it stopped, or None.
     """
 
@@ -110,20 +113,20 @@ def differentiable_leaves(output: Any) -> list[Tensor]:
     return [t for t in tree_leaves(output) if is_floating(t)]
 
 
-# Calls a function with cold caches; returns what it does, and how long it took in milliseconds.
+# Calls a function with cold caches; returns its result, and its time in milliseconds.
 Timed = Callable[[Callable[[], Any]], tuple[Any, float]]
 
 
-def apart(contender: Contender, timed: Timed) -> dict[str, float]:
-    """What `APART` says."""
+def time_apart(contender: Contender, timed: Timed) -> dict[str, float]:
+    """Times forward and backward as `APART` describes."""
     output, forward_ms = timed(contender.forward)
     outputs = differentiable_leaves(output)
     _, backward_ms = timed(lambda: contender.gradients(outputs))
     return {"forward": forward_ms, "backward": backward_ms}
 
 
-def together(contender: Contender, timed: Timed) -> dict[str, float]:
-    """What `TOGETHER` says."""
+def time_together(contender: Contender, timed: Timed) -> dict[str, float]:
+    """Times forward, and forward and backward, as `TOGETHER` describes."""
     return {
         "forward": timed(contender.forward)[1],
         "forward_backward": timed(contender.both)[1],
@@ -131,7 +134,7 @@ def together(contender: Contender, timed: Timed) -> dict[str, float]:
 
 
 def method(phases: str, device_types: Iterable[str] = CLOCK) -> str:
-    """How contenders are measured; `phases` is what is timed of each, `APART` or `TOGETHER`."""
+    """Says how contenders are measured; `phases` is `APART` or `TOGETHER`."""
     return _COLD + phases + _TURNS + " ".join(CLOCK[device_type] for device_type in device_types)
 
 
@@ -143,18 +146,18 @@ def take_turns(
     say: Callable[[Contender], None],
     enough_s: float = ENOUGH_S,
 ) -> int | None:
-    """Warms up, measures memory, then lets the contenders take turns; fills them in.
+    """Warms up, measures memory, then lets the contenders take turns; sets their attributes.
 
     Args:
-        turn: what is timed in a turn, `apart` or `together`.
+        turn: times one turn of a contender: `time_apart` or `time_together`.
         say: called with a contender before it runs: ``1 + repeats`` times at most.
-        enough_s: seconds of measured calls of a contender after which `LEAST_REPEATS` do.
+        enough_s: seconds of measured calls of a contender after which `LEAST_REPEATS` suffice.
 
     Returns:
         The bytes of the output and the gradients; None where no contender could run.
     """
     flush = torch.rand(FLUSH_BYTES // 4, device=device)
-    grads: dict[Any, Tensor] = {}  # one for each layout that a tensor of the outputs has
+    grads: dict[Any, Tensor] = {}  # one for each layout of each tensor of the outputs
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         _flush(flush)
@@ -173,8 +176,8 @@ def take_turns(
         contender.extra_memory = extra_memory(contender.both, device)
 
     def measure(contender: Contender) -> None:
-        # A virtual machine may give memory that another contender freed back to its host within
-        # seconds: whoever comes next would pay for its return.
+        # A virtual machine may return memory that another contender freed to its host within
+        # seconds. This call pays for getting it back.
         contender.both()
         for phase, milliseconds in turn(contender, timed).items():
             contender.times_ms[phase].append(milliseconds)
@@ -204,7 +207,7 @@ def percentiles(times_ms: list[float]) -> dict[str, Any]:
 
 
 def summary(times_ms: list[float], least_bytes: int, bandwidth: float) -> dict[str, Any] | None:
-    """Percentiles beside the floor, `least_bytes` over `bandwidth` (bytes a second)."""
+    """Returns percentiles and the floor, `least_bytes` over `bandwidth` (bytes a second)."""
     if not times_ms:
         return None
     times = percentiles(times_ms)
@@ -217,7 +220,7 @@ def summary(times_ms: list[float], least_bytes: int, bandwidth: float) -> dict[s
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes read plus bytes written a second, of one large copy."""
+    """Measures a large copy: bytes read plus bytes written a second."""
     source = torch.rand(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     times = [_timed(lambda: target.copy_(source), device)[1] for _ in range(WARM_UP + repeats)]
@@ -225,7 +228,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, tf32: bool, repeats: int) -> float:
-    """Floating-point operations a second of one large matrix product."""
+    """Measures a large matrix product: floating-point operations a second."""
     n = MATMUL_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -237,7 +240,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, tf32: bool, repeats: i
 
 @contextmanager
 def temporarily(settings: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes, and puts back what they were."""
+    """Sets attributes, and restores them at the end of the block."""
     before = {name: getattr(settings, name) for name in values}
     try:
         for name, value in values.items():
@@ -250,7 +253,7 @@ def temporarily(settings: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(device_type: str) -> Iterator[None]:
-    """Makes a CPU allocation beyond what is free fail; Linux would rather kill the process."""
+    """Makes a CPU allocation beyond the free memory fail, where Linux would kill the process."""
     if device_type != "cpu":
         yield
         return
@@ -258,7 +261,7 @@ def memory_limit(device_type: str) -> Iterator[None]:
              for name in ("/proc/meminfo", "/proc/self/status")
              for line in Path(name).read_text().splitlines() if line.endswith("kB")}  # fmt: skip
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = sizes["VmData:"] + int(0.9 * sizes["MemAvailable:"])
+    limit = sizes["VmData:"] + int(_SHARE_OF_FREE * sizes["MemAvailable:"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield
@@ -267,7 +270,7 @@ def memory_limit(device_type: str) -> Iterator[None]:
 
 
 def failure(action: Callable[[], Any]) -> str | None:
-    """Runs an action; returns why it failed, so that others go on, or None."""
+    """Runs an action; returns why it failed, or None. The caller goes on either way."""
     try:
         action()
         return None
@@ -277,7 +280,7 @@ def failure(action: Callable[[], Any]) -> str | None:
         # A CPU has no exception type for it; the second is how C++ says it.
         out_of_memory |= "can't allocate memory" in str(error) or "bad_alloc" in str(error)
         reason = "out of memory" if out_of_memory else lines[0]
-    gc.collect()  # only here are the tensors that the exception held let go
+    gc.collect()  # only here are the tensors that the exception held freed
     torch.cuda.empty_cache()
     return reason
 
@@ -288,14 +291,14 @@ def _flush(buffer: Tensor) -> None:
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and how long it took in milliseconds."""
+    """Calls; returns the result, and the time in milliseconds."""
     begin = mark(device)
     result = call()
     return result, milliseconds_between(begin, mark(device))
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
-    """A point in the work of a device: the time, or an event queued behind what was asked of it."""
+    """Marks a point in the work of a device: the time, or an event queued behind its work."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -304,7 +307,7 @@ def mark(device: torch.device) -> float | torch.cuda.Event:
 
 
 def milliseconds_between(begin: Any, end: Any) -> float:
-    """Between two marks; waits for the second."""
+    """Waits for the second of two marks; returns the time between them."""
     if isinstance(begin, float):
         return 1e3 * (end - begin)
     end.synchronize()
@@ -312,7 +315,7 @@ def milliseconds_between(begin: Any, end: Any) -> float:
 
 
 def extra_memory(call: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes that a call holds at a time, its result included, beyond what was held before."""
+    """Measures the most bytes that a call, its result included, holds beyond those before it."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -321,7 +324,7 @@ def extra_memory(call: Callable[[], Any], device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         cpu = torch.profiler.ProfilerActivity.CPU
-        # acc_events: there is one cycle only, yet torch 2.11 warns that another would be forgotten.
+        # acc_events: torch 2.11 warns that it drops all cycles but one, although there is only one.
         with torch.profiler.profile(
             activities=[cpu], profile_memory=True, acc_events=True
         ) as profiler:

@@ -122,7 +122,7 @@ def test_sequences_of_many_lengths_are_timed(
 
 def test_contenders_with_lengths_give_the_same(recurrent: ModuleType) -> None:
     case, device = recurrent.Case("lstm", 7, 4, 5), torch.device("cpu")
-    theirs, packed = recurrent.packed(case, device, torch.float64)
+    theirs, packed = recurrent.make_packed(case, device, torch.float64)
     ways = recurrent.with_lengths(recurrent.ours("reference"))
     ours, masked = ways(case, device, torch.float64)
     for parameter in (*theirs.parameters(), *ours.parameters()):

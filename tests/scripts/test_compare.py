@@ -100,7 +100,7 @@ def test_what_is_varied_tells_groups_apart_and_runs_that_failed_are_counted(writ
     ("seeds", "arguments", "message"),
     [
         ((), (), "no results.json"),
-        ((0, 0), (), "with the same seed"),
+        ((0, 0), (), "the same seed"),
         ((0,), ("--baseline", "cuda"), "expected one of ['cpp'], got 'cuda'"),
     ],
 )

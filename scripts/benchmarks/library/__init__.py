@@ -1,1 +1,1 @@
-"""Operators, layers and builds by themselves."""
+"""Benchmarks of the library alone: operators, layers, first use."""

@@ -1,7 +1,7 @@
 """Times approximate products beside PyTorch's: ``python scripts/benchmark.py approx``.
 
-A matrix product and a convolution as in the middle of a ResNet, with every multiplier, dense
-operands. Writes, and draws beside it::
+The problems are a matrix product and a convolution as in the middle of a ResNet, of dense operands,
+with every multiplier. Writes, and draws beside it::
 
     approx_<device>.json
         command, date, method
@@ -47,12 +47,12 @@ from benchmarks.measurement import (
     APART,
     REPEATS,
     Contender,
-    apart,
     memory_limit,
     method,
     percentiles,
     take_turns,
     temporarily,
+    time_apart,
 )
 from hoconv import approx
 from hoconv.approx.operator import CONV2D
@@ -94,7 +94,7 @@ METHOD = method(APART) + _SCALAR_METHOD
 
 @dataclass(frozen=True)
 class Problem:
-    """A product: how it is computed approximately and by PyTorch, of which operands, by size."""
+    """A product: its approximate function, PyTorch's, the shapes of its operands, its cost."""
 
     name: str
     approximate: Callable[..., Tensor]
@@ -104,7 +104,7 @@ class Problem:
 
 
 def problems(matmul_size: int, images: int, channels: int) -> list[Problem]:
-    """Of so many rows and columns; and of so many images of 14 x 14 with so many channels."""
+    """Returns a product of square matrices, and a convolution of images of 14 x 14 pixels."""
     n, pixels = matmul_size, 14 * 14
     return [
         Problem(f"matrix product, {n} x {n} x {n}", approx.matmul, torch.matmul,
@@ -128,7 +128,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def measure(device_type: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times all problems on one device; returns what its JSON says of it."""
+    """Times all problems on one device; returns the contents of its JSON."""
     device, impl = torch.device(device_type), "cuda" if device_type == "cuda" else "cpp"
     multipliers, unavailable = arguments.multiplier, None
     try:
@@ -175,7 +175,7 @@ def measure(device_type: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for name in multipliers:
                 function = functools.partial(problem.approximate, multiplier=name, impl=impl)
                 contenders.append(Contender(name, function, sample))
-            take_turns(contenders, apart, device, REPEATS[device_type], say)
+            take_turns(contenders, time_apart, device, REPEATS[device_type], say)
             rows += [_row(problem, c, contenders[0], scalar.get(c.name)) for c in contenders]
     return {
         "method": method(APART, [device_type]) + (_SCALAR_METHOD if on_cpu else ""),
@@ -255,15 +255,15 @@ def _table(measured: dict[str, Any]) -> Table:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draws the rates, forward and backward, a panel for each problem, as a PNG."""
+    """Draws the rates, forward and backward, as a PNG with a panel for each problem."""
     names = list(dict.fromkeys(row["problem"] for row in measured["rows"]))
     figure = Figure(figsize=(6 * len(names), 5), layout="constrained")
     for panel, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         rows = [r for r in measured["rows"] if r["problem"] == name and r["error"] is None]
         for i, direction in enumerate(("forward", "backward")):
-            places = [p + 0.4 * i - 0.2 for p in range(len(rows))]
+            positions = [p + 0.4 * i - 0.2 for p in range(len(rows))]
             rates = [row[direction]["gmac_per_s"] for row in rows]
-            panel.bar(places, rates, 0.4, label=direction, color=COLOURS[i + 1])
+            panel.bar(positions, rates, 0.4, label=direction, color=COLOURS[i + 1])
         panel.set_xticks(range(len(rows)), [row["contender"] for row in rows], rotation=45)
         panel.set(title=name, ylabel="10⁹ multiply-accumulates a second")
     save(figure, f"Approximate products: {hardware(measured)}", path)

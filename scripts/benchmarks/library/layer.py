@@ -1,14 +1,18 @@
 """Times the whole high-order layer against its peers: ``python scripts/benchmark.py layer``.
 
-Ours: ``hoconv.high_order_layer`` with the implementations `cuda` and `cpp`, as HighOrderConv2d
-calls it. Its peers: PyTorch's convolution, contiguous or channels-last, then our high-order
-convolution of the weights that it generated, or torch.compile of the definition of that; and
-torch.compile of the definition of both. All at 3 x 224 x 224, k = 5, generator 5 x 5; on a GPU in
-strict float32, in float32 with TF32, in bfloat16 and in float16.
+Ours are ``hoconv.high_order_layer`` with the implementations `cuda` and `cpp`, as HighOrderConv2d
+calls it. The peers are
 
-What is slow to run or to compile, `reference` and all that torch.compile makes, is timed at the
-sizes of ``--slow-sizes`` only. Errors are taken at the smallest of them, where every contender is
-at hand; there the best peer is one of all of them, elsewhere of those that ``among`` names.
+- PyTorch's convolution, contiguous or channels-last, which generates the weights, followed by our
+  high-order convolution or by torch.compile of its definition;
+- torch.compile of the definition of the whole layer.
+
+The images are 3 x 224 x 224, k = 5, the generator is 5 x 5. A GPU computes in strict float32, in
+float32 with TF32, in bfloat16 and in float16.
+
+`reference` and torch.compile are slow to run or compile: they are timed at ``--slow-sizes`` only.
+Errors are taken at the smallest of these sizes, where every contender runs. ``among`` names the
+peers from which the best one of a size is chosen.
 
 Writes, and draws the times beside it, and the memory in layer_<device>_memory.png::
 
@@ -80,7 +84,7 @@ from benchmarks.measurement import (
     percentiles,
     take_turns,
     temporarily,
-    together,
+    time_together,
 )
 from hoconv import high_order_conv2d, high_order_layer
 from hoconv.commands import write, write_json
@@ -95,9 +99,10 @@ AXIS = (
 )
 SIZES = {"cpu": (64,), "cuda": (8, 16, 32, 64, 128, 256, 512)}
 SLOW_SIZES = (64, 512)
-TRAINS = {"cpu": (), "cuda": (512, 2048)}  # batches of which it is asked whether they train
-ENOUGH = {"cpu": ENOUGH_S, "cuda": 0.5}  # seconds: many contenders, and a GPU varies less
-EXACT_IMAGES = 8  # of which the float64 reference, which holds all it computes, is taken at a time
+TRAINS = {"cpu": (), "cuda": (512, 2048)}  # large batches: do they train in the GPU's memory?
+# Seconds. On a GPU there are many contenders, whose times vary less.
+ENOUGH = {"cpu": ENOUGH_S, "cuda": 0.5}
+EXACT_IMAGES = 8  # at a time in the float64 reference, which keeps all intermediate results
 PHASES = {"forward": "forward", "forward_backward": "forward and backward"}
 COMPARED = ("output", "x", "weight", "bias")
 
@@ -162,12 +167,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", type=count,
                         help=f"default: cpu {SIZES['cpu']}, cuda {SIZES['cuda']}")  # fmt: skip
     parser.add_argument("--slow-sizes", nargs="+", type=count, default=SLOW_SIZES,
-                        help="those of them at which reference and torch.compile are timed too; "
+                        help="sizes at which reference and torch.compile are timed too; "
                         f"default: {SLOW_SIZES}")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         precisions = [p for p in PRECISIONS[device] if p.name in arguments.precision]
         if not precisions:
@@ -185,7 +190,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 def measure(
     device_type: str, precisions: list[Precision], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times the contenders on one device; returns what its JSON says of it."""
+    """Times the contenders on one device; returns the contents of its JSON."""
     device = torch.device(device_type)
     sizes = arguments.sizes or SIZES[device_type]
     slow_sizes = [size for size in sizes if size in arguments.slow_sizes]
@@ -230,7 +235,7 @@ def measure(
 
 
 def _ways(device_type: str) -> tuple[list[Way], dict[str, str]]:
-    """The contenders; and contender -> why it cannot run."""
+    """Returns the contenders that can run, and contender -> why it cannot."""
 
     def layer(impl: str) -> Callable[..., Tensor]:
         return lambda x, *parameters, kernel_size: high_order_layer(
@@ -285,13 +290,13 @@ def _compete(
     with_errors: bool,
     say: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What is measured at one size: a row for each way; and its errors, if they are wanted."""
+    """Measures one size: returns a row for each way, and its errors if `with_errors`."""
     device = sample.args[0].device
     torch.compiler.reset()
     contenders = [way.contender(sample) for way in ways]
     least_memory = take_turns(
-        contenders, together, device, REPEATS[device.type], lambda contender: say(contender.name),
-        ENOUGH[device.type],
+        contenders, time_together, device, REPEATS[device.type],
+        lambda contender: say(contender.name), ENOUGH[device.type],
     )  # fmt: skip
     cost = find("high_order_layer").cost(sample)
     floors = {
@@ -333,7 +338,7 @@ def _compete(
 
 
 def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest peer in the rows of one size, and how many times faster ours are."""
+    """Returns the fastest peer in the rows of one size, and how many times faster ours are."""
     peers, ours = ([row for row in rows if row["kind"] == kind and not row["error"]]
                    for kind in ("peer", "ours"))  # fmt: skip
     best: dict[str, Any] = {"among": [row["contender"] for row in peers]}
@@ -351,7 +356,7 @@ def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _exact(sample: Sample, grad: Tensor) -> list[Tensor]:
-    """Output and gradients in float64: the definition, a few images at a time."""
+    """Computes output and gradients by the definition in float64, a few images at a time."""
     x, *parameters = (tensor.double() for tensor in sample.args)
     images: list[tuple[Tensor, Tensor]] = []  # output and gradient of x
     sums = [torch.zeros_like(parameter) for parameter in parameters]
@@ -366,7 +371,7 @@ def _exact(sample: Sample, grad: Tensor) -> list[Tensor]:
 
 
 def _errors(contender: Contender, grad: Tensor, exact: list[Tensor]) -> dict[str, Any]:
-    """The relative errors of output and gradients; as strings where they are not finite."""
+    """Computes the relative errors of output and gradients; strings where they are not finite."""
     errors: dict[str, Any] = dict.fromkeys(COMPARED)
 
     def compare() -> None:
@@ -382,7 +387,7 @@ def _errors(contender: Contender, grad: Tensor, exact: list[Tensor]) -> dict[str
 def _trains(
     ways: list[Way], best: dict[str, Any], device: torch.device, precision: Precision
 ) -> list[dict[str, Any]]:
-    """Whether ours and the best peer run forward and backward at large sizes, and in how much."""
+    """Tries whether ours and the best peer train at large sizes, and in how much memory."""
     peer = best["forward_backward"] and best["forward_backward"]["contender"]
     rows = []
     for size in TRAINS[device.type]:
@@ -483,7 +488,7 @@ def _trains_table(trains: list[dict[str, Any]]) -> Table:
 
 
 def draw_times(measured: dict[str, Any], path: Path) -> None:
-    """Draws forward, and forward and backward, against the batch size; a row a precision."""
+    """Draws the times against the batch size, a row of panels for each precision."""
     precisions = list(measured["matmul_tflop_per_s"])
     figure, panels = grid(len(precisions), len(PHASES))
     for precision, line in zip(precisions, panels, strict=True):
@@ -503,7 +508,7 @@ def draw_times(measured: dict[str, Any], path: Path) -> None:
 
 
 def draw_memory(measured: dict[str, Any], path: Path) -> None:
-    """Draws what a forward and backward hold beyond their inputs, against the batch size."""
+    """Draws the memory of a forward and backward beyond their inputs, against the batch size."""
     precisions = list(measured["matmul_tflop_per_s"])
     figure, panels = grid(1, len(precisions))
     for precision, panel in zip(precisions, panels[0], strict=True):

@@ -1,6 +1,6 @@
 """Times the implementations of every declared operator: ``python scripts/benchmark.py op``.
 
-Beside them ``torch.compile`` of the reference and the declared baselines; at the declared sizes.
+It also times ``torch.compile`` of the reference and the declared baselines, at the declared sizes.
 Writes, and draws beside it::
 
     op_<operator>_<device>_<dtype>.json
@@ -41,13 +41,13 @@ from benchmarks.measurement import (
     APART,
     REPEATS,
     Contender,
-    apart,
     copy_bandwidth,
     memory_limit,
     method,
     summary,
     take_turns,
     temporarily,
+    time_apart,
 )
 from hoconv.commands import add_operator_option, dtype_name, write, write_json
 from hoconv.declaration import Operator, operators
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for operator in operators():
         if operator.name not in arguments.operator:
             continue
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 def measure(
     operator: Operator, device_type: str, dtype: torch.dtype, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times one operator on one device in one dtype; returns what its JSON says of it."""
+    """Times one operator on one device in one dtype; returns the contents of its JSON."""
     device = torch.device(device_type)
     sizes = arguments.sizes or operator.benchmark.sizes
     repeats = REPEATS[device_type]
@@ -114,7 +114,7 @@ def measure(
             def say(contender: Contender, size: int = size) -> None:
                 progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
 
-            least_memory = take_turns(contenders, apart, device, repeats, say)
+            least_memory = take_turns(contenders, time_apart, device, repeats, say)
             cost = operator.cost(sample)
             for contender in contenders:
                 times = contender.times_ms
@@ -144,7 +144,7 @@ def measure(
 def _functions(
     operator: Operator, device_type: str
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """Contender -> function of a sample's arguments; and implementation -> why it cannot run."""
+    """Returns contender -> function, and implementation -> why it cannot run."""
 
     def public(impl: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: operator.function(*args, impl=impl, **kwargs)
@@ -156,7 +156,7 @@ def _functions(
         try:
             choose(operator, impl, device_type)
         except ImplementationError as error:
-            if not isinstance(error, BrokenImplementationError):  # all rows of which say why
+            if not isinstance(error, BrokenImplementationError):  # each of its rows will say why
                 unavailable[impl] = str(error)
                 continue
         functions[impl] = public(impl)

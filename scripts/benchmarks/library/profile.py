@@ -1,7 +1,8 @@
 """Reads the GPU's counters of the largest kernels: ``python scripts/benchmark.py profile``.
 
-Those of the fused high-order layer, by precision, and of the approximate matrix product, by
-multiplier. Needs NVIDIA's profiler ncu, and the permission to read counters. Writes::
+The kernels are those of the fused high-order layer, in every precision, and of the approximate
+matrix product, with some multipliers. The command needs NVIDIA's profiler ncu, and the permission
+to read counters. Writes::
 
     profile_cuda.json
         command, date, method, environment
@@ -9,14 +10,14 @@ multiplier. Needs NVIDIA's profiler ncu, and the permission to read counters. Wr
             case, kernel (forward, backward, multiply_matrices), registers_per_thread
             milliseconds              at the clock that ncu sets: not the benchmark's
             million_instructions      of warps
-            percent                   of what the device could do, by unit:
-                issue                 a scheduler issues an instruction
-                tensor_cores          they are busy
+            percent                   of the device's peak, by unit:
+                issue                 cycles in which a scheduler issues an instruction
+                tensor_cores          cycles in which they are busy
                 shared_memory         passes of loads and stores through L1 and shared memory
                 dram                  bytes
                 warps                 resident
-            stalls                    cycles that a warp waits for each instruction it issues, by
-                                      what for; those of at least 0.1
+            stalls                    reason -> cycles that a warp waits for each instruction that
+                                      it issues, if at least 0.1
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ _STALLS = (
     "math_pipe_throttle", "mio_throttle", "no_instruction", "not_selected", "selected",
     "short_scoreboard", "wait",
 )  # fmt: skip
+_LEAST_STALL = 0.1  # cycles an instruction; shorter stalls are left out
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 _OTHER = ("gpu__time_duration.sum", "smsp__inst_executed.sum", "launch__registers_per_thread")
 
@@ -71,13 +73,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     if "cuda" not in arguments.device:
         obstacle = None if torch.cuda.is_available() else jit.no_gpu()
         raise SystemExit(f"profile: {obstacle or 'only a GPU has these counters; drop --device'}")
     kernels = [kernel for name in arguments.case for kernel in _profile(name)]
     table = Table("case", "kernel", "ms", "M instructions", "registers", *_PERCENT,
-                  title="counters; per cent of what the device could do")  # fmt: skip
+                  title="counters; percent of the device's peak")  # fmt: skip
     for kernel in kernels:
         table.add_row(
             kernel["case"],
@@ -93,10 +95,10 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def _profile(case: str) -> list[dict[str, Any]]:
-    """What ncu says of the kernels of a case, which a process of its own runs.
+    """Runs a case under ncu, in a process of its own; returns the counters of its kernels.
 
     Raises:
-        SystemExit: ncu is not there, or could not measure.
+        SystemExit: ncu is not installed, or fails.
     """
     metrics = [*_PERCENT.values(), *(_STALL.format(stall) for stall in _STALLS), *_OTHER]
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base",
@@ -128,7 +130,7 @@ def _kernel(case: str, row: dict[str, str]) -> dict[str, Any]:
         "milliseconds": value("gpu__time_duration.sum") / 1e6,
         "million_instructions": value("smsp__inst_executed.sum") / 1e6,
         "percent": {unit: value(metric) for unit, metric in _PERCENT.items()},
-        "stalls": {stall: ratio for stall, ratio in stalls.items() if ratio >= 0.1},
+        "stalls": {stall: ratio for stall, ratio in stalls.items() if ratio >= _LEAST_STALL},
     }
 
 
@@ -145,7 +147,6 @@ def _product(multiplier: str) -> None:
     approx.matmul(a, b, multiplier, impl="cuda")
 
 
-# What is profiled.
 CASES: dict[str, Callable[[], None]] = {
     **{f"layer {p.name}": functools.partial(_layer, p) for p in PRECISIONS["cuda"]},
     **{f"approx {name}": functools.partial(_product, name) for name in MULTIPLIERS},

@@ -1,15 +1,14 @@
 """Times recurrent layers: ``python scripts/benchmark.py recurrent``.
 
-Sections, each of layers whose input has as many features as their states, H; in float32, and on a
-GPU in bfloat16:
+Input and states of a layer have H features. The sections, in float32 and on a GPU in bfloat16:
 
-- ``cells``: cells that no library has, against the definition, called at every step in PyTorch;
-  those of ``--compile`` also against torch.compile of that, which unrolls ``--compile-steps``.
-- ``library``: LSTM and GRU against nn.LSTM and nn.GRU, with plans of our own only (schedule
-  ``graph``); and with ``auto`` where that calls cuDNN; on a GPU in float32 with TF32, too.
-- ``ladder``: an LSTM at every schedule, and nn.LSTM, in float32.
+- ``cells``: cells that no library has, against the definition, which PyTorch calls at every step.
+  The cells of ``--compile`` also against torch.compile, which unrolls ``--compile-steps`` steps.
+- ``library``: LSTM and GRU against nn.LSTM and nn.GRU, with schedule ``graph``, which never calls
+  cuDNN; also with ``auto`` where that calls cuDNN. On a GPU also in float32 with TF32.
+- ``ladder``: an LSTM with every schedule, against nn.LSTM, in float32.
 - ``lengths``: an LSTM on sequences of lengths uniform in 1 to T, against nn.LSTM on the same
-  packed, and on all steps of the padded ones.
+  sequences, packed, and on all steps of the padded ones.
 - ``latency``: the first calls of a new process, with an empty cache and with a full one.
 
 Writes one file for each section, and draws ``library`` and ``ladder`` beside them::
@@ -26,11 +25,11 @@ Writes one file for each section, and draws ``library`` and ``ladder`` beside th
                                   the first contender of the case and precision
             extra_memory_bytes    most that a forward and a backward hold beyond the input
             compile_s             of torch.compile: seconds of its first forward and backward
-        geometric_means   of speed_up, where there are several shapes: cell, layers, precision,
-                          contender, and the phases
+        geometric_means   of speed_up over the shapes, if there are several: cell, layers,
+                          precision, contender, and the phases
     recurrent_latency_<device>.json
         command, date, method, environment, device, section, case
-        seconds           "empty cache", "full cache" -> what call it is -> seconds
+        seconds           "empty cache", "full cache" -> name of the call -> seconds
 """
 
 from __future__ import annotations
@@ -79,15 +78,15 @@ from hoconv.declaration import Sample
 from hoconv.recurrent.schedule import plan
 
 REPEATS = {"cpu": 5, "cuda": 10}
-CALLS = {"cpu": 1, "cuda": 3}  # in a row, of a repeat
-ENOUGH_S = {"cpu": 2.0, "cuda": 0.1}  # of one call's repeats, after which the least number do
+CALLS = {"cpu": 1, "cuda": 3}  # of a repeat, one after another
+ENOUGH_S = {"cpu": 2.0, "cuda": 0.1}  # as of `take_turns`
 COMPILE_LIMIT_S = 240.0
 METHOD = (
     "A layer of random parameters and input. forward: the layer, with gradients enabled; "
     "forward_backward: the same and torch.autograd.grad of the output with respect to the input "
-    "and all parameters. A repeat is some calls one after another, queued behind another that is "
-    "not timed, divided by their number: on a GPU the longer one of the host's time and the "
-    "device's, as in training. Contenders take turns within one process, after warm-up; medians, "
+    "and all parameters. A repeat is the mean time of some calls one after another, queued behind "
+    "a call that is not timed: on a GPU, as in training, the longer of the host's time and the "
+    "device's. Contenders take turns within one process, after warm-up; medians, "
     "20th and 80th percentiles. Clock: CUDA events, or time.perf_counter. Strict float32 is "
     "torch.backends.cuda.matmul.allow_tf32=False and torch.backends.cudnn.allow_tf32=False, tf32 "
     "both True. torch.compile: dynamic=False, fullgraph=True, in a process of its own. latency: a "
@@ -142,16 +141,19 @@ SHAPES = {
         (512, 32, 2048),
     ),
 }  # fmt: skip
-LONGEST = {"cpu": 200, "cuda": 1000}  # of the section lengths
-TYPICAL = (100, 64, 512)
+LONGEST = {"cpu": 200, "cuda": 1000}  # T of the section lengths
+TYPICAL = (100, 64, 512)  # T, B, H
 
 # A layer, and the function of its input that is timed.
-Made = tuple[nn.Module, Callable[[Tensor], Tensor]]
-Way = Callable[[Case, torch.device, torch.dtype], Made]
+Timeable = tuple[nn.Module, Callable[[Tensor], Tensor]]
+# Makes the layer of a case.
+Way = Callable[[Case, torch.device, torch.dtype], Timeable]
 
 
 def ours(impl: str, schedule: str = "auto") -> Way:
-    def make(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+    """Returns the way to make our layer with an implementation and a schedule."""
+
+    def make(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
         layer = rnn.RNN(
             getattr(rnn, case.cell), case.H, case.H, case.layers, schedule=schedule, impl=impl,
             device=device, dtype=dtype,
@@ -161,22 +163,24 @@ def ours(impl: str, schedule: str = "auto") -> Way:
     return make
 
 
-def pytorchs(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+def make_pytorch(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
     layer = NN[case.cell](case.H, case.H, case.layers, device=device, dtype=dtype)
     return layer, lambda x: layer(x)[0]
 
 
 def with_lengths(make: Way) -> Way:
-    def made(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
+    """Returns a way whose layer is called with random lengths."""
+
+    def make_with_lengths(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
         layer, _ = make(case, device, dtype)
         lengths = _lengths(case)
         return layer, lambda x: layer(x, None, lengths)[0]
 
-    return made
+    return make_with_lengths
 
 
-def packed(case: Case, device: torch.device, dtype: torch.dtype) -> Made:
-    layer, _ = pytorchs(case, device, dtype)
+def make_packed(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+    layer, _ = make_pytorch(case, device, dtype)
     lengths = _lengths(case)
 
     def run(x: Tensor) -> Tensor:
@@ -202,7 +206,7 @@ def library(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str,
     for cell, theirs in NN.items():
         for shape in SHAPES[device]:
             case, impl = Case(cell, *shape), IMPLS[device]
-            ways = {f"nn.{theirs.__name__}": pytorchs, "ours": ours(impl, "graph")}
+            ways = {f"nn.{theirs.__name__}": make_pytorch, "ours": ours(impl, "graph")}
             bound = getattr(rnn, cell).bind(case.H, case.H, {})
             if device == "cuda" and plan(bound, precision.dtype).cudnn:
                 ways["ours, auto"] = ours(impl)
@@ -213,13 +217,13 @@ def ladder(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, 
     if precision == FLOAT32:
         rungs = {name: ours(IMPLS[device], name) for name in rnn.SCHEDULES if name != "auto"}
         for layers in (1, 4):
-            yield Case("lstm", *TYPICAL, layers), rungs | {"nn.LSTM": pytorchs}
+            yield Case("lstm", *TYPICAL, layers), rungs | {"nn.LSTM": make_pytorch}
 
 
 def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
     ways = {
-        "nn.LSTM, packed": packed,
-        "nn.LSTM, all steps": pytorchs,
+        "nn.LSTM, packed": make_packed,
+        "nn.LSTM, all steps": make_pytorch,
         "ours": with_lengths(ours(IMPLS[device])),
     }
     if not precision.tf32:
@@ -239,11 +243,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", nargs="+", choices=CELLS, default=[],
                         help="cells to time torch.compile of, too")  # fmt: skip
     parser.add_argument("--compile-steps", type=count, default=TYPICAL[0], metavar="N",
-                        help="steps to compile at a time; default: all, for minutes")  # fmt: skip
+                        help="steps to compile at a time; default: all, in minutes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         for section in arguments.sections:
             measured = head | {"method": METHOD, "device": device, "section": section}
@@ -262,7 +266,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 def measure(
     section: str, device_type: str, compiled: Sequence[str] = (), steps: int = TYPICAL[0]
 ) -> dict[str, Any]:
-    """Times a section's contenders on one device; returns what its JSON says of it."""
+    """Times a section's contenders on one device; returns the contents of its JSON."""
     device = torch.device(device_type)
     rows: list[dict[str, Any]] = []
     with memory_limit(device_type), Progress(console=console(), transient=True) as progress:
@@ -282,7 +286,7 @@ def measure(
 def _compete(
     case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """What is measured of one case: a row for each way."""
+    """Measures one case; returns a row for each way."""
     x = torch.randn(case.T, case.B, case.H, device=device, dtype=dtype)
     contenders = []
     for name, make in ways.items():
@@ -291,7 +295,12 @@ def _compete(
         contender.leaves += layer.parameters()
         contenders.append(contender)
     take_turns(
-        contenders, in_a_row, device, REPEATS[device.type], lambda _: None, ENOUGH_S[device.type]
+        contenders,
+        time_in_a_row,
+        device,
+        REPEATS[device.type],
+        lambda _: None,
+        ENOUGH_S[device.type],
     )
     return [
         {
@@ -305,8 +314,8 @@ def _compete(
     ]  # fmt: skip
 
 
-def in_a_row(contender: Contender, _timed: Timed) -> dict[str, float]:
-    """What `METHOD` says."""
+def time_in_a_row(contender: Contender, _timed: Timed) -> dict[str, float]:
+    """Times several calls one after another, as `METHOD` describes."""
     device = contender.leaves[0].device
     times = {}
     for phase, call in zip(PHASES, (contender.forward, contender.both), strict=True):
@@ -326,7 +335,7 @@ def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _compiled(case: Case, device: str, precision: Precision, steps: int) -> dict[str, Any]:
-    """The row of torch.compile, from a process that is ended when it takes too long."""
+    """Returns the row of torch.compile, from a process that is killed if it takes too long."""
     name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
     row = {"contender": name, **dict.fromkeys(PHASES), "extra_memory_bytes": None}
     given = json.dumps(
@@ -346,7 +355,7 @@ print(json.dumps(compete_compiled(**json.loads(sys.argv[1]))))
 
 
 def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any) -> dict[str, Any]:
-    """Compiles some steps of the definition, and times all: a row but for the contender's name."""
+    """Compiles `steps` steps of the definition and times all; returns a row without a name."""
     case, device = Case(**sizes), torch.device(device_type)
     (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
     layer, _ = ours("reference")(case, device, setting.dtype)
@@ -359,23 +368,22 @@ def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any)
             outputs.append(output)
         return torch.cat(outputs)
 
-    made = layer, function
     x = torch.randn(case.T, case.B, case.H, device=device, dtype=setting.dtype)
     with torch.no_grad():
         first = tuple(torch.zeros_like(state) for state in layer(x[:1])[1])
     with setting.in_force():
         begin = time.perf_counter()
-        error = failure(lambda: made[1](x.requires_grad_()).sum().backward())
+        error = failure(lambda: function(x.requires_grad_()).sum().backward())
         seconds = time.perf_counter() - begin
         if error:
             return {"error": error}
-        (row,) = _compete(case, {"": lambda *_: made}, device, setting.dtype)
+        (row,) = _compete(case, {"": lambda *_: (layer, function)}, device, setting.dtype)
     del row["contender"]
     return row | {"compile_s": seconds}
 
 
 def geometric_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the speed-up of each cell, number of layers, precision and contender over its shapes."""
+    """Returns the geometric mean of the speed-up over the shapes of each `KEY`."""
     found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
     for row in rows:
         if row["speed_up"]:
@@ -408,7 +416,7 @@ print(json.dumps({name: call(*sizes) for name, sizes in calls.items()}))
 
 
 def latency(device: str) -> dict[str, Any]:
-    """The seconds of the first calls, by the state of the cache."""
+    """Measures the seconds of the first calls, with an empty and with a full cache."""
     sizes = map(str, TYPICAL)
     with tempfile.TemporaryDirectory() as cache:
         arguments = _FIRST_CALLS, device, IMPLS[device], *sizes
@@ -422,7 +430,7 @@ def latency(device: str) -> dict[str, Any]:
 def _elsewhere(
     program: str, *arguments: str, timeout: float | None = None, **environment: str
 ) -> dict[str, Any]:
-    """What a program prints last, as JSON, in a process of its own."""
+    """Runs a program in a process of its own; returns the JSON of the last line that it prints."""
     path = os.pathsep.join(sys.path)  # hoconv need not be installed
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], check=True, timeout=timeout, text=True,

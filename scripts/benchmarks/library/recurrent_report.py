@@ -1,4 +1,4 @@
-"""What scripts/benchmarks/library/recurrent.py measured: tables and charts."""
+"""Tables and charts of the measurements of scripts/benchmarks/library/recurrent.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def table(measured: dict[str, Any]) -> Table:
 
 
 def draw_library(measured: dict[str, Any], path: Path) -> None:
-    """Draws how many times faster than PyTorch's layers ours are, at every shape."""
+    """Draws the speed-up of our layers over PyTorch's, at every shape."""
     rows = [row for row in measured["rows"] if row["contender"] == "ours" and row["speed_up"]]
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     shapes = list(dict.fromkeys((row["T"], row["B"], row["H"]) for row in rows))

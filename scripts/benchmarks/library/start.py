@@ -4,8 +4,8 @@ Writes::
 
     start_<library>.json
         command, date, method, environment, library
-        first_s           import and load with an empty cache: the compilation
-        later_s           the same with the library in the cache: median_s, and each of them
+        first_s           import and load with an empty cache, compilation included
+        later_s           the same with the library in the cache: median_s, and each_s
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ METHOD = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """Adds none: the command has no options of its own."""
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     table = Table("library", "first use, compiling", "later starts, median", title="Start, s")
     for library in arguments.device:
         with tempfile.TemporaryDirectory() as cache:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def _start(library: str, cache: str) -> float:
-    """Seconds that a new process takes to import hoconv and load a library, with this cache.
+    """Measures the seconds in which a new process imports hoconv and loads a library.
 
     Raises:
         BuildError: it cannot be compiled or loaded.

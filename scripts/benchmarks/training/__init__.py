@@ -1,1 +1,1 @@
-"""Training steps, data and whole runs."""
+"""Benchmarks of training: steps, reading data, whole runs."""

@@ -1,18 +1,18 @@
-"""Times photographs through the simple model: ``python scripts/benchmark.py images``.
+"""Times the simple model on photographs: ``python scripts/benchmark.py images``.
 
 The model is the high-order layer on 3 x 224 x 224 images, global average pooling and a linear
 classifier. Writes::
 
     images_<device>.json
         command, date, method, environment, device
-        images            how many went through
-        files             how many there are in the folder
-        student_project_s what the project that proposed the layer reported for 1,000 COCO images
+        images            the number of images that went through
+        files             the number of image files in the folder
+        student_project_s the time that the student project reported for 1,000 COCO images
         rows              one for each implementation:
             impl
-            error             null, or why there is nothing
-            seconds           of all images
-            reading_s         of these, until a batch of images was there
+            error             null, or why nothing was measured
+            seconds           for all images
+            reading_s         the part of it spent reading images
             images_per_s
 """
 
@@ -46,9 +46,9 @@ STUDENT_PROJECT_S = 213.0  # forward and backward, on a CPU
 METHOD = (
     f"Images in batches of {BATCH}: each is read, decoded, resized to 224 x 224 and normalised in "
     "the process that computes, then forward, cross-entropy with random labels, and backward; "
-    "time.perf_counter from the first file to the end of the last backward pass. The files come "
-    "again until there are as many images as asked for. Before it, a batch that is not counted. "
-    "float32, no TF32. student_project_s was measured by others on another CPU."
+    "time.perf_counter from the first file to the end of the last backward pass. Files repeat "
+    "until there are as many images as asked for. One batch before that is not timed. float32, no "
+    "TF32. student_project_s was measured by others on another CPU."
 )
 
 
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     data = ImageFolder(arguments.input, NETWORK.image_shape[-1], BATCH)
     for device in arguments.device:
         implementations = HighOrderConv2d.operator.implementations.items()
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         }
         console().print(_table(measured))
         write_json(arguments.out / f"images_{device}.json", measured)
-    data.teardown("predict")  # says which files were skipped
+    data.teardown("predict")  # prints which files were skipped
 
 
 def _row(impl: str, device: str, data: ImageFolder, count: int) -> dict[str, Any]:
@@ -109,10 +109,10 @@ def _measured(impl: str, device: torch.device, data: ImageFolder, count: int) ->
     computing = 0.0
     begin = time.perf_counter()
     for images in _batches(data, count, device):
-        there = time.perf_counter()
+        begin_of_batch = time.perf_counter()
         forward_and_backward(images)
         synchronize(device)
-        computing += time.perf_counter() - there
+        computing += time.perf_counter() - begin_of_batch
     seconds = time.perf_counter() - begin
     return {
         "seconds": seconds,
@@ -122,7 +122,7 @@ def _measured(impl: str, device: torch.device, data: ImageFolder, count: int) ->
 
 
 def _batches(data: ImageFolder, count: int, device: torch.device) -> Iterator[Tensor]:
-    """So many images, those of the folder again and again."""
+    """Yields `count` images in batches; repeats the folder's."""
     left = count
     while left:
         before = left

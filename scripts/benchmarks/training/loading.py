@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         measured = head | {"method": METHOD, "device": device, "overrides": arguments.overrides}
         measured["rows"] = [

@@ -7,8 +7,8 @@ Writes::
         rows              one for each number of devices:
             devices
             error, step_ms, samples_per_s, peak_memory_mb, data_wait_fraction
-                          as training_run.py measures them; samples_per_s of all devices
-            efficiency    samples_per_s over devices times that of one
+                          as training_run.py measures them; samples_per_s is of all devices
+            efficiency    samples_per_s over the number of devices times samples_per_s of one
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OVERRIDES = (
 )  # fmt: skip
 STEPS, INTERVAL = 200, 10
 METHOD = (
-    "The batch of each device stays the same (weak scaling), and so do the threads of each "
-    f"process: those of the machine over the most devices. {TRAINING}"
+    "The batch of each device stays the same (weak scaling). So do the threads of each process: "
+    f"the machine's threads over the largest number of devices. {TRAINING}"
 )
 
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         measured = head | {
             "method": METHOD,
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def measure(device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of devices."""
+    """Trains on each number of devices; returns a row for each."""
     rows: list[dict[str, Any]] = []
     threads = max(1, torch.get_num_threads() // max(arguments.devices))
     for devices in arguments.devices:

@@ -1,9 +1,9 @@
 """Times training steps and the layers' share of them: ``python scripts/benchmark.py step``.
 
-On one fixed batch: the networks of ``python train.py experiment=mnist_cnn``, and of
-``coco_segmentation`` and ``coco_captions`` with ``model.network.depth=5``; and the high-order layer
-on 3 x 224 x 224 images, global average pooling and a linear classifier. A step is the forward pass,
-cross-entropy, the backward pass and the optimizer. Writes::
+The networks are those of ``python train.py experiment=mnist_cnn``, of ``coco_segmentation`` and
+``coco_captions`` with ``model.network.depth=5``, and the simple model: the high-order layer on
+3 x 224 x 224 images, global average pooling and a linear classifier. A step is the forward pass,
+cross-entropy, the backward pass and the optimizer, on one fixed batch. Writes::
 
     step_<device>.json
         command, date, method
@@ -14,10 +14,10 @@ cross-entropy, the backward pass and the optimizer. Writes::
             network, precision (float32; bfloat16 by autocast, on a GPU), batch, impl
             error                 null, "out of memory", or what was raised: then the rest is null
             samples_per_s         the median over runs of steps
-            step_ms, layers_ms    device time of one step, and of the layers in it: median_ms,
-                                  p20_ms, p80_ms, repeats
-            layers_share          the one median over the other
-            speed_up_limit        of a step whose layers would take no time (Amdahl)
+            step_ms, layers_ms    device time of one step, and of its layers: median_ms, p20_ms,
+                                  p80_ms, repeats
+            layers_share          the median of layers_ms over that of step_ms
+            speed_up_limit        of a step if its layers took no time (Amdahl)
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from models.networks.encoder_decoder import EncoderDecoder
 
 RUNS = 5
 STEPS = {"cpu": 1, "cuda": 20}  # of a run
-MARKED_STEPS = 5
+MARKED_STEPS = 5  # timed with marks around the layers
 CLASSES = 10
 CATEGORIES = COCO.num_classes
 WORDS, VOCABULARY = 20, 10_000
@@ -69,14 +69,15 @@ PRECISIONS = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
 MEASURED = "samples_per_s", "step_ms", "layers_ms", "layers_share", "speed_up_limit"
 METHOD = (
     "Samples a second: median over runs of some steps each, ended by a synchronisation, "
-    "time.perf_counter, after warm-up. Share of the layers: a mark is set where a step begins and "
-    "ends, and by hooks where the device enters and leaves a layer: before and after its forward, "
-    "when the gradient of its output is there, and when the last of the gradients of its input and "
-    "parameters is; nothing else runs between, as autograd takes what was done last first. A mark "
-    "is a CUDA event, or time.perf_counter on a CPU. On a GPU these steps are queued behind reads "
-    "that outlast their launch, so that the time of the device is measured, without gaps in which "
-    "it waits for the host; samples a second include such gaps, as training does. "
-    "torch.backends.cudnn.allow_tf32=False, as train.py has it. Captions: 20 words of 10,000."
+    "time.perf_counter, after warm-up. Share of the layers: marks are set at the begin and end of "
+    "a step, and by hooks where the device enters and leaves a layer. It enters before the "
+    "forward, and when the gradient of the output is ready. It leaves after the forward, and when "
+    "the last gradient of its input and parameters is ready. Autograd runs in the reverse order of "
+    "the forward, so nothing else runs in between. A mark is a CUDA event, or time.perf_counter on "
+    "a CPU. On a GPU these steps are queued behind reads that outlast their launch: their times "
+    "exclude gaps in which the device waits for the host. Samples a second include such gaps, as "
+    "training does. torch.backends.cudnn.allow_tf32=False, as in train.py. Captions: 20 words of a "
+    "vocabulary of 10,000."
 )
 
 
@@ -84,7 +85,7 @@ METHOD = (
 class Network:
     """A network, its batch size and input, and its optimizer.
 
-    Labels of an image are of `label_shape`, each one of `classes`.
+    The labels of an image have `label_shape`; each is one of `classes`.
     """
 
     build: Callable[[], nn.Module]
@@ -95,7 +96,7 @@ class Network:
     classes: int = CLASSES
 
     def make(self, impl: str) -> nn.Module:
-        """The network, its layers set to an implementation."""
+        """Builds the network and sets its layers to an implementation."""
         network = self.build()
         set_impl(network, impl)
         return network
@@ -108,7 +109,7 @@ def one_layer() -> nn.Module:
 
 
 class Captions(nn.Module):
-    """Predicts the words of captions, given those before."""
+    """Predicts each word of a caption from the words before it."""
 
     words: Tensor
 
@@ -123,7 +124,7 @@ class Captions(nn.Module):
 
 
 NETWORKS = {
-    "mnist_cnn": Network(  # as conf/ has it
+    "mnist_cnn": Network(  # as in conf/
         lambda: CNN((1, 28, 28), CLASSES), 128, (1, 28, 28), torch.optim.AdamW
     ),
     "one layer at 224 x 224": Network(one_layer, 64, (3, 224, 224), torch.optim.SGD),
@@ -143,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         measured = head | measure(device, arguments.network)
         console().print(_table(measured))
@@ -156,7 +157,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def measure(device_type: str, networks: list[str]) -> dict[str, Any]:
-    """Times the steps of some networks on one device; returns what its JSON says of it."""
+    """Times the steps of some networks on one device; returns the contents of its JSON."""
     rows, unavailable = [], {}
     with memory_limit(device_type), temporarily(torch.backends.cudnn, allow_tf32=False):
         for impl in ("reference", "cuda" if device_type == "cuda" else "cpp"):
@@ -239,7 +240,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _keep_busy(milliseconds: float, device: torch.device) -> None:
-    """Queues reads that take a GPU about so long; nothing on a CPU, which has no queue."""
+    """Queues reads that take a GPU about this long; does nothing on a CPU, which has no queue."""
     if device.type == "cpu":
         return
     buffer = torch.zeros(FLUSH_BYTES // 4, device=device)
@@ -254,12 +255,12 @@ def _keep_busy(milliseconds: float, device: torch.device) -> None:
 class LayerMarks:
     """Marks where the device enters and leaves the layers of a network, forward and backward.
 
-    Each layer is called once a step.
+    A step must call each layer once.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._spans: list[list[Any]] = []  # where the device entered, and where it left
+        self._spans: list[list[Any]] = []  # pairs of marks: the device entered, the device left
         for _, layer in layers(model):
             self._watch(layer)
 
@@ -267,7 +268,7 @@ class LayerMarks:
         self._spans.clear()
 
     def milliseconds(self) -> float:
-        """Spent in the layers since `clear`."""
+        """Returns the time spent in the layers since `clear`."""
         return sum(milliseconds_between(begin, end) for begin, end in self._spans)
 
     def _watch(self, layer: nn.Module) -> None:
@@ -279,7 +280,9 @@ class LayerMarks:
             self._spans.append(span)
 
         def leave(*_: Any) -> None:
-            span[1] = mark(self._device)  # each gradient of the layer again: the last one stays
+            span[1] = mark(
+                self._device
+            )  # every gradient of the layer replaces it; the last one stays
 
         def before(_: nn.Module, inputs: Any) -> None:
             for each in tree_leaves(inputs):

@@ -1,19 +1,20 @@
 """Times training steps of every model with every implementation: ``benchmark.py table``.
 
 The simple model is the high-order layer on 3 x 224 x 224 images, global average pooling and a
-linear classifier, on one fixed batch; the others are experiments of train.py. Writes, <devices>
-being cpu, cuda or cpu_cuda::
+linear classifier, on one fixed batch. The others are experiments of train.py. Writes, where
+<devices> is cpu, cuda or cpu_cuda::
 
     table_<devices>.json
         command, date, method, environment
         cells             one for each model and column:
             model, column, device, impl, compile, batch of the simple model
             error, step_ms, samples_per_s, peak_memory_mb, data_wait_fraction
-                          error: null, or why there is nothing; step_ms with percentiles
-        batches           the same for the simple model by `batch`
-        largest_batch     of the simple model on a GPU, a power of two: column -> images, or null
-    table_<devices>.begun.json    the same until then, as far as it came; after an interruption the
-                      same command goes on with it
+                          error: null, or why nothing was measured; step_ms with percentiles
+        batches           the same for the simple model with every `batch`
+        largest_batch     column -> the largest power of two of images with which a step of the
+                          simple model fits the GPU, or null
+    table_<devices>.begun.json    the finished part of a command that is not done; after an
+                      interruption the same command continues it
     table_<devices>.md    time and peak memory of the cells
     table_<devices>.png   time and memory of a step of the simple model against its batch
 """
@@ -38,6 +39,7 @@ from matplotlib.figure import Figure
 from rich.markdown import Markdown
 
 from benchmarks.measurement import (
+    LEAST_REPEATS,
     WARM_UP,
     extra_memory,
     failure,
@@ -72,17 +74,18 @@ COLUMNS = {
     "torch.compile GPU": ("cuda", "reference", True),
 }
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
-BATCH = 64  # of the table, or the nearest that was asked for
+BATCH = 64  # in the table; the nearest of --batch is taken
 REPEATS = {"cpu": 5, "cuda": 20}
-ENOUGH_S = 20.0  # of measured steps; then three do
+# A contender whose measured steps have taken this long needs LEAST_REPEATS only.
+ENOUGH_S = 20.0
 STEPS = {"cpu": 50, "cuda": 200}  # of an experiment
 INTERVAL = {"cpu": 5, "cuda": 20}
 METHOD = (
     "Simple model: forward, cross-entropy, backward and SGD on one batch, each step timed alone "
-    "(time.perf_counter on a CPU, CUDA events on a GPU) after warm-up; memory is what a step holds "
-    f"at most beyond the model and the batch. Experiments: {TRAINING} Memory is the most that "
-    "PyTorch had allocated on the GPU, or the process resident on a CPU. float32, no TF32. "
-    "torch.compile: of the reference; compilation is in the warm-up."
+    "(time.perf_counter on a CPU, CUDA events on a GPU) after warm-up; memory is the most that a "
+    f"step holds beyond the model and the batch. Experiments: {TRAINING} Memory is the peak of "
+    "PyTorch's allocations on the GPU, or of the process's resident memory on a CPU. float32, no "
+    "TF32. torch.compile compiles the reference, during the warm-up."
 )
 
 
@@ -91,18 +94,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         default=[SIMPLE, *EXPERIMENTS], metavar="MODEL",
                         help=f"of {', '.join([SIMPLE, *EXPERIMENTS])}; default: all")  # fmt: skip
     parser.add_argument("--batch", nargs="+", type=count, default=list(BATCHES),
-                        help=f"of the simple model, of which the table shows {BATCH} or the "
-                        f"nearest; default: {' '.join(map(str, BATCHES))}")  # fmt: skip
+                        help=f"of the simple model; the table shows {BATCH} or the nearest "
+                        f"of them; default: {' '.join(map(str, BATCHES))}")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300,
                         help="seconds for each experiment; default: %(default)s")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     columns = {name: how for name, how in COLUMNS.items() if how[0] in arguments.device}
     nearest = min(arguments.batch, key=lambda batch: abs(batch - BATCH))
     path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
-    begun = path.with_suffix(".begun.json")  # what takes long is kept as far as it came
+    begun = path.with_suffix(".begun.json")  # every finished cell is kept at once: cells take long
     measured = _continued(
         begun, head | {"method": METHOD, "cells": [], "batches": [], "largest_batch": {}}
     )
@@ -134,14 +137,14 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def _continued(begun: Path, nothing: dict[str, Any]) -> dict[str, Any]:
-    """What the same command measured in the same environment before it was interrupted."""
+    """Returns what the same command measured in the same environment before an interruption."""
     if not begun.exists():
         return nothing
     earlier = json.loads(begun.read_text())
     if any(earlier[name] != nothing[name] for name in ("command", "environment", "method")):
-        print(f"{begun} is of another command or environment, and begun anew", flush=True)
+        print(f"{begun} is of another command or environment: starting anew", flush=True)
         return nothing
-    print(f"Going on with {begun}", flush=True)
+    print(f"Continuing {begun}", flush=True)
     return earlier
 
 
@@ -178,7 +181,7 @@ def _simple(column: str, batch: int) -> dict[str, Any]:
                 start = mark(device)
                 step()
                 times.append(milliseconds_between(start, mark(device)))
-                if len(times) >= 3 and time.perf_counter() - begin > ENOUGH_S:
+                if len(times) >= LEAST_REPEATS and time.perf_counter() - begin > ENOUGH_S:
                     break
             found["step_ms"] = percentiles(times)
             found["samples_per_s"] = 1e3 * batch / found["step_ms"]["median_ms"]
@@ -188,7 +191,7 @@ def _simple(column: str, batch: int) -> dict[str, Any]:
 
 
 def _largest_batch(column: str) -> int | None:
-    """The largest power of two of which a step fits the GPU."""
+    """Finds the largest power of two of images with which a step fits the GPU."""
     fits, batch = None, BATCH
     while True:
         print(f"{SIMPLE}, {column}, does a batch of {batch} fit?", flush=True)
@@ -214,7 +217,7 @@ def _failure(column: str, action: Callable[[], Any]) -> str | None:
 
 @contextmanager
 def _step(column: str, batch: int) -> Iterator[Callable[[], None]]:
-    """A training step of the simple model."""
+    """Yields a function that trains the simple model for a step."""
     device, impl, compiled = COLUMNS[column]
     network = NETWORKS["one layer at 224 x 224"]
     model = network.make(impl).to(device)
@@ -230,12 +233,12 @@ def _step(column: str, batch: int) -> Iterator[Callable[[], None]]:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    step()  # compiles, and allocates what the optimizer keeps
+    step()  # compiles, and allocates the optimizer's state
     yield step
 
 
 def markdown(measured: dict[str, Any]) -> str:
-    """Time and memory of the cells; below, why cells are empty."""
+    """Returns a table of time and memory; below it, why cells are empty."""
     cells = {(cell["model"], cell["column"]): cell for cell in measured["cells"]}
     columns = list(dict.fromkeys(column for _, column in cells))
     reasons = list(dict.fromkeys(cell["error"] for cell in cells.values() if cell["error"]))

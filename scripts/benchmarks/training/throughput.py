@@ -7,8 +7,9 @@ Writes::
         steps_per_block
         step_ms           of blocks without and with the callback: median_ms, p20_ms, p80_ms,
                           repeats
-        cost              by which share of a step the callback makes the one of two neighbours
-                          longer: median, and low and high, its confidence interval of 95 %
+        cost              time that the callback adds to a step, as a share of the step, over
+                          pairs of neighbouring blocks: median, and low and high, its 95 %
+                          confidence interval
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ STEPS = {"cpu": 10, "cuda": 100}  # of a block
 WARM_UP = 20  # steps
 EVERY = 10  # steps between two readings of the callback, as conf/trainer has it
 METHOD = (
-    "One fit of mnist_cnn (impl=auto) on batches in memory, page-locked for a GPU as train.py's "
-    "are, with a logger that drops what it gets. Blocks of steps in pairs, one of each without "
-    "the callback, which comes first in every other pair; the device is synchronised between "
-    "blocks. The interval of the median of the pairs: its order statistics."
+    "One fit of mnist_cnn (impl=auto) on batches in memory, page-locked for a GPU as in train.py, "
+    "with a logger that writes nothing. Blocks of steps come in pairs, one with and one without "
+    "the callback, in turns the one and the other first. The device is synchronised between "
+    "blocks. The confidence interval of the median over the pairs is that of order statistics."
 )
 
-logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # it says what it runs on
+logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # else it lists the devices
 
 
 class Network(pl.LightningModule):
@@ -65,32 +66,32 @@ class Network(pl.LightningModule):
 
 
 class InTurns(Throughput):
-    """The callback, at work in every other block of steps, and the milliseconds of each block."""
+    """The callback, active in every other block of steps, and the milliseconds of each block."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(warmup_steps=WARM_UP)
         self.block = steps
-        self.blocks: list[tuple[bool, float]] = []  # whether it was at work, and a step's time
+        self.blocks: list[tuple[bool, float]] = []  # whether it was active, and a step's time
         self.begin = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
-        if self._at_work(trainer.global_step):
+        if self._is_active(trainer.global_step):
             super().on_train_batch_start(trainer, *rest)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-        done = trainer.global_step  # this step is among them
-        if self._at_work(done - 1):
+        done = trainer.global_step  # this step included
+        if self._is_active(done - 1):
             super().on_train_batch_end(trainer, *rest)
         if (done - WARM_UP) % self.block == 0:
             synchronize(trainer.strategy.root_device)
             now = time.perf_counter()
             if done > WARM_UP:
                 step_ms = 1e3 * (now - self.begin) / self.block
-                self.blocks.append((self._at_work(done - 1), step_ms))
+                self.blocks.append((self._is_active(done - 1), step_ms))
             self.begin = time.perf_counter()
 
-    def _at_work(self, step: int) -> bool:
-        """Of warm-up, and of the blocks 1, 2, 5, 6, ..."""
+    def _is_active(self, step: int) -> bool:
+        """Says whether the callback is active: in warm-up, and in the blocks 1, 2, 5, 6, ..."""
         return step < WARM_UP or (step - WARM_UP) // self.block % 4 in (1, 2)
 
 
@@ -101,11 +102,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
-    """Measures, shows and writes what the arguments ask for."""
+    """Measures, shows and writes the results."""
     for device in arguments.device:
         blocks = measure(device, arguments.pairs)
         step_ms = {
-            how: percentiles([ms for at_work, ms in blocks if at_work == (how == "with")])
+            how: percentiles([ms for is_active, ms in blocks if is_active == (how == "with")])
             for how in ("without", "with")
         }
         pairs = (dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=True))
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def measure(device: str, pairs: int) -> list[tuple[bool, float]]:
-    """Of each block of steps: whether the callback was at work, and milliseconds a step."""
+    """Trains; returns of each block whether the callback was active, and milliseconds a step."""
     steps = WARM_UP + 2 * pairs * STEPS[device]
     images = torch.randn(NETWORK.batch, *NETWORK.image_shape)
     labels = torch.randint(CLASSES, (NETWORK.batch,))
@@ -149,10 +150,10 @@ def measure(device: str, pairs: int) -> list[tuple[bool, float]]:
 
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median, and an interval that holds that of all values with a probability of 0.95.
+    """Returns the sample's median, and its confidence interval of 95 %.
 
-    The bounds are values whose ranks are 0.98 sqrt(n) from the middle, the normal approximation
-    of how many of n values are below their median.
+    The bounds are the values whose ranks are 0.98 sqrt(n) from the middle. The number of n values
+    below the median is binomial, with a standard deviation of sqrt(n) / 2, and 0.98 is 1.96 / 2.
     """
     ordered = sorted(values)
     away = round(0.98 * len(ordered) ** 0.5)

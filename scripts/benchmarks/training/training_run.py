@@ -1,4 +1,4 @@
-"""How fast ``python train.py`` trains: a run of so many steps in a process of its own."""
+"""Measuring how fast ``python train.py`` trains, by a short run in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from benchmarks.measurement import percentiles
 
 METHOD = (
     "python train.py with logger=csv, without validation; step_ms are the intervals of "
-    "trainer.log_every_n_steps steps after the first ten steps, as hoconv.lightning.Throughput "
-    "measures them: from one batch to the next, reading data included."
+    "trainer.log_every_n_steps steps after the first ten steps, measured by "
+    "hoconv.lightning.Throughput: from one batch to the next, reading data included."
 )
-INTERVALS = 3  # that a run must have measured at least
+INTERVALS = 3  # the fewest that a run must have measured
 MEASURED = ("step_ms", "samples_per_s", "peak_memory_mb", "data_wait_fraction")
 
 
 def measure_training(
     overrides: Sequence[str], steps: int, interval: int, timeout_s: float, threads: int
 ) -> dict[str, Any]:
-    """Trains for so many steps, or so many seconds where these are over first; each process of the
-    run computes with so many threads.
+    """Trains for `steps` steps, or until `timeout_s` seconds are over.
+
+    Args:
+        overrides: of train.py.
+        interval: steps of a measured interval.
+        threads: of each process of the run.
 
     Returns:
-        ``error``: None, or why nothing was measured; `MEASURED`, where something was: ``step_ms``
-        with its percentiles over the intervals, of the rest the median.
+        ``error``: None, or why nothing was measured. `MEASURED`: the percentiles of ``step_ms``
+        over the intervals, and the medians of the rest; None if nothing was measured.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -60,7 +64,10 @@ def measure_training(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """And the processes that it started. SIGTERM waits for a step, and that for a compiler."""
+    """Kills a run and the processes that it started.
+
+    SIGTERM would wait for the end of a step, and a step may wait for a compiler.
+    """
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -71,7 +78,7 @@ def _measured(folder: Path, err: str) -> dict[str, Any]:
     results = folder / "results.json"
     status = json.loads(results.read_text()) if results.exists() else {"status": "failed"}
     if status["status"] == "failed":
-        lines = err.strip().splitlines() or ["nothing was said"]
+        lines = err.strip().splitlines() or ["no error message"]
         said = lines[-1] if lines[0].startswith("Traceback") else lines[0]
         return {"error": status.get("error") or said, **nothing}
     columns = {name: f"throughput/{name}" for name in MEASURED}
