@@ -1,1 +1,1 @@
-"""What scripts/fuzz.py draws, runs and compares."""
+"""Drawing, running and comparing the cases of scripts/fuzz.py."""

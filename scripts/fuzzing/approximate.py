@@ -1,7 +1,7 @@
-"""Definitions of the approximate products and of what flows back, each a sum in a fixed order.
+"""Definitions of the approximate products and their gradients, as sums in a fixed order.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
-the output, R x S the kernel; M, N rows and columns of a matrix product, K what it sums over.
+the output, R x S the kernel; M, N rows and columns of a matrix product, K its inner dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kinds = tuple[str, str]
 
 
 def draw_options(draw: Draw) -> tuple[str, Kinds, Any]:
-    """The multiplier, the kinds of both gradients, and the argument that says so."""
+    """Draws a multiplier and the kinds of both gradients; returns also the argument `gradient`."""
     multiplier = draw.choice(NAMES)
     if draw.chance(0.7):
         kind = draw.choice(("approx", "approx", "ste", "analytic"))
@@ -33,21 +33,24 @@ def draw_options(draw: Draw) -> tuple[str, Kinds, Any]:
     return multiplier, kinds, draw.choice((kinds, list(kinds)))
 
 
-def wild(draw: Draw, *shape: int, kinds: Kinds) -> Tensor:
-    """Numbers in float32, at times infinite or NaN, or of magnitudes that products overflow and
-    vanish with; not where PyTorch adds in an order of its own, which would decide what overflows.
+def draw_wild(draw: Draw, *shape: int, kinds: Kinds) -> Tensor:
+    """Draws float32 numbers, some of them infinite, NaN, or so large or small that products
+    overflow or underflow.
+
+    With straight-through gradients numbers are normal: PyTorch adds those in an order of its own,
+    on which it would depend what overflows.
     """
-    tame = "ste" in kinds
-    values = draw.values(*shape, special=not tame and draw.chance(0.4))
-    if not tame and draw.chance(0.3):
+    is_normal = "ste" in kinds
+    values = draw.values(*shape, special=not is_normal and draw.chance(0.4))
+    if not is_normal and draw.chance(0.3):
         exponents = torch.randint(-150, 128, shape, generator=draw.generator())
         values = torch.where(torch.rand(shape, generator=draw.generator()) < 0.3,
                              values * exponents.double().exp2(), values)  # fmt: skip
     return draw.layout(values.to(draw.device, torch.float32))
 
 
-class Last(torch.autograd.Function):
-    """A derivative that has none by what it was computed from."""
+class NotDifferentiable(torch.autograd.Function):
+    """Passes a first derivative on, and raises where it is differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, derivative: Tensor, *sources: Tensor):
@@ -58,8 +61,8 @@ class Last(torch.autograd.Function):
         raise Undefined("an approximate product has no second derivative")
 
 
-class Defined(torch.autograd.Function):
-    """A function of two tensors and its gradients, all of them NumPy's."""
+class NumPyFunction(torch.autograd.Function):
+    """A function of two tensors and its gradients, all computed by NumPy functions."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, out: Callable, d_a: Callable, d_b: Callable):
@@ -78,15 +81,19 @@ class Defined(torch.autograd.Function):
             for d, needed in zip(ctx.functions, ctx.needs_input_grad, strict=False)
         ]
         if twice:
-            gradients = [None if d is None else Last.apply(d, grad, *saved) for d in gradients]
+            gradients = [
+                None if d is None else NotDifferentiable.apply(d, grad, *saved) for d in gradients
+            ]
         return *gradients, None, None, None
 
 
-def defined(a: Tensor, b: Tensor, out: Callable, d_a: Callable, d_b: Callable) -> Tensor:
-    """``out(a, b)``, whose gradients are ``d_a(g, a, b)`` and ``d_b(g, a, b)``, of arrays; numbers
-    of 16 bits are converted, as under autocast."""
+def apply(a: Tensor, b: Tensor, out: Callable, d_a: Callable, d_b: Callable) -> Tensor:
+    """Computes ``out(a, b)``, whose gradients are ``d_a(g, a, b)`` and ``d_b(g, a, b)``.
+
+    The functions take arrays. 16-bit numbers are converted to float32, as under autocast.
+    """
     a, b = (t.float().contiguous() for t in (a, b))
-    return Defined.apply(a, b, out, d_a, d_b)  # pyright: ignore[reportReturnType]
+    return NumPyFunction.apply(a, b, out, d_a, d_b)  # pyright: ignore[reportReturnType]
 
 
 def _tensor(a: Any) -> Tensor:
@@ -94,7 +101,7 @@ def _tensor(a: Any) -> Tensor:
 
 
 def multiply(name: str, kinds: Kinds) -> tuple[Callable, Callable, Callable]:
-    """Elementwise, of equal shapes."""
+    """Returns the elementwise product of equal shapes, and its two gradients."""
 
     def of(kind: str, g: Floats, operand: Floats, other: Floats) -> Floats:
         with np.errstate(all="ignore"):
@@ -110,7 +117,7 @@ def multiply(name: str, kinds: Kinds) -> tuple[Callable, Callable, Callable]:
 
 
 def matmul(name: str, kinds: Kinds) -> tuple[Callable, Callable, Callable]:
-    """a (..., M, K) times b (..., K, N), of equal leading dimensions."""
+    """Returns a (..., M, K) times b (..., K, N), of equal leading dimensions, and its gradients."""
 
     def times(a: Floats, b: Floats) -> Floats:
         return ordered_sum(
@@ -145,7 +152,8 @@ def matmul(name: str, kinds: Kinds) -> tuple[Callable, Callable, Callable]:
 def conv2d(
     name: str, kinds: Kinds, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> tuple[Callable, Callable, Callable]:
-    """x (B, C, H, W) between zeros, weight (O, C / G, R, S)."""
+    """Returns the convolution of x (B, C, H, W), padded, and weight (O, C / G, R, S), and its
+    gradients."""
 
     def padded(x: Floats) -> Floats:
         return np.pad(x, ((0, 0), (0, 0), *((p, p) for p in padding)))
@@ -159,7 +167,7 @@ def conv2d(
         return down, right
 
     def window(image: Floats, r: int, s: int, OH: int, OW: int) -> Floats:
-        """Of a padded image what tap (r, s) of every output sees: (..., OH, OW)."""
+        """Returns the pixels that tap (r, s) of every output reads: (..., OH, OW)."""
         top, left = r * dilation[0], s * dilation[1]
         return image[..., top : top + (OH - 1) * stride[0] + 1 : stride[0],
                      left : left + (OW - 1) * stride[1] + 1 : stride[1]]  # fmt: skip
@@ -174,8 +182,8 @@ def conv2d(
 
         def terms() -> Iterator[tuple[Floats, None]]:
             for c, r, s in itertools.product(range(channels), range(R), range(S)):
-                seen = window(image[:, :, c], r, s, OH, OW)  # (B, G, OH, OW)
-                yield product(name, seen[:, :, None], filters[:, :, c, r, s, None, None]), None
+                pixels = window(image[:, :, c], r, s, OH, OW)  # (B, G, OH, OW)
+                yield product(name, pixels[:, :, None], filters[:, :, c, r, s, None, None]), None
 
         out = ordered_sum(terms(), (x.shape[0], groups, O // groups, OH, OW))
         return out.reshape(x.shape[0], O, OH, OW)
@@ -197,8 +205,8 @@ def conv2d(
                 elif kinds[0] == "ste":
                     made = g[:, :, o, None].astype(np.float64) * factor
                 else:
-                    seen = window(image, r, s, OH, OW)
-                    made = g[:, :, o, None] * slope(name, seen, factor)
+                    pixels = window(image, r, s, OH, OW)
+                    made = g[:, :, o, None] * slope(name, pixels, factor)
                 whole = np.zeros((B, groups, channels, *there.shape), made.dtype)
                 window(whole, r, s, OH, OW)[...] = made
                 yield whole, there
@@ -219,14 +227,14 @@ def conv2d(
         OH, OW = g.shape[2:]
         image, g = grouped(padded(x), 1), grouped(g, 1)
         filters = grouped(w, 0)
-        # What every tap sees: (B, G, c, R, S, OH, OW).
-        seen = np.stack([np.stack([window(image, r, s, OH, OW) for s in range(S)], 3)
+        # The pixels that every tap reads: (B, G, c, R, S, OH, OW).
+        pixels = np.stack([np.stack([window(image, r, s, OH, OW) for s in range(S)], 3)
                          for r in range(R)], 3)  # fmt: skip
 
         def terms() -> Iterator[tuple[Floats, None]]:
             for b, i, j in itertools.product(range(B), range(OH), range(OW)):
                 left = g[b, :, :, i, j, None, None, None]  # (G, o, 1, 1, 1)
-                right = seen[b, :, None, :, :, :, i, j]  # (G, 1, c, R, S)
+                right = pixels[b, :, None, :, :, :, i, j]  # (G, 1, c, R, S)
                 if kinds[1] == "approx":
                     yield product(name, left, right), None
                 elif kinds[1] == "ste":

@@ -1,4 +1,4 @@
-"""A case of an operator: a call, what is done with it, and the comparison with the definition."""
+"""A case of an operator: a call, a program that runs it, and the comparison with the definition."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from fuzzing import operators, plain
 from fuzzing.draw import Draw
 from fuzzing.memory import LARGE, MemoryUse
 from fuzzing.programs import BACKWARD, PROGRAMS, Program, Randoms
-from fuzzing.verdicts import Results, Undefined, Verdict, compare, is_refusal, told
+from fuzzing.verdicts import Results, Undefined, Verdict, compare, describe_error, is_refusal
 
-_JITTER = 1e-6
-_ADDED = 1e-6  # tolerance of a sum in float32, of numbers whose bits are known
-_COPIES = 64  # of all tangents at once, in the steps that a call is composed of
+_JITTER = 1e-6  # relative; see `verdicts.compare`
+_ADDED = 1e-6  # tolerance of a float32 sum of numbers that are compared bit by bit themselves
+_COPIES = 64  # of all tangents at once, over the steps of a composed call
 _EXPORTED_IN_1000 = 15
 _INVALID_IN_1000 = 60
 
 
 @dataclass
 class Call:
-    """A call of an operator as its generator drew it.
+    """A call of an operator, drawn by the operator's generator.
 
     Attributes:
         function: ``function(*tensors, impl)``, the public function or a layer.
-        definition: ``definition(*tensors)``, in float64; where `exact` in the tensors' own dtype.
-            Raises `Undefined` where there is nothing to compute.
+        definition: ``definition(*tensors)``, in float64; in the tensors' own dtype if `exact`.
+            Raises `Undefined` where it has no result.
         tensors: the floating-point arguments, in their layouts.
         what: the options, for the reader.
         dtype: of the tensors.
         tolerances: the declared ones, by dtype; 0 compares bits.
         exact: whether the definition computes in the tensors' own dtype.
-        in_float32: whether autocast converts to float32, not to its own dtype.
-        loose: the start of a result's name -> its tolerance, where that is another.
-        invalid: says what is wrong with the arguments, all implementations must refuse.
+        in_float32: whether autocast converts to float32 instead of its own dtype.
+        loose: the beginning of a result's name -> a tolerance that replaces the declared one.
+        invalid: what is wrong with the arguments, which all implementations must refuse; or "".
         like_input: whether the output has the memory format of the first tensor.
-        chains: whether the output fits where the first tensor is.
-        special: whether infinities and NaN in the output's gradient have one answer.
-        casts: whether autocast casts the tensors, and nothing that is made of them on the way.
+        chains: whether the output can be the first tensor of another call.
+        special: whether the result is defined for infinities and NaN in the output's gradient.
+        casts: whether autocast casts the tensors only, and no intermediate results.
     """
 
     function: Callable[..., Tensor]
@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that a case follows from."""
+    """All that determines a case."""
 
     operator: str
     impl: str
@@ -79,32 +79,32 @@ class Key:
     number: int
 
 
-def names() -> list[str]:
-    """Of the operators that have a generator."""
+def operator_names() -> list[str]:
+    """Returns the names of the operators that have a generator."""
     return sorted(module.name for module in pkgutil.iter_modules(operators.__path__))
 
 
 class Case:
-    """What a key stands for. Making it computes nothing."""
+    """The case of a key. The constructor draws it and computes nothing."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        # The implementation is no part: all of them are given the same cases.
+        # Without the implementation: all implementations run the same cases.
         self._draw_key = (key.seed, key.operator, key.number)
         draw = Draw(*self._draw_key, device=key.device)
         self.exported = draw.integer(1, 1000) <= _EXPORTED_IN_1000
         self.program = BACKWARD if self.exported else _choose(draw)
         draw.tiny = self.program.tiny
-        # A saved program's parameters are copied with their strides.
+        # torch.export copies the parameters of a saved program with their strides.
         draw.plain_layouts = self.program.forward_mode or self.exported
         draw.without_gaps = self.exported and key.device == "cuda"
         self.invalid = not self.exported and draw.integer(1, 1000) <= _INVALID_IN_1000
         module = importlib.import_module(f"{operators.__name__}.{key.operator}")
         self.call: Call = module.draw(draw, self.program, self.invalid)
-        of_no_use = (self.program.chains and not self.call.chains) or (
+        unusable = (self.program.chains and not self.call.chains) or (
             self.program.name == "under_autocast" and not self.call.casts
         )
-        if of_no_use:
+        if unusable:
             self.program = BACKWARD
         self.kind = (
             "invalid" if self.call.invalid else "export" if self.exported else self.program.name
@@ -114,7 +114,7 @@ class Case:
         return f"{self.kind}: {self.call}"
 
     def judge(self, folder: Path) -> Verdict:
-        """Runs it; a program to be loaded by another process goes to the folder."""
+        """Runs the case; saves an exported program in the folder, for another process to load."""
         with warnings.catch_warnings(action="ignore"):
             if self.call.invalid:
                 return _must_refuse(lambda: self._function(*self.call.tensors))
@@ -136,8 +136,8 @@ class Case:
             results = program.run(self._function, call.tensors, self._randoms(), torch.func)
         except Exception as error:
             if is_refusal(error) and program.may_refuse:
-                return Verdict("refused", told(error))
-            return Verdict("wrong", told(error))
+                return Verdict("refused", describe_error(error))
+            return Verdict("wrong", describe_error(error))
         if (held := memory.most()) > self._most_memory():
             return Verdict("wrong", f"held {held >> 20} MiB for tensors of a few numbers")
         for i, (t, old) in enumerate(zip(call.tensors, inner, strict=True)):
@@ -155,7 +155,7 @@ class Case:
         )  # fmt: skip
 
     def _most_memory(self) -> int:
-        """What a case may hold, in bytes: a whole Jacobian takes a tangent for every number."""
+        """Returns the bytes that a case may hold: a Jacobian has a tangent for every number."""
         if not self.program.tiny:
             return LARGE
         numbers = sum(t.numel() for t in self.call.tensors)
@@ -163,7 +163,7 @@ class Case:
 
     def _layout(self, output: Tensor) -> Verdict | None:
         x = self.call.tensors[0]
-        # With a stride of its own for a dimension of one element PyTorch goes by other rules.
+        # PyTorch has other rules where the stride of a dimension of one element is unusual.
         strides = torch.empty_like(x, memory_format=torch.channels_last).stride()
         asked = x.stride() == strides and not x.is_contiguous()
         compared = self.program.name in ("forward", "backward")
@@ -172,10 +172,10 @@ class Case:
         return None
 
     def _export(self, folder: Path) -> Verdict:
-        """Saves the program and what it has to give, for :func:`fuzzing.exported.judge`."""
+        """Saves the program and its expected results, for :func:`fuzzing.exported.judge`."""
         call = self.call
         as_parameters = Draw(*self._draw_key, "parameters").chance(0.5)
-        as_parameters &= all(t.numel() for t in call.tensors)  # empty ones PyTorch may fail to save
+        as_parameters &= all(t.numel() for t in call.tensors)  # PyTorch may fail to save empty ones
         given = call.tensors[:1] if as_parameters else call.tensors
         module = _Module(self._function, call.tensors[len(given) :])
         try:
@@ -185,7 +185,7 @@ class Case:
         try:
             made = torch.export.export(module, tuple(t.detach() for t in given), strict=False)
         except Exception as error:
-            return Verdict("wrong", f"export: {told(error)}")
+            return Verdict("wrong", f"export: {describe_error(error)}")
         name = f"{self.key.operator}-{self.key.impl}-{self.key.number}"
         torch.export.save(made, folder / f"{name}.pt2")
         contents = {
@@ -205,7 +205,7 @@ class Case:
         return self.program.run(self.call.definition, tensors, r, plain)
 
     def _rounded(self) -> Results:
-        """The definition's with every step rounded, where that can be had."""
+        """Returns the definition's results with every step rounded, to float32 at the lowest."""
         if self._rounded_to() == torch.float64:
             return self._expected(2e-16)
         return self._expected(dtype=torch.float32)
@@ -217,20 +217,20 @@ class Case:
         return Randoms(self._draw_key, self._rounded_to(), jitter, self.call.special)
 
     def _rounded_to(self) -> torch.dtype:
-        """What all numbers are rounded to: the dtype of the tensors, or that of autocast."""
+        """Returns the dtype that all numbers are rounded to: the tensors', or that of autocast."""
         autocast = self.program.name == "under_autocast"
         if not autocast or self.call.in_float32 or self.call.dtype == torch.float64:
             return self.call.dtype
         return torch.bfloat16
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Of a result: of a gradient that of the tensor, before autocast."""
+        """Returns the expected dtype of a result. A gradient has its tensor's, before autocast."""
         if name != "output":
             return self.call.dtype
         return torch.float32 if self.call.in_float32 else self._rounded_to()
 
     def _exact(self) -> list[Tensor]:
-        """The tensors as the definition takes them."""
+        """Returns the tensors as the definition takes them."""
         plain_ones = [t.detach().cpu().resolve_neg().clone() for t in self.call.tensors]
         if self.call.exact:
             return [t.contiguous() for t in plain_ones]
@@ -248,7 +248,7 @@ class Case:
 
 
 class _Module(nn.Module):
-    """A call as torch.export takes it."""
+    """A call as a module, which torch.export needs."""
 
     def __init__(self, function: Callable[..., Tensor], held: Sequence[Tensor]) -> None:
         super().__init__()
@@ -264,9 +264,9 @@ def _must_refuse(run: Callable[[], object]) -> Verdict:
         run()
     except Exception as error:
         if is_refusal(error):
-            return Verdict("refused", told(error))
-        return Verdict("wrong", f"refused by an internal error: {told(error)}")
-    return Verdict("wrong", "accepted, where the definition has no answer")
+            return Verdict("refused", describe_error(error))
+        return Verdict("wrong", f"refused by an internal error: {describe_error(error)}")
+    return Verdict("wrong", "accepted, although the definition has no result")
 
 
 def _choose(draw: Draw) -> Program:
@@ -274,12 +274,7 @@ def _choose(draw: Draw) -> Program:
 
 
 def judge(key: Key, folder: Path, say: Callable[[str], None]) -> Verdict:
-    """Runs a case; `say` is told what it is before it runs."""
+    """Runs a case; `say` is describe_error what it is before it runs."""
     case = Case(key)
     say(str(case))
     return case.judge(folder)
-
-
-def kind_of(told: str) -> str:
-    """Of a case by what it says of itself."""
-    return told.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Random decisions, numbers and layouts: everything about a case follows from its key alone."""
+"""Random decisions, numbers and layouts, all determined by the key of a case."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# What every kernel is most likely to forget: nothing, one, odd, primes, and the ends of vectors.
+# Sizes that kernels are likely to get wrong: 0, 1, odd and prime ones, around vector lengths.
 TINY = (1, 1, 2, 2, 3)
 LENGTHS = (
     0, 0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 97, 130,
 )  # fmt: skip
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-42)
-_FAR = 10**12  # a stride that no element is at
+_FAR = 10**12  # a stride beyond any memory
 
 
 class Draw:
-    """Decides by a key, the same for the same key on every machine.
+    """Random choices that depend on a key only: they are the same on every machine.
 
     Args:
-        key: what it is a decision about: seed, operator, number of the case.
-        device: where tensors are.
+        key: what the choices are for: seed, operator, number of the case.
+        device: of the tensors.
 
     Attributes:
-        tiny: whether sizes are those of a case whose whole Jacobian is computed.
-        plain_layouts: whether elements share no memory and strides mean something, as PyTorch's
-            forward mode needs it: it gives a tangent the layout of its tensor.
-        without_gaps: whether a tensor's elements are all there is in its memory, as PyTorch needs
-            it of a GPU's tensors that an exported program holds: others cannot be loaded.
+        tiny: whether sizes are so small that a whole Jacobian can be computed.
+        plain_layouts: whether elements share no memory and every stride is used. PyTorch's forward
+            mode needs that, because it gives a tangent the layout of its tensor.
+        without_gaps: whether a tensor fills its memory. PyTorch cannot load an exported program
+            that holds other tensors on a GPU.
     """
 
     def __init__(self, *key: Any, device: str = "cpu") -> None:
@@ -52,34 +52,34 @@ class Draw:
         return self._random.randint(least, most)
 
     def length(self, most: int = 130) -> int:
-        """Of a dimension along which a kernel runs."""
+        """Draws the length of a dimension along which a kernel runs."""
         return self.choice([n for n in (TINY if self.tiny else LENGTHS) if n <= most])
 
     def batch(self) -> int:
         return self.choice((1, 2)) if self.tiny else self.choice((0, 1, 1, 2, 2, 3, 5))
 
     def groups(self, most: int = 3) -> tuple[int, int]:
-        """A number of groups, and of channels that it divides; sometimes there are no channels."""
+        """Draws a number of groups, and a multiple of it, the number of channels; at times 0."""
         groups = self.choice((1, 1, 1, 2, most))
         each = self.choice((1, 2)) if self.tiny else self.choice((0, 1, 1, 2, 3, 4, 5, 9))
         return groups, groups * each
 
     def subset(self, count: int) -> list[int]:
-        """Some of the numbers below count, sometimes none or all."""
+        """Draws some of the numbers below `count`, at times none or all."""
         return [i for i in range(count) if self.chance(0.6)]
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._random.getrandbits(62))
 
     def values(self, *shape: int, special: bool = False) -> Tensor:
-        """Normal numbers in float64, at times of many magnitudes, zeros among them, or constant."""
+        """Draws normal float64 numbers, at times of many magnitudes, partly zero, or constant."""
         values = torch.randn(shape, generator=self.generator(), dtype=torch.float64)
         kind = self._random.random()
         if kind < 0.1:
             values *= torch.randn(shape, generator=self.generator(), dtype=torch.float64).exp2()
         elif kind < 0.2:
             zero = torch.rand(shape, generator=self.generator(), dtype=torch.float64) < 0.5
-            values = torch.where(zero, 0.0 * values, values)  # with the sign that they had
+            values = torch.where(zero, 0.0 * values, values)  # keeps their signs
         elif kind < 0.23:
             values = torch.full(shape, self.choice((0.0, -0.0, 1.0, -1.5)), dtype=torch.float64)
         if special and values.numel():
@@ -91,12 +91,12 @@ class Draw:
     def tensor(
         self, *shape: int, dtype: torch.dtype, scale: float = 1.0, special: bool = False
     ) -> Tensor:
-        """Random numbers in a random layout."""
+        """Draws random numbers in a random layout."""
         values = self.values(*shape, special=special) * scale
         return self.layout(values.to(self.device, dtype))
 
     def layout(self, values: Tensor) -> Tensor:
-        """The same numbers in other strides; the last two kinds repeat some of the numbers."""
+        """Gives the numbers random strides; the last two layouts repeat some of the numbers."""
         plain = (
             _contiguous, _contiguous, _permuted, _channels_last, _between_others, _between_others,
             _behind_others,
@@ -104,8 +104,8 @@ class Draw:
         others = (
             () if self.plain_layouts else (_strange_where_one, _negated, _expanded, _overlapping)
         )
-        made = self.choice((*plain, *others))(self, values)
-        return made.clone() if self.without_gaps else made
+        laid_out = self.choice((*plain, *others))(self, values)
+        return laid_out.clone() if self.without_gaps else laid_out
 
 
 def _contiguous(draw: Draw, t: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _channels_last(draw: Draw, t: Tensor) -> Tensor:
 
 
 def _others(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """Memory around a tensor, of numbers that show where one is read that should not be."""
+    """Makes the memory around a tensor, of numbers that show in a result if they are read."""
     return t.new_full(shape, float("nan") if t.is_floating_point() else 77)
 
 
@@ -141,7 +141,7 @@ def _between_others(draw: Draw, t: Tensor) -> Tensor:
 
 
 def _behind_others(draw: Draw, t: Tensor) -> Tensor:
-    """At an address that no vector instruction likes."""
+    """At an address that is not aligned for vector instructions."""
     before = draw.integer(1, 5)
     whole = _others(t, [t.numel() + before])
     view = whole[before:].view(t.shape)
@@ -150,7 +150,7 @@ def _behind_others(draw: Draw, t: Tensor) -> Tensor:
 
 
 def _strange_where_one(draw: Draw, t: Tensor) -> Tensor:
-    """Strides of dimensions of one element, or of no elements at all, mean nothing."""
+    """With any strides where they have no meaning: of one element, or of an empty tensor."""
     t = t.contiguous()
     anywhere = (0, 1, 3, _FAR)
     strides = [
@@ -161,7 +161,7 @@ def _strange_where_one(draw: Draw, t: Tensor) -> Tensor:
 
 
 def _negated(draw: Draw, t: Tensor) -> Tensor:
-    """With PyTorch's negative bit, as the imaginary part of a conjugate has it."""
+    """With PyTorch's negative bit, which the imaginary part of a conjugate has."""
     return torch.ops.aten._neg_view(-t) if t.is_floating_point() else t
 
 

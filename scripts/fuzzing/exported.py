@@ -1,4 +1,4 @@
-"""Exported programs in a process that has imported hoconv and nothing else of it."""
+"""Running exported programs in a process that did not make them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from fuzzing.programs import BACKWARD, Randoms
-from fuzzing.verdicts import Verdict, compare, is_refusal, told
+from fuzzing.verdicts import Verdict, compare, describe_error, is_refusal
 
 
 def judge(name: str, folder: Path, say: Callable[[str], None]) -> Verdict:
     """Loads a program that a case saved, and compares its output and gradients.
 
-    Gradients of approximate products, whose kind an exported program does not know, may be refused.
+    Gradients of approximate products may be refused: an exported program does not know their kind.
 
     Args:
         name: of its two files, without suffix.
-        folder: where they are.
-        say: is told what runs before it does.
+        folder: the folder of the files.
+        say: called with a description of the case before it runs.
     """
     saved: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=False)
     say(saved["what"])
@@ -43,10 +43,10 @@ def judge(name: str, folder: Path, say: Callable[[str], None]) -> Verdict:
             except Exception as error:
                 if not (saved["may_refuse"] and is_refusal(error)):
                     raise
-                refused = Verdict("refused", told(error))
+                refused = Verdict("refused", describe_error(error))
                 results = {"output": function(*saved["tensors"])}
         except Exception as error:
-            return Verdict("wrong", f"loaded in another process: {told(error)}")
+            return Verdict("wrong", f"loaded in another process: {describe_error(error)}")
     expected = saved["expected"]
     if refused:
         expected = {"output": expected["output"]}

@@ -1,21 +1,22 @@
-"""The most memory that this process has held at once, of a device's."""
+"""Measuring the most memory that this process holds at once, of the host or of a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-import torch._dynamo  # where PyTorch needs it first, its memory would be a case's
+import torch._dynamo  # imported here, so that its memory does not count as a case's
 
-LARGE = 128 << 20  # bytes; no case has tensors of a hundredth of that
+LARGE = 128 << 20  # bytes; the tensors of a case take less than a hundredth of that
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class MemoryUse:
-    """From here on, beyond what is held now. Nothing where Linux does not tell.
+    """The most memory held after construction, beyond what was held then.
 
-    Of a GPU its own: what CUDA's libraries take of the host's, when they are loaded, is no case's.
+    For a GPU it is the GPU's memory only: CUDA's libraries take host memory when they are loaded.
+    It is 0 where Linux does not allow to reset the high-water mark.
     """
 
     def __init__(self, device: str) -> None:
@@ -25,14 +26,14 @@ class MemoryUse:
             self._before = torch.cuda.memory_allocated()
             return
         try:
-            _RESET.write_text("5")  # the high-water mark is what is held now
+            _RESET.write_text("5")  # resets the high-water mark to the memory held now
         except OSError:
             self._before = None
         else:
             self._before = _high_water()
 
     def most(self) -> int:
-        """Bytes."""
+        """Returns bytes."""
         if self._gpu:
             return torch.cuda.max_memory_allocated() - (self._before or 0)
         return 0 if self._before is None else _high_water() - self._before

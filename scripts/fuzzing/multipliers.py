@@ -1,5 +1,5 @@
-"""The specification of the approximate multipliers over the bits of float32, in NumPy, and sums in
-their fixed order.
+"""The specification of the approximate multipliers on the bits of float32, in NumPy, and sums in
+the documented order.
 
     exponent(a) or exponent(b) == 255      -> IEEE's a * b
     exponent(a) or exponent(b) == 0        -> +0
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]  # float32, but where PyTorch's own sums are matched in float64
-CHUNK = 1024  # consecutive k that are added before the sums are
-# Name -> mantissa bits kept, and whether it is the corrected one.
+Floats = NDArray[Any]  # float32; float64 for sums that PyTorch adds in an order of its own
+CHUNK = 1024  # consecutive k that have a sum of their own
+# Name -> mantissa bits kept, and whether there is a correction.
 KEPT = {
     "mitchell32": (23, False), "mitchell16": (7, False), "mbm32": (23, True), "mbm16": (7, True),
     "mbm14": (5, True), "mbm12": (3, True), "mbm10": (1, True),
@@ -34,7 +34,7 @@ NAMES = ("exact", *KEPT)
 
 
 def product(name: str, a: Floats, b: Floats) -> Floats:
-    """Elementwise, with broadcasting."""
+    """Multiplies elementwise, with broadcasting."""
     with np.errstate(all="ignore"):
         ieee = np.multiply(a, b, dtype=np.float32)
         if name == "exact":
@@ -61,8 +61,11 @@ def product(name: str, a: Floats, b: Floats) -> Floats:
 
 
 def slope(name: str, a: Floats, b: Floats) -> Floats:
-    """The analytic derivative with respect to a: sign(b) 2^e(b) (1 + carry); b where one of them is
-    infinite or NaN, 0 where b is zero or subnormal; of the exact product b."""
+    """Computes the analytic derivative with respect to a.
+
+    It is sign(b) 2^e(b) (1 + carry); b where a or b is infinite or NaN; 0 where b is zero or
+    subnormal. For the exact product it is b.
+    """
     a, b = np.broadcast_arrays(a, b)
     if name == "exact":
         return b
@@ -81,11 +84,11 @@ def slope(name: str, a: Floats, b: Floats) -> Floats:
 
 
 def ordered_sum(terms: Iterable[tuple[Floats, NDArray | None]], shape: tuple[int, ...]) -> Floats:
-    """Adds terms in float32: 1,024 at a time from +0, then the sums of these.
+    """Adds terms in float32: chunks of 1,024 terms from +0, then the sums of the chunks.
 
     Args:
-        terms: in the order of k, each with where it is there, or None for everywhere; a term that
-            is not there counts and adds nothing.
+        terms: in the order of k, each with a mask of where it exists, or None for everywhere. Where
+            a term does not exist it counts as a k and adds nothing.
         shape: of the sum.
     """
     total: Floats | None = None

@@ -1,7 +1,7 @@
-"""The transforms of torch.func by loops and torch.autograd.grad alone, one derivative at a time.
+"""The transforms of torch.func, computed by loops and torch.autograd.grad only.
 
-They have torch.func's names and signatures, as far as scripts/fuzz.py uses them, so that one
-program runs with either.
+Names and signatures are torch.func's, as far as scripts/fuzz.py uses them, so that a program can
+run with either module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 def vmap(function: Function, in_dims: Sequence[int | None]) -> Function:
-    """Calls the function with each slice."""
+    """Returns a function that calls the given one with each slice."""
 
     def mapped(*tensors: Tensor) -> Any:
         pairs = list(zip(tensors, in_dims, strict=True))
@@ -32,7 +32,7 @@ def vmap(function: Function, in_dims: Sequence[int | None]) -> Function:
 
 
 def grad(function: Function, argnums: tuple[int, ...]) -> Function:
-    """Of a function whose value is one number."""
+    """Returns the gradient of a function whose value is one number."""
 
     def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
         again, inputs = _inputs(tensors, argnums)
@@ -43,7 +43,7 @@ def grad(function: Function, argnums: tuple[int, ...]) -> Function:
 
 
 def jacrev(function: Function, argnums: tuple[int, ...]) -> Function:
-    """Row by row."""
+    """Returns the Jacobian, computed row by row."""
 
     def jacobian(*tensors: Tensor) -> tuple[Tensor, ...]:
         again, inputs = _inputs(tensors, argnums)
@@ -66,7 +66,7 @@ jacfwd = jacrev
 
 
 def hessian(function: Function, argnums: tuple[int, ...]) -> Function:
-    """Of a function of one argument, whose value is one number."""
+    """Returns the Hessian with respect to one argument; the function's value is one number."""
     (argument,) = argnums
 
     def second(*tensors: Tensor) -> tuple[tuple[Tensor, ...], ...]:
@@ -79,7 +79,8 @@ def hessian(function: Function, argnums: tuple[int, ...]) -> Function:
 def jvp(
     function: Function, primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The derivative along the tangents: that of the gradient, which is linear in the cotangent."""
+    """Returns the value and the derivative along the tangents: the gradient, which is linear in the
+    cotangent, is differentiated with respect to it."""
     arguments = tuple(range(len(primals)))
     again, inputs = _inputs(primals, arguments)
     value = function(*inputs)
@@ -97,7 +98,7 @@ def jvp(
 
 
 def _inputs(tensors: Sequence[Tensor], argnums: Sequence[int]) -> tuple[bool, list[Tensor]]:
-    """Whether the result is differentiated again, and the inputs, each of its own."""
+    """Returns whether the result is differentiated again, and inputs to differentiate by."""
     again = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     inputs = [
         t if i not in argnums else t.view_as(t) if t.requires_grad else t.detach().requires_grad_()

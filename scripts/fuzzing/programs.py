@@ -1,8 +1,8 @@
-"""What is done with an operator: calls, gradients, torch.func's transforms, graphs of calls.
+"""Programs that run an operator: calls, gradients, torch.func's transforms, graphs of calls.
 
-A program is a function of an operator's function, its tensors, a source of random numbers and a
-module of transforms: of torch.func where an implementation runs, of :mod:`fuzzing.plain` where the
-definition does. It returns named tensors.
+A program is a function of the operator's function, its tensors, a source of random numbers and a
+module of transforms: torch.func for an implementation, :mod:`fuzzing.plain` for the definition. It
+returns named tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Results = dict[str, Tensor]
 
 
 class Randoms:
-    """The same decisions and numbers for an implementation and for the definition.
+    """Random choices and numbers, the same for an implementation and for the definition.
 
     Args:
         key: of the case.
         dtype: of the case: numbers are rounded to it first.
-        jitter: relative size of a disturbance of all numbers, which shows what rounding does.
+        jitter: relative size of a disturbance of all numbers, which shows the effect of rounding.
         special: whether a cotangent may have infinities and NaN.
     """
 
@@ -44,7 +44,7 @@ class Randoms:
         self.special = special
 
     def like(self, t: Tensor) -> Tensor:
-        """Normal numbers in a random layout, zero strides among them."""
+        """Draws normal numbers in a random layout, at times with zero strides."""
         seed = self.draw.generator()
         values = torch.randn(t.shape, generator=seed, dtype=torch.float64).to(self.dtype)
         layout = self.draw.choice(("dense", "dense", "expanded", "transposed", "one", "offset"))
@@ -65,7 +65,7 @@ class Randoms:
         return values
 
     def cotangent(self, out: Tensor) -> Tensor:
-        """At times with an infinity or a NaN."""
+        """Draws a gradient of the output, at times with an infinity or a NaN."""
         values = self.like(out)
         if not (self.special and values.numel() and self.draw.chance(0.15)):
             return values
@@ -94,7 +94,7 @@ def _named(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Resu
 
 
 def forward(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """Where nothing is differentiated: no_grad, inference mode, or no tensor that asks for it."""
+    """Without gradients: under no_grad, in inference mode, or with no tensor that requires one."""
     mode = r.draw.choice(("no_grad", "inference", "plain"))
     if mode == "plain":
         out = f(*tensors)
@@ -105,7 +105,7 @@ def forward(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Result
 
 
 def backward(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """Of a subset of the tensors, with a cotangent in any layout."""
+    """The gradients of some of the tensors, with a cotangent in any layout."""
     wanted = r.some(len(tensors))
     leaves = _leaves(tensors, wanted)
     out = f(*leaves)
@@ -122,7 +122,7 @@ def accumulate(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Res
     leaves = _leaves([t.clone() for t in tensors], wanted)
     out = f(*leaves)
     cotangent = r.like(out)
-    # Of its own each: PyTorch may keep a view of it as a gradient, and adds to that.
+    # A clone for each: PyTorch may keep a view of the cotangent as a gradient, and add to it.
     out.backward(cotangent.clone(), retain_graph=True)
     out.backward(cotangent.clone())
     found = [i for i in wanted if leaves[i].grad is not None]
@@ -142,14 +142,14 @@ def composed(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Resul
 
 
 def changed_in_place(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """A tensor that was saved is overwritten: the gradients are as before, or there are none."""
+    """A saved tensor is overwritten: the gradients must not change, or be refused."""
     wanted = r.some(len(tensors))
     changed = r.draw.integer(0, len(tensors) - 1)
     leaves = _leaves(tensors, wanted)
     inner = [t.clone() for t in leaves]
     out = f(*inner)
     cotangent = r.like(out)
-    if func is torch.func:  # the definition's are the gradients of what was not changed
+    if func is torch.func:  # the definition's gradients are those of the unchanged tensors
         inner[changed].detach().mul_(3)
     gradients = torch.autograd.grad(
         out, [leaves[i] for i in wanted], cotangent, materialize_grads=True
@@ -158,7 +158,7 @@ def changed_in_place(f: Function, tensors: list[Tensor], r: Randoms, func: Any) 
 
 
 def under_autocast(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """As under autocast, where the operator casts; the definition is given what was cast."""
+    """Under autocast, where the operator casts; the definition gets the cast tensors."""
     wanted = r.some(len(tensors))
     leaves = _leaves(tensors, wanted)
     if func is torch.func:
@@ -194,7 +194,7 @@ def func_jvp(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Resul
 
 
 def dual_numbers(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """Forward mode of torch.autograd, along some of the tensors."""
+    """Forward mode of torch.autograd, with tangents for some of the tensors."""
     wanted = r.some(len(tensors))
     tangents = {i: r.like(tensors[i]) for i in wanted}
     if func is not torch.func:
@@ -255,7 +255,7 @@ def backward_of_vmap(f: Function, tensors: list[Tensor], r: Randoms, func: Any) 
 
 
 def vmap_of_grad(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """Gradients of every sample."""
+    """The gradients of every sample."""
     in_dims, stacked = _stacked(tensors, r)
     wanted, loss = r.some(len(tensors)), _loss(f, tensors, r)
     gradients = func.vmap(func.grad(loss, tuple(wanted)), in_dims)(*stacked)
@@ -278,7 +278,7 @@ def penalty(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Result
 
 
 def all_second_derivatives(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """With respect to the cotangent, too, and of a subset only."""
+    """Second derivatives of a subset, at times also with respect to the cotangent."""
     wanted = r.some(len(tensors))
     leaves = _leaves(tensors, wanted)
     out = f(*leaves)
@@ -303,7 +303,7 @@ def chained(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Result
 
 
 def arguments_of_one_another(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """An argument is made of another, as a generated kernel is; and the output is made of both."""
+    """An argument is computed from another, as a generated kernel is, and so is the output."""
     leaves = _leaves(tensors, range(len(tensors)))
     x, *rest = leaves
     share = x.square().sum().tanh()
@@ -314,7 +314,7 @@ def arguments_of_one_another(f: Function, tensors: list[Tensor], r: Randoms, fun
 
 
 def fed_back(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """A state that goes through several calls; create_graph already in the first derivative."""
+    """A state passes through several calls; create_graph already in the first derivative."""
     leaves = _leaves(tensors, range(len(tensors)))
     x, *rest = leaves
     state = x
@@ -324,7 +324,7 @@ def fed_back(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Resul
 
 
 def gradient_fed_back(f: Function, tensors: list[Tensor], r: Randoms, func: Any) -> Results:
-    """A step along the gradient, differentiated, as where learning is learned."""
+    """A step along the gradient is differentiated, as in meta-learning."""
     leaves = _leaves(tensors, range(len(tensors)))
     x, *rest = leaves
     loss = f(x, *rest).square().sum()
@@ -333,7 +333,7 @@ def gradient_fed_back(f: Function, tensors: list[Tensor], r: Randoms, func: Any)
 
 
 def _twice(out: Tensor, leaves: Sequence[Tensor], r: Randoms) -> Results:
-    """First derivatives under create_graph, and those of their squared norm."""
+    """Computes first derivatives under create_graph, and the derivatives of their squared norm."""
     first = torch.autograd.grad(out, leaves, r.like(out), create_graph=True, materialize_grads=True)
     loss = sum((g.square().sum() for g in first), out.new_zeros(()))
     second = [torch.zeros_like(t) for t in leaves]
@@ -346,14 +346,14 @@ def _twice(out: Tensor, leaves: Sequence[Tensor], r: Randoms) -> Results:
 
 
 def _loss(f: Function, tensors: Sequence[Tensor], r: Randoms) -> Function:
-    """The output's inner product with fixed numbers."""
+    """Returns the function's inner product with fixed numbers."""
     with torch.no_grad():
         cotangent = r.like(f(*tensors))
     return lambda *t: (f(*t) * cotangent).sum()
 
 
 def _squared(f: Function) -> Function:
-    """So that the second derivative with respect to one tensor is not zero where f is linear."""
+    """Returns f + f², whose second derivative is not zero where f is linear."""
 
     def function(*tensors: Tensor) -> Tensor:
         out = f(*tensors)
@@ -363,7 +363,7 @@ def _squared(f: Function) -> Function:
 
 
 def _stacked(tensors: Sequence[Tensor], r: Randoms) -> tuple[tuple[int | None, ...], list[Tensor]]:
-    """Copies of some tensors, each other numbers, along any dimension."""
+    """Stacks scaled copies of some tensors along any dimension; returns dimensions and tensors."""
     count = r.draw.choice((1, 2, 3))
     mapped = r.some(len(tensors))
     in_dims, stacked = [], []
@@ -380,16 +380,16 @@ def _stacked(tensors: Sequence[Tensor], r: Randoms) -> tuple[tuple[int | None, .
 
 @dataclass(frozen=True)
 class Program:
-    """A program and what may come of it.
+    """A program and its properties.
 
     Attributes:
         run: the function above.
-        often: its share among cases.
-        order: of its highest derivative; decides how much rounding is allowed.
+        often: its weight in the choice of a case's program.
+        order: of its highest derivative; more rounding is allowed for higher ones.
         tiny: whether it computes whole Jacobians.
-        may_refuse: whether an error of ours is an answer; else only where the definition has none.
-        chains: whether the output has to have the shape of the first tensor.
-        half: whether it is run in 16 bits, too.
+        may_refuse: whether the library may refuse; if not, only where the definition has no result.
+        chains: whether the output must have the shape of the first tensor.
+        half: whether it also runs in 16 bits.
         forward_mode: whether it uses PyTorch's forward mode.
         adds: whether PyTorch adds the gradients of more than two calls, in an order of its own.
     """

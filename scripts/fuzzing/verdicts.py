@@ -1,4 +1,4 @@
-"""What comes of a case: the definition's numbers, a refusal, or something wrong."""
+"""The verdict on a case: its results equal the definition's, it was refused, or it is wrong."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ Kind = Literal["equal", "refused", "wrong", "crashed", "hung", "exported"]
 BAD = ("wrong", "crashed", "hung")
 _LIBRARY = str(Path(hoconv.__file__).parent)
 _ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
-# PyTorch's own, which say best that a saved tensor was overwritten, or that an op has no answer.
-_PYTORCHS = ("modified by an inplace operation", "does not support vmap over dims of size 0")
+# Errors of PyTorch that count as refusals: a saved tensor was overwritten, or an op has no answer.
+_REFUSALS_OF_PYTORCH = (
+    "modified by an inplace operation",
+    "does not support vmap over dims of size 0",
+)
 
 Results = dict[str, Tensor]
 
 
 class Undefined(Exception):
-    """Raised by a definition where there is nothing to compute."""
+    """A definition has no result for these arguments."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one case; `why` is for the reader, one line and more."""
+    """The verdict on one case; `why` explains it to the reader, in one line or more."""
 
     kind: Kind
     why: str = ""
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the library said no on purpose: a ``raise`` of its own is what raised.
+    """Whether the library refused on purpose: a ``raise`` statement of its own raised the error.
 
-    An error of PyTorch's that comes through the library is none.
+    An error that PyTorch raised inside a call of the library is no refusal.
     """
-    if any(said in str(error) for said in _PYTORCHS):
+    if any(message in str(error) for message in _REFUSALS_OF_PYTORCH):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, _ERRORS) or not frames:
@@ -51,15 +54,14 @@ def is_refusal(error: BaseException) -> bool:
     return last.filename.startswith(_LIBRARY) and line.startswith("raise ")
 
 
-def told(error: BaseException) -> str:
-    """An error in a few lines: what it says, and where in the library it comes from."""
+def describe_error(error: BaseException) -> str:
+    """Returns the first line of an error, and the lines of the library that it passed through."""
     inside = [f"{Path(f.filename).relative_to(_LIBRARY)}:{f.lineno}"
               for f in traceback.extract_tb(error.__traceback__)
               if f.filename.startswith(_LIBRARY)]  # fmt: skip
-    said = str(error).strip().split("\n")[0][:300]
-    return (
-        f"{type(error).__name__}: {said} (at {' < '.join(reversed(inside)) or 'no line of ours'})"
-    )
+    message = str(error).strip().split("\n")[0][:300]
+    where = " < ".join(reversed(inside)) or "no line of the library"
+    return f"{type(error).__name__}: {message} (at {where})"
 
 
 def compare(
@@ -67,18 +69,20 @@ def compare(
     tolerances: Mapping[str, float], disturbed: Callable[[], Results], jitter: float,
     rounded: Callable[[], Results], floor: float = 0.0,
 ) -> Verdict:  # fmt: skip
-    """Compares every tensor with what the definition makes of it.
+    """Compares every result with the definition's.
 
     Args:
-        results: of an implementation.
-        expected: of the definition, float64; or float32 where the bits are compared.
-        dtypes: that the results have, by name.
-        tolerances: of the results: largest error in Euclidean norms; 0 compares bits.
-        disturbed: the definition's results where all numbers are disturbed by `jitter`, relatively:
-            where they differ much, rounding does, and that much error is allowed.
-        rounded: the definition's where every step rounds: ten times their error is, where all that
-            is left of large numbers that cancel is rounding.
-        floor: an error of any result that is rounding: of numbers around 1 that cancel exactly.
+        results: of an implementation, by name.
+        expected: of the definition, in float64; in float32 where bits are compared.
+        dtypes: the expected dtypes, by name.
+        tolerances: the largest relative errors in Euclidean norms, by name; 0 compares bits.
+        disturbed: returns the definition's results for arguments with a relative disturbance of
+            `jitter`. They show how sensitive the results are to rounding; the allowed error grows
+            accordingly.
+        rounded: returns the definition's results with every step rounded. Ten times their error is
+            allowed, since only rounding is left where large numbers cancel.
+        floor: an absolute error that is allowed everywhere, for numbers around 1 that cancel
+            exactly.
     """
     if results.keys() != expected.keys():
         return Verdict("wrong", f"expected {sorted(expected)}, got {sorted(results)}")
@@ -89,16 +93,16 @@ def compare(
             got, wanted = (tuple(result.shape), result.dtype), (tuple(exact.shape), dtype)
             return Verdict("wrong", f"{name}: expected shape and dtype {wanted}, got {got}")
         if not (allowed := tolerances[name]):
-            if why := _other_bits(result, exact):
+            if why := _different_bits(result, exact):
                 return Verdict("wrong", f"{name}: {why}")
             continue
         nearest = exact.to(dtype)
-        if why := _other_classes(result, nearest):
+        if why := _different_classes(result, nearest):
             return Verdict("wrong", f"{name}: {why}")
         finite = nearest.isfinite()
         result, exact = result.double()[finite], exact[finite]
         error, norm = (result - exact).norm().item(), exact.norm().item()
-        # Results of half precision may be subnormal, or sums of such.
+        # Results in half precision may be subnormal, or sums of subnormal numbers.
         least = (torch.finfo(dtype).tiny + floor) * (1 + exact.numel() ** 0.5)
         if error <= allowed * norm + least:
             continue
@@ -112,7 +116,8 @@ def compare(
     return Verdict("equal")
 
 
-def _other_bits(result: Tensor, exact: Tensor) -> str | None:
+def _different_bits(result: Tensor, exact: Tensor) -> str | None:
+    """Describes where the bits differ; None if nowhere."""
     same = (result == exact) & (result.signbit() == exact.signbit())
     if result.is_floating_point():
         same |= result.isnan() & exact.isnan()
@@ -125,8 +130,8 @@ def _other_bits(result: Tensor, exact: Tensor) -> str | None:
     )
 
 
-def _other_classes(result: Tensor, exact: Tensor) -> str | None:
-    """Where one is infinite or NaN and the other is not."""
+def _different_classes(result: Tensor, exact: Tensor) -> str | None:
+    """Describes where one is infinite or NaN and the other is not; None if nowhere."""
     same = (result.isnan() == exact.isnan()) & (result.isinf() == exact.isinf())
     same &= ~result.isinf() | (result == exact)
     if same.all():

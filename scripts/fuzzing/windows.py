@@ -1,4 +1,4 @@
-"""What the definitions of convolutions share: which numbers a tap sees, zeros outside."""
+"""The values that the taps of a convolution read, for definitions; zeros outside."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 
-def seen(x: Tensor, dim: int, offsets: Sequence[int]) -> Tensor:
-    """x with a dimension more, before the last of its own: one entry an offset.
+def gather_shifted(x: Tensor, dim: int, offsets: Sequence[int]) -> Tensor:
+    """Gathers x shifted along `dim` by every offset, into a new dimension in front of `dim`.
 
-    ``out[..., j, ..., t] = x[..., t + offsets[j]]`` along `dim`, or 0 outside; the new dimension
-    is in front of `dim`.
+    Along the two, ``out[j, t] = x[t + offsets[j]]``, or 0 outside.
     """
     length = x.shape[dim]
     where = [[t + offset for t in range(length)] for offset in offsets]
@@ -26,7 +25,7 @@ def seen(x: Tensor, dim: int, offsets: Sequence[int]) -> Tensor:
     return torch.where(inside.view(shape), taken, 0.0)
 
 
-def seen_by_taps(x: Tensor, down: Sequence[int], right: Sequence[int]) -> Tensor:
-    """Of x (B, C, H, W) what every tap sees: (B, C, rows of taps, columns of taps, H, W)."""
-    rows = seen(x, 2, down)  # (B, C, i, H, W)
-    return seen(rows, 4, right).movedim(4, 3)
+def gather_taps(x: Tensor, down: Sequence[int], right: Sequence[int]) -> Tensor:
+    """Gathers what every tap reads of x (B, C, H, W): (B, C, tap rows, tap columns, H, W)."""
+    rows = gather_shifted(x, 2, down)  # (B, C, i, H, W)
+    return gather_shifted(rows, 4, right).movedim(4, 3)

@@ -1,4 +1,4 @@
-"""Runs tasks in processes of their own, which may crash or hang: then another goes on."""
+"""Running tasks in child processes. A child that crashes or hangs is replaced by another."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ import torch
 
 from fuzzing.verdicts import Verdict
 
-SECONDS = 120.0  # that a task may take
-_START_SECONDS = 600.0  # that a process may take to import what it needs, on a busy machine
-# What runs a task: given the task, a folder for files, and what to tell of the task beforehand.
+SECONDS = 120.0  # the most that a task may take
+_START_SECONDS = 600.0  # the most that a child may take to import modules, on a busy machine
+# Runs a task, given the task, a folder for files, and a function to call with its description.
 Function = Callable[[Any, Path, Callable[[str], None]], Verdict]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a task: what it said of itself before it ran, and what came of it."""
+    """A task, its description, sent before it ran, and its verdict."""
 
     task: Any
-    told: str
+    description: str
     verdict: Verdict
 
 
 def run(
     function: Function, tasks: Sequence[Any], folder: Path, jobs: int, seconds: float = SECONDS
 ) -> Iterator[Outcome]:
-    """Yields the outcome of every task, as they come.
+    """Runs tasks; yields the outcome of each as soon as it is known.
 
     Args:
-        function: of a module, so that another process can import it.
+        function: a function of a module, so that another process can import it.
         tasks: its arguments, picklable.
-        folder: for the files of all.
-        jobs: how many processes.
-        seconds: after so many a task has hung, and its process is ended.
+        folder: for the files of all tasks.
+        jobs: the number of processes.
+        seconds: a task that takes longer has hung; its process is killed.
     """
     outcomes: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
 
@@ -61,7 +61,7 @@ def run(
             if child:
                 child.end()
 
-    # No thread outlives an interrupt: its child would be a daemon's.
+    # Daemon threads, so that an interrupt ends the program and does not wait for them.
     for first in range(min(jobs, len(tasks))):
         threading.Thread(target=work, args=(tasks[first::jobs],), daemon=True).start()
     for _ in tasks:
@@ -76,13 +76,13 @@ class _Child:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_work, args=(function, folder, other), daemon=True)
-        os.environ["OMP_NUM_THREADS"] = "1"  # cases are small, and a core is all that one needs
+        os.environ["OMP_NUM_THREADS"] = "1"  # cases are small: one core is enough for each
         self.process.start()
         other.close()
         self.started = False
 
     def run(self, task: Any, seconds: float) -> Outcome:
-        told = ""
+        description = ""
         try:
             if not self.started and self.connection.poll(_START_SECONDS):
                 self.connection.recv()
@@ -91,16 +91,16 @@ class _Child:
             while self.connection.poll(seconds):
                 kind, value = self.connection.recv()
                 if kind == "done":
-                    return Outcome(task, told, value)
-                told = value
+                    return Outcome(task, description, value)
+                description = value
             self.process.kill()
             self.process.join()
-            return Outcome(task, told, Verdict("hung", f"no answer in {seconds:g} s"))
+            return Outcome(task, description, Verdict("hung", f"no answer in {seconds:g} s"))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.process.join()
             code = self.process.exitcode or 0
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return Outcome(task, told, Verdict("crashed", f"the process ended: {name}"))
+            return Outcome(task, description, Verdict("crashed", f"the process ended: {name}"))
 
     def end(self) -> None:
         self.connection.send(None)
@@ -112,14 +112,14 @@ def _work(function: Function, folder: Path, connection: Connection) -> None:
     connection.send(("started", None))
     while (task := _next(connection)) is not None:
         try:
-            verdict = function(task, folder, lambda told: connection.send(("told", told)))
+            verdict = function(task, folder, lambda text: connection.send(("description", text)))
         except Exception:
             verdict = Verdict("wrong", f"no verdict:\n{traceback.format_exc()}")
         connection.send(("done", verdict))
 
 
 def _next(connection: Connection) -> Any:
-    """The next task; None at the end, and where the process that gives them has ended."""
+    """Receives the next task; None at the end, or if the parent process has ended."""
     try:
         return connection.recv()
     except EOFError:

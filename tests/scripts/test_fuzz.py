@@ -1,4 +1,4 @@
-"""scripts/fuzz.py: a seeded part of its cases, and faults of every kind that it has to find."""
+"""scripts/fuzz.py: some cases with a fixed seed, and faults of every kind that it has to find."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEED = 17
 def run(
     numbers: Any, operator: str, impl: str, kind: str | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """The cases, of one kind or all but those that another process has to load, in this one."""
+    """Runs the cases of one kind in this process; by default all but exports."""
     for number in numbers:
         case = cases.Case(cases.Key(operator, impl, "cpu", SEED, number))
         if case.kind == kind or (kind is None and case.kind != "export"):
@@ -39,12 +39,14 @@ def run(
 
 
 def test_every_operator_has_a_generator() -> None:
-    assert {operator.name for operator in operators()} - {"recurrent"} <= set(cases.names())
+    assert {operator.name for operator in operators()} - {"recurrent"} <= set(
+        cases.operator_names()
+    )
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
-@pytest.mark.parametrize("operator", cases.names())
-def test_seeded_part(operator: str, impl: str) -> None:
+@pytest.mark.parametrize("operator", cases.operator_names())
+def test_cases_with_a_fixed_seed(operator: str, impl: str) -> None:
     bad = [
         f"case {case.key.number}: {case}: {verdict.why}"
         for case, verdict in run(range(20), operator, impl)
@@ -53,7 +55,7 @@ def test_seeded_part(operator: str, impl: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_seeded_part_of_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_with_a_fixed_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["cells", "--device", "cpu", "--cases", "12", "--seed", str(SEED), "--jobs", "1"]
     assert fuzz.main([*options, "--out", str(tmp_path)]) == 0
     assert "12 cases, 0 wrong" in capsys.readouterr().out
@@ -65,14 +67,16 @@ def test_a_wrong_derivative_of_a_cell_is_found(monkeypatch: pytest.MonkeyPatch) 
     wrong = dataclasses.replace(FUNCTIONS["sum"], derivative=lambda rnn, g, y, x: (g * 1.001,))
     monkeypatch.setitem(FUNCTIONS, "sum", wrong)
     verdicts = [
-        cells.run(cells.Key("interpret", "cpu", SEED, number), Path(), lambda told: None).kind
+        cells.run(
+            cells.Key("interpret", "cpu", SEED, number), Path(), lambda description: None
+        ).kind
         for number in range(12)
     ]
     assert "wrong" in verdicts
 
 
-def test_a_case_follows_from_its_key() -> None:
-    for operator in cases.names():
+def test_a_key_determines_its_case() -> None:
+    for operator in cases.operator_names():
         one, again = (cases.Case(cases.Key(operator, "cpp", "cpu", SEED, 3)) for _ in range(2))
         assert str(one) == str(again)
         for a, b in zip(one.call.tensors, again.call.tensors, strict=True):
@@ -90,7 +94,7 @@ def wrong_gradient(x: Tensor, weight: Tensor, padding: int) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """Right first derivatives; those of second order, and of forward mode, are zero in silence."""
+    """First derivatives are right; second ones, and those of forward mode, are silently zero."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
@@ -173,7 +177,7 @@ def test_faults_are_found(monkeypatch, function: Callable, kind: str, why: str) 
     assert next(found, None), "none of 400 cases found it"
 
 
-def test_arguments_that_nobody_checks_are_found(monkeypatch) -> None:
+def test_unchecked_arguments_are_found(monkeypatch) -> None:
     monkeypatch.setattr(dynamic_conv1d, "_check", lambda *args: None)
     whys = [v.why for _, v in run(range(400), "dynamic_conv1d", "reference", "invalid")
             if v.kind == "wrong"]  # fmt: skip
@@ -181,12 +185,12 @@ def test_arguments_that_nobody_checks_are_found(monkeypatch) -> None:
     assert any("internal error" in why for why in whys)
 
 
-def test_a_crash_and_a_hang_are_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_tasks_after_a_crash_and_a_hang_still_run(tmp_path: Path) -> None:
     tasks = importlib.import_module("tests.scripts.tasks")
     given = ["go", "raise", "crash", "hang"]
     outcomes = list(workers.run(tasks.judge, given, tmp_path, jobs=1, seconds=1))
     assert [o.task for o in outcomes] == given
-    assert [o.told for o in outcomes] == [f"about to {task}" for task in given]
+    assert [o.description for o in outcomes] == [f"about to {task}" for task in given]
     kinds = [o.verdict.kind for o in outcomes]
     assert kinds == ["equal", "wrong", "crashed", "hung"]
     assert "the definition is wrong" in outcomes[1].verdict.why
@@ -197,15 +201,17 @@ def test_a_crash_and_a_hang_are_told_and_the_rest_goes_on(tmp_path: Path) -> Non
 def in_this_process(monkeypatch) -> None:
     def run(function, tasks, folder, jobs):
         for task in tasks:
-            told: list[str] = []
-            verdict = function(task, folder, told.append)
-            yield workers.Outcome(task, told[-1], verdict)
+            descriptions: list[str] = []
+            verdict = function(task, folder, descriptions.append)
+            yield workers.Outcome(task, descriptions[-1], verdict)
 
     monkeypatch.setattr(workers, "run", run)
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_it_writes(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_a_record_and_repeats_one_case(
+    monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["operators", "--operator", "dynamic_conv1d", "--impl", "reference",
                "--device", "cpu", "--seed", "1", "--jobs", "1"]  # fmt: skip
     monkeypatch.setattr(cases, "_EXPORTED_IN_1000", 0)
@@ -232,7 +238,7 @@ def test_what_it_writes(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_saved_program_is_loaded_by_another_process(
+def test_another_process_loads_a_saved_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = next(

@@ -1,1 +1,1 @@
-"""What ``fuzz.py`` can fuzz, a command each."""
+"""The commands of ``fuzz.py``, one a file."""

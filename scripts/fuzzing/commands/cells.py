@@ -1,7 +1,7 @@
 """Random recurrent cells against their definition: ``python scripts/fuzz.py cells``.
 
 The cells are those of :mod:`hoconv.testing.random_cells`, half of them wild. ``interpret`` runs the
-programs of every rung op by op in PyTorch; an implementation is run as a layer.
+programs of every schedule op by op in PyTorch. An implementation runs as a layer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hoconv.testing.random_cells import random_cell
 
 METHOD = (
     "Each case is a cell drawn from the whole language: expressions of parameters alone, "
-    "conditions in every place, constants with infinities and NaN, common subexpressions, one to "
-    "four states of several sizes; with lengths or without, forwards or backwards. Outputs, final "
-    "states and all gradients in float64 against the cell on tensors, differentiated by autograd, "
-    "to 1e-9; NaN where it has NaN, and where infinite values meet a state that no step reads. "
-    "Refused: values used as conditions or conditions as numbers, by the same message whatever "
-    "the implementation."
+    "conditions in every position, constants with infinities and NaN, common subexpressions, one "
+    "to four states of several sizes; with lengths or without, forwards or backwards. Outputs, "
+    "final states and all gradients are compared in float64, to 1e-9, with the cell on tensors, "
+    "differentiated by autograd. NaN is expected where the cell has NaN, and allowed where "
+    "infinite values meet a state that no step reads. Refused: values used as conditions, or "
+    "conditions as numbers, with the same message in all implementations."
 )
 INTERPRET = "interpret"
 
@@ -49,13 +49,13 @@ class Key(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     known = (INTERPRET, *(name for name in OPERATOR.implementations if name != "reference"))
     parser.add_argument("--impl", nargs="+", choices=known, default=[INTERPRET],
-                        help="default: the programs of every rung, op by op")  # fmt: skip
+                        help="default: interpret, the programs op by op")  # fmt: skip
     add_device_option(parser)
 
 
 def keys(arguments: argparse.Namespace) -> list[Key]:
     numbers = [arguments.case] if arguments.case is not None else range(arguments.cases)
-    made = []
+    found = []
     for device in arguments.device:
         for impl in arguments.impl:
             if impl != INTERPRET:
@@ -64,17 +64,17 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
                 except ImplementationError as error:
                     print(f"{impl} on {device}: not run: {error}")
                     continue
-            made += [Key(impl, device, arguments.seed, number) for number in numbers]
-    return made
+            found += [Key(impl, device, arguments.seed, number) for number in numbers]
+    return found
 
 
 def label(arguments: argparse.Namespace) -> str:
-    """What of the results' name is this run's."""
+    """Returns the part of the file's name that depends on the options."""
     return "_".join(("cells", *arguments.impl, *arguments.device))
 
 
 def row(key: Key) -> dict[str, str]:
-    """What a line of the table is about."""
+    """Returns what identifies the row of a case."""
     return {"impl": key.impl, "device": key.device}
 
 
@@ -103,7 +103,7 @@ def _interpreted(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verd
 
 
 def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
-    """The cell as a layer, of both directions where `reverse`."""
+    """Runs the cell as a layer, bidirectional if `reverse`."""
     found: dict[str, dict[str, Tensor] | str] = {}
     for impl in ("reference", key.impl):
         try:
@@ -118,13 +118,13 @@ def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
     if isinstance(exact, str) or isinstance(got, str):
         if exact == got:
             return Verdict("refused", str(exact))
-        return Verdict("wrong", f"refused by one alone: {exact if got is None else got}")
+        return Verdict("wrong", f"refused by one alone: {exact if isinstance(exact, str) else got}")
     assert_close(cell, got, exact)
     return Verdict("equal")
 
 
 def _results(layer: rnn.RNN, masked: bool) -> dict[str, Tensor]:
-    """The output, the final states and all gradients of a layer with random parameters."""
+    """Computes output, final states and all gradients of a layer with random parameters."""
     device = next(layer.parameters()).device
     T, B = 4, 3
 

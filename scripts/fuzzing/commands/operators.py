@@ -1,7 +1,7 @@
 """Random calls of the operators against their definitions: ``python scripts/fuzz.py operators``.
 
-An operator's generator, with the definition that it compares with, is the file of its name in
-``scripts/fuzzing/operators/``; what is done with a call, a function of ``fuzzing/programs.py``.
+The generator of an operator, and its definition, is the file of its name in
+``scripts/fuzzing/operators/``. A function of ``fuzzing/programs.py`` runs a call.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hoconv.declaration import operators
 from hoconv.implementations import ImplementationError, choose
 
 METHOD = (
-    "Each case is a call with random sizes, layouts, dtypes and options, and one thing done with "
-    "it: gradients of some of the arguments, transforms of torch.func, graphs of several calls "
-    "under create_graph, export and reload in another process. Compared with a definition in "
-    "float64 within the operator's tolerance, more where rounding the arguments changes more; or "
-    "bit for bit, where it is declared to be. Refused: arguments that do not fit, and what has no "
-    "answer, by an error of ours."
+    "Each case is a call with random sizes, layouts, dtypes and options, run by one program: "
+    "gradients of some of the arguments, transforms of torch.func, graphs of several calls under "
+    "create_graph, export and reload in another process. The results are compared with a "
+    "definition in float64, within the operator's tolerance, or within more where rounding of the "
+    "arguments changes more; bit for bit where the operator declares that. Refused: arguments that "
+    "do not fit, and calls without a defined result, by an error of the library."
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    known = cases.names()
+    known = cases.operator_names()
     parser.add_argument("--operator", nargs="+", choices=known, default=known,
                         help="default: all that have a generator")  # fmt: skip
     impls = list(dict.fromkeys(i for operator in operators() for i in operator.implementations))
@@ -36,12 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def keys(arguments: argparse.Namespace) -> list[Key]:
-    """One a case: of every operator, implementation and device the same numbers."""
+    """Returns the keys: the same case numbers for every operator, implementation and device."""
     declared = {operator.name: operator for operator in operators()}
     numbers = [arguments.case] if arguments.case is not None else range(arguments.cases)
-    made = []
+    found = []
     for name in arguments.operator:
-        # approx_tables is no operator of its own: its products are made where matmul's are.
+        # approx_tables is not declared: its products run where those of approx_matmul run.
         operator = declared.get(name, declared["approx_matmul"])
         for device in arguments.device:
             for impl in arguments.impl:
@@ -50,17 +50,17 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
                 except ImplementationError as error:
                     print(f"{name} {impl} on {device}: not run: {error}")
                     continue
-                made += [Key(name, impl, device, arguments.seed, n) for n in numbers]
-    return made
+                found += [Key(name, impl, device, arguments.seed, n) for n in numbers]
+    return found
 
 
 def label(arguments: argparse.Namespace) -> str:
-    """What of the results' name is this run's."""
+    """Returns the part of the file's name that depends on the options."""
     return "_".join(("operators", *arguments.device))
 
 
 def row(key: Key) -> dict[str, str]:
-    """What a line of the table is about."""
+    """Returns what identifies the row of a case."""
     return {"operator": key.operator, "impl": key.impl, "device": key.device}
 
 

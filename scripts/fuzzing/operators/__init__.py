@@ -1,1 +1,1 @@
-"""One file an operator, under its name: ``draw(draw, program)`` makes a case of it."""
+"""One file for each operator, under its name: ``draw(draw, program, invalid)`` draws a call."""

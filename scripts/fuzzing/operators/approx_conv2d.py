@@ -1,4 +1,4 @@
-"""The approximate convolution, as function and as layer.
+"""The approximate convolution: the function and the layer.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels, R x S the kernel.
 """
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuzzing import approximate
-from fuzzing.approximate import draw_options, wild
+from fuzzing.approximate import draw_options, draw_wild
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
-from fuzzing.operators.approx_multiply import HALF, ROUNDED, faulty
+from fuzzing.operators.approx_multiply import HALF, ROUNDED, make_faulty
 from fuzzing.programs import Program
 from hoconv import ApproxConv2d, approx
 
@@ -32,14 +32,17 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     padding = (draw.choice((0, 0, 1, 2, 3)), draw.choice((0, 0, 1, 2, 3)))
     B = draw.batch()
     long = not draw.tiny and draw.chance(0.03)
-    if long:  # more than a chunk of 1,024 pixels
+    if long:  # more pixels than a chunk of 1,024
         B, C, O, G = 5, 1, 2, 1  # noqa: E741
     least = [max(1, dilation[i] * (n - 1) + 1 - 2 * padding[i]) for i, n in enumerate((R, S))]
     H, W = (n + (17 if long else draw.choice((0, 0, 1, 2, 3, 5, 8))) for n in least)
     if not draw.tiny and draw.chance(0.1):
         W += draw.choice((16, 33, 64))
     multiplier, kinds, gradient = draw_options(draw)
-    x, weight = wild(draw, B, C, H, W, kinds=kinds), wild(draw, O, C // G, R, S, kinds=kinds)
+    x, weight = (
+        draw_wild(draw, B, C, H, W, kinds=kinds),
+        draw_wild(draw, O, C // G, R, S, kinds=kinds),
+    )
     dtype = torch.float32
     if program.name == "under_autocast":
         dtype = draw.choice(HALF)
@@ -54,12 +57,12 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         total = [dilation[i] * (n - 1) for i, n in enumerate((R, S))]
         given, before, same = "same", (total[0] // 2, total[1] // 2), (total[0] % 2, total[1] % 2)
     functions = approximate.conv2d(multiplier, kinds, stride, before, dilation, G)
-    loose = _loose(kinds)
+    loose = _tolerances(kinds)
 
     def convolved(x: Tensor, weight: Tensor) -> Tensor:
         if same != (0, 0):  # one more at the end where the number is odd
             x = F.pad(x, (0, same[1], 0, same[0]))
-        return approximate.defined(x, weight, *functions)
+        return approximate.apply(x, weight, *functions)
 
     options = {"stride": stride, "padding": given, "dilation": dilation, "groups": G}
     what = f"{multiplier} {gradient} {options}"
@@ -70,7 +73,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         arguments["stride"] = stride[0]
     fault = ""
     if invalid:
-        fault, x, weight, arguments = faulty(draw, x, weight, arguments)
+        fault, x, weight, arguments = make_faulty(draw, x, weight, arguments)
         if fault == "shape":
             fault, x, weight, arguments = _misshapen(draw, x, weight, arguments)
 
@@ -79,14 +82,14 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
     return Call(
         function, convolved, [x, weight], what, dtype, dict.fromkeys(HALF, 0.0), exact=True,
-
         special="ste" not in kinds, in_float32=True, loose=loose, invalid=fault,
         chains=C == O and given == "same",
     )  # fmt: skip
 
 
-def _loose(kinds: tuple[str, str]) -> dict[str, float]:
-    """Straight-through gradients are PyTorch's; the analytic one of x adds what overlaps freely."""
+def _tolerances(kinds: tuple[str, str]) -> dict[str, float]:
+    """Returns the tolerances of gradients that PyTorch sums: straight-through ones, and the
+    analytic one of x, which adds overlapping windows in any order."""
     return {
         f"{what} {i}": ROUNDED * 3
         for what in ("gradient", "Jacobian")
@@ -100,7 +103,7 @@ def _layer(
     options: dict[str, Any], convolved: Callable[[Tensor, Tensor], Tensor],
     loose: dict[str, float],
 ) -> Call:  # fmt: skip
-    """torch.nn.Conv2d's, with its modes of padding, of one image, too; the bias is added last."""
+    """Draws a layer with any padding mode of torch.nn.Conv2d, for a batch or one image."""
     (O, channels, R, S), G = weight.shape, options["groups"]  # noqa: E741
     padding: Any = options["padding"]
     mode = "zeros"
@@ -116,7 +119,7 @@ def _layer(
         loose = loose | {f"{what} 0": 3 * ROUNDED for what in ("gradient", "Jacobian")}
 
         def padded(x: Tensor, weight: Tensor) -> Tensor:
-            return approximate.defined(F.pad(x, sides, mode), weight, *functions)
+            return approximate.apply(F.pad(x, sides, mode), weight, *functions)
 
         convolved = padded
     module = ApproxConv2d(

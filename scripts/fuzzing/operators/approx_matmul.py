@@ -1,6 +1,6 @@
-"""Approximate matrix products, as function and as linear layer.
+"""Approximate matrix products: the function and the linear layer.
 
-M, N rows and columns of a matrix product, K what it sums over.
+M, N rows and columns of a matrix product, K its inner dimension.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from fuzzing import approximate
-from fuzzing.approximate import draw_options, wild
+from fuzzing.approximate import draw_options, draw_wild
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
-from fuzzing.operators.approx_multiply import HALF, ROUNDED, faulty
+from fuzzing.operators.approx_multiply import HALF, ROUNDED, make_faulty
 from fuzzing.programs import Program
 from hoconv import ApproxLinear, approx
 
 
 def definition(a: Tensor, b: Tensor, functions: tuple) -> Tensor:
-    """All rows of a are one matrix's where b is one matrix; else leading dimensions broadcast."""
+    """Multiplies all rows of a with b if b is one matrix; else leading dimensions broadcast."""
     if b.dim() == 2:
         rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-        return approximate.defined(rows, b, *functions).reshape(*a.shape[:-1], b.shape[1])
+        return approximate.apply(rows, b, *functions).reshape(*a.shape[:-1], b.shape[1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (t.expand(*batch, *t.shape[-2:]) for t in (a, b))
-    return approximate.defined(a, b, *functions)
+    return approximate.apply(a, b, *functions)
 
 
 def draw(draw: Draw, program: Program, invalid: bool) -> Call:
-    long = not draw.tiny and draw.chance(0.03)  # more than a chunk of 1,024, in one of the sums
+    long = not draw.tiny and draw.chance(0.03)  # one of the sums is longer than a chunk of 1,024
     M, K, N = (draw.choice((1, 2, 3)) if long else draw.length(70) for _ in range(3))
     if long:
         M, K, N = draw.choice(((M, 1500, N), (1100, K, N), (M, K, 2100)))
@@ -42,10 +42,13 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         batch = []
     batch_b = [n if draw.chance(0.7) else 1 for n in batch][draw.choice((0, 0, 1, 9)) :]
     loose = {}
-    if batch_b:  # one that is broadcast has a gradient that PyTorch sums
+    if batch_b:  # PyTorch sums the gradient of an operand that is broadcast
         loose = {f"{what} 1": ROUNDED for what in ("gradient", "Jacobian") if batch_b != batch}
-    tame = ("ste", "ste") if loose else kinds
-    a, b = wild(draw, *batch, M, K, kinds=tame), wild(draw, *batch_b, K, N, kinds=tame)
+    drawn_kinds = ("ste", "ste") if loose else kinds
+    a, b = (
+        draw_wild(draw, *batch, M, K, kinds=drawn_kinds),
+        draw_wild(draw, *batch_b, K, N, kinds=drawn_kinds),
+    )
     dtype = torch.float32
     if program.name == "under_autocast":
         dtype = draw.choice(HALF)
@@ -53,7 +56,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     options = {"multiplier": multiplier, "gradient": gradient}
     fault = ""
     if invalid:
-        fault, a, b, options = faulty(draw, a, b, options)
+        fault, a, b, options = make_faulty(draw, a, b, options)
         if fault == "shape":
             shapes = draw.choice((
                 ((2, 3), (4, 5)), ((3,), (3, 2)), ((2, 3), (3,)), ((2, 2, 3), (3, 3, 4)), ((), ()),
@@ -74,7 +77,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
 
 def _straight_through(kinds: tuple[str, str]) -> dict[str, float]:
-    """PyTorch's own products; under vmap and in a graph of several calls, too."""
+    """Returns the tolerances of straight-through gradients, which are PyTorch's own products."""
     return {
         f"{what} {i}": ROUNDED * 3
         for what in ("gradient", "Jacobian")
@@ -87,12 +90,12 @@ def _linear(
     draw: Draw, program: Program, M: int, K: int, N: int, multiplier: str, kinds: tuple,
     gradient: object,
 ) -> Call:  # fmt: skip
-    """``x @ weight.T``, and the bias added last."""
+    """Draws a linear layer: ``x @ weight.T``, and the bias is added last."""
     K, N = max(K, 1), max(N, 1)
     batch = draw.choice(((), (M,), (2, M), (1, 2, M)))
     bias = draw.chance(0.5)
-    x = wild(draw, *batch, K, kinds=kinds)
-    weight = wild(draw, N, K, kinds=kinds)
+    x = draw_wild(draw, *batch, K, kinds=kinds)
+    weight = draw_wild(draw, N, K, kinds=kinds)
     tensors = [x, weight]
     loose = _straight_through(kinds)
     if bias:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from fuzzing import approximate
-from fuzzing.approximate import draw_options, wild
+from fuzzing.approximate import draw_options, draw_wild
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.programs import Program
 from hoconv import approx
 
 HALF = (torch.float32, torch.float16, torch.bfloat16)
-# Of a straight-through gradient, a float32 product or sum of PyTorch's in an order of its own.
+# Tolerance of a straight-through gradient: PyTorch's float32 product, or sum in its own order.
 ROUNDED = 1e-6
 
 
@@ -24,8 +24,9 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     shape = shape[::-1]
     other = [n if draw.chance(0.7) else 1 for n in shape][draw.choice((0, 0, 0, 1)) :]
     multiplier, kinds, gradient = draw_options(draw)
-    tame = ("ste", "ste") if other != shape else kinds  # a sum over what is broadcast
-    a, b = wild(draw, *shape, kinds=tame), wild(draw, *other, kinds=tame)
+    # Where an operand is broadcast, its gradient is a sum.
+    drawn_kinds = ("ste", "ste") if other != shape else kinds
+    a, b = draw_wild(draw, *shape, kinds=drawn_kinds), draw_wild(draw, *other, kinds=drawn_kinds)
     if draw.chance(0.5):
         a, b = b, a
     dtype = torch.float32
@@ -35,7 +36,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     options = {"multiplier": multiplier, "gradient": gradient}
     fault = ""
     if invalid:
-        fault, a, b, options = faulty(draw, a, b, options)
+        fault, a, b, options = make_faulty(draw, a, b, options)
         if fault == "shape":
             a, b = a.new_ones(3), a.new_ones(4)
     functions = approximate.multiply(multiplier, kinds)
@@ -45,17 +46,17 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
     def exact(a: Tensor, b: Tensor) -> Tensor:
         a, b = torch.broadcast_tensors(a, b)
-        return approximate.defined(a, b, *functions)
+        return approximate.apply(a, b, *functions)
 
     return Call(
         function, exact, [a, b], str(options), dtype, dict.fromkeys(HALF, 0.0), exact=True,
-        in_float32=True, loose=summed(a, b) if not fault else {}, invalid=fault,
+        in_float32=True, loose=broadcast_tolerances(a, b) if not fault else {}, invalid=fault,
         chains=list(a.shape) == shape,
     )  # fmt: skip
 
 
-def summed(a: Tensor, b: Tensor) -> dict[str, float]:
-    """Gradients of what is broadcast are sums, in PyTorch's order."""
+def broadcast_tolerances(a: Tensor, b: Tensor) -> dict[str, float]:
+    """Returns the tolerances of gradients that PyTorch sums, since their operand is broadcast."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
     return {
         f"{what} {i}": ROUNDED
@@ -65,8 +66,8 @@ def summed(a: Tensor, b: Tensor) -> dict[str, float]:
     }
 
 
-def faulty(draw: Draw, a: Tensor, b: Tensor, options: dict) -> tuple:
-    """What is wrong for all approximate products."""
+def make_faulty(draw: Draw, a: Tensor, b: Tensor, options: dict) -> tuple:
+    """Draws a fault that any approximate product must refuse; returns it and the arguments."""
     fault = draw.choice(("multiplier", "gradient", "dtype", "shape"))
     if fault == "multiplier":
         options = options | {"multiplier": draw.choice(("mbm8", "", None, 16, "MBM16"))}

@@ -1,6 +1,6 @@
-"""Products of 8-bit look-up tables: the integers' matrix product, and the quantised layers.
+"""Products of 8-bit look-up tables: matrix products of integers, and the quantised layers.
 
-B batch, M, N rows and columns of a matrix product, K what it sums over.
+B batch, M, N rows and columns of a matrix product, K its inner dimension.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     def integers(*shape: int) -> Tensor:
         some = torch.randint(low, high + 1, shape, generator=draw.generator())
         some = some.to(draw.device, dtype)
-        # A program that holds an empty tensor with strides cannot be saved by PyTorch.
+        # PyTorch cannot save a program that holds an empty tensor with unusual strides.
         return draw.layout(some) if some.numel() or not draw.plain_layouts else some
 
     a, b = integers(B, M, K), integers(B, K, N)
@@ -48,7 +48,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         else:
             given = approx.LookupTable(np.full((256, 256), 2**30), signed=signed)
             a, b = integers(1, 1, 2 + K), integers(1, 2 + K, 1)
-    nothing = torch.zeros((), device=draw.device)  # programs differentiate something
+    nothing = torch.zeros((), device=draw.device)  # added, since programs differentiate a tensor
 
     def function(x: Tensor, impl: str) -> Tensor:
         return approx.table_matmul(a, b, given, impl=impl) + x
@@ -62,12 +62,12 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     return Call(
         function, exact, [nothing], what, torch.float32, {torch.float32: 0.0}, exact=True,
         in_float32=True, invalid=fault, chains=False,
-        loose=dict.fromkeys(("first", "gradient", "Jacobian"), 2e-5),  # PyTorch's sum of them all
+        loose=dict.fromkeys(("first", "gradient", "Jacobian"), 2e-5),  # sums over the output
     )  # fmt: skip
 
 
 def _table(draw: Draw, signed: bool) -> tuple[np.ndarray, approx.LookupTable]:
-    """Random products, given as an array in any layout or as a file."""
+    """Draws a table of products, from an array in any layout or from a file."""
     most = draw.choice((100, 2**15 - 1, 2**22))
     random = np.random.default_rng(draw.integer(0, 2**31))
     products = random.integers(-most if signed else 0, most + 1, (256, 256))
@@ -96,7 +96,8 @@ def _table(draw: Draw, signed: bool) -> tuple[np.ndarray, approx.LookupTable]:
 
 
 def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.LookupTable) -> Call:
-    """x = scale * (q - zero point), the range of what was seen and 0 in 255 steps."""
+    """Draws a quantised layer: x = scale * (q - zero point), 255 steps from the least number to the
+    largest one, 0 included."""
     K, N, rows = max(1, draw.length(40)), max(1, draw.length(20)), draw.choice((0, 1, 2, 5))
     convolution = draw.chance(0.5)
     weight = draw.tensor(N, K, dtype=torch.float32) if not convolution else None
@@ -126,7 +127,7 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
         return torch.func.functional_call(module, {"weight": weight}, (x,))
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        """The value of the table's sums; the derivative of the product of what was quantised."""
+        """Has the value of the table's sums, and the derivative of the quantised product."""
         (on_x, q_x, scale_x, zero_x), (on_w, q_w, scale_w, zero_w) = (
             _quantised(t, *limits, table.signed)
             for t, limits in ((x, (least, most)), (weight, _limits(weight)))
@@ -176,7 +177,7 @@ def _scale(least: float, most: float, signed: bool) -> tuple[float, int, int, in
 
 
 def _quantised(t: Tensor, least: float, most: float, signed: bool) -> tuple:
-    """On the grid, with the gradient of what is inside the range; integers; scale; zero point."""
+    """Quantises: returns the rounded t, with a gradient inside the range; q; scale; zero point."""
     scale, zero, low, high = _scale(least, most, signed)
     wanted = (t.detach() / scale).round() + zero
     q = wanted.clamp(low, high)
@@ -186,7 +187,7 @@ def _quantised(t: Tensor, least: float, most: float, signed: bool) -> tuple:
 
 
 def _between_ties(t: Tensor, least: float, most: float, signed: bool) -> Tensor:
-    """Moves what is half-way between two integers, where rounding of t / scale decides."""
+    """Replaces numbers halfway between two integers, where rounding of t / scale decides."""
     scale = _scale(least, most, signed)[0]
     ratio = t.double() / scale
     tie = ((ratio - ratio.floor()) - 0.5).abs() < 1e-2

@@ -1,4 +1,4 @@
-"""The dynamic 1-D convolution, as function and as its two layers, at once and step by step.
+"""The dynamic 1-D convolution: the function, and its two layers, at once or step by step.
 
 B batch, C channels, H heads, K taps, T time steps.
 """
@@ -15,7 +15,7 @@ from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.operators.high_order_conv2d import DTYPES, dtype_for
 from fuzzing.programs import Program
-from fuzzing.windows import seen
+from fuzzing.windows import gather_shifted
 from hoconv.declaration import find
 
 
@@ -23,7 +23,7 @@ def definition(x: Tensor, weight: Tensor, padding: int) -> Tensor:
     """``out[b, c, t] = sum over j of weight[b, h(c), j, t] * x[b, c, t + j - padding]`` with
     ``h(c) = c // (C / H)``; x is zero outside; weight is (B or 1, H, K, T or 1)."""
     _, H, K, _ = weight.shape
-    windows = seen(x, 2, [j - padding for j in range(K)])  # (B, C, K, T)
+    windows = gather_shifted(x, 2, [j - padding for j in range(K)])  # (B, C, K, T)
     return (windows * weight.repeat_interleave(x.shape[1] // H, 1)).sum(2)
 
 
@@ -58,12 +58,12 @@ def _special(draw: Draw, program: Program) -> bool:
 
 
 def _layer(draw: Draw, form: str, x: Tensor, H: int, K: int) -> Call:
-    """Weights are parameters, or a linear map of each step's input, normalised over the taps."""
+    """Draws a layer: its weights are parameters, or a linear map of each step's input."""
     C, T, dtype = x.shape[1], x.shape[2], x.dtype
     padding = draw.choice(("causal", "same"))
     softmax, bias = draw.chance(0.6), draw.chance(0.4)
     generator_bias = form == "dynamic" and draw.chance(0.4)
-    # Split at these steps, where it is computed step by step.
+    # A causal layer may compute the sequence in parts, split at these steps.
     splits = [0, T]
     if padding == "causal" and T and draw.chance(0.4):
         splits = sorted({0, T, draw.integer(0, T), draw.integer(0, T)})
@@ -101,8 +101,8 @@ def _layer(draw: Draw, form: str, x: Tensor, H: int, K: int) -> Call:
         out = definition(x, weight, K - 1 if padding == "causal" else (K - 1) // 2)
         return out + given["bias"][:, None] if bias else out
 
-    # The layers round what they generate and normalise, which the operator is given exactly; the
-    # gradient of a softmax is a difference of rounded numbers.
+    # A layer rounds the weights that it generates and normalises; in a call of the operator they
+    # are exact. The gradient of a softmax is a difference of rounded numbers.
     steps_rounded = 8 if softmax else 4
     tolerances = {d: t * steps_rounded for d, t in find("dynamic_conv1d").tolerances.items()}
     what = f"{form} heads={H} K={K} {padding} softmax={softmax} splits={splits} {names}"
@@ -110,7 +110,7 @@ def _layer(draw: Draw, form: str, x: Tensor, H: int, K: int) -> Call:
 
 
 class _Steps(torch.nn.Module):
-    """A layer given a sequence in parts."""
+    """Calls a layer with the parts of a sequence."""
 
     def __init__(self, module: Any, splits: list[int]) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import hoconv
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.programs import Program
-from fuzzing.windows import seen_by_taps
+from fuzzing.windows import gather_taps
 from hoconv.declaration import find
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ def definition(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     k, G = round(weight.shape[0] ** 0.5), weight.shape[2]
     before = dilation * (k - 1) // 2
     offsets = [dilation * i - before for i in range(k)]
-    windows = seen_by_taps(x, offsets, offsets)  # (B, C, k, k, H, W)
+    windows = gather_taps(x, offsets, offsets)  # (B, C, k, k, H, W)
     kernels = weight.permute(1, 2, 0, 3, 4).unflatten(2, (k, k))  # (B, G, k, k, H, W)
     kernels = kernels.repeat_interleave(x.shape[1] // G, 1)
     return (windows * kernels).sum((2, 3))

@@ -1,4 +1,4 @@
-"""The fused high-order layer, as function and as module.
+"""The high-order layer: the function and the module.
 
 B batch, C channels, G groups of channels, H height, W width, k kernel size, s the generator's.
 """
@@ -14,7 +14,7 @@ from fuzzing.draw import Draw
 from fuzzing.operators import high_order_conv2d
 from fuzzing.operators.high_order_conv2d import DTYPES, dilated, dtype_for, sizes
 from fuzzing.programs import Program
-from fuzzing.windows import seen_by_taps
+from fuzzing.windows import gather_taps
 from hoconv.declaration import find
 
 
@@ -22,11 +22,11 @@ def definition(
     x: Tensor, weight: Tensor, bias: Tensor | None, k: int, dilation: int, softmax: bool,
     residual: bool,
 ) -> Tensor:  # fmt: skip
-    """``high_order_conv2d(x, conv2d(x, weight, bias, padding="same"))``: channel i * G + g of what
-    is generated is tap i of group g; softmax over the taps; x is added where `residual`."""
+    """``high_order_conv2d(x, conv2d(x, weight, bias, padding="same"))``: channel i * G + g of the
+    generator's output is tap i of group g; softmax over the taps; x is added if `residual`."""
     s = weight.shape[2]
     offsets = [i - (s - 1) // 2 for i in range(s)]
-    windows = seen_by_taps(x, offsets, offsets)  # (B, C, s, s, H, W)
+    windows = gather_taps(x, offsets, offsets)  # (B, C, s, s, H, W)
     generated = (windows[:, None] * weight[None, ..., None, None]).sum((2, 3, 4))
     if bias is not None:
         generated = generated + bias[:, None, None]
@@ -43,8 +43,8 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     while not draw.tiny and B * C * H * W * k * k * G * s * s > 300_000:
         k, s, H = max(1, k - 2), max(1, s - 2), max(1, H // 2)
     dtype, dilation = dtype_for(draw, program), dilated(draw)
-    # Infinity times the zeros around the image: PyTorch's convolution may leave it out, and knows
-    # no rule for infinities in 16 bits. Of gradients a compensated sum makes NaN of infinity.
+    # PyTorch's convolution may skip the zeros around the image, which times infinity are NaN, and
+    # in 16 bits its results for infinities vary. In gradients a compensated sum makes NaN of them.
     special = program.name == "forward" and s == 1 and dtype in DTYPES[:2] and draw.chance(0.5)
     x = draw.tensor(B, C, H, W, dtype=dtype, special=special)
     scale = (max(C, 1) * s * s) ** -0.5
