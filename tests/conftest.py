@@ -1,4 +1,4 @@
-"""What all tests share: the same random numbers every time, and no test that cannot run here."""
+"""Fixtures and settings of all tests: fixed random seeds, and a skip for tests that cannot run."""
 
 import csv
 import json
@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from hoconv import jit
-from tests.support import Place
+from tests.support import Variant
 
 hypothesis.settings.register_profile(
     "same every time",
     derandomize=True,
     deadline=None,
-    # `place` does not change from example to example.
+    # `variant` does not change from example to example.
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("same every time")
@@ -51,12 +51,12 @@ def _float32_is_float32() -> Iterator[None]:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest) -> Place:
-    """An implementation on a device, parametrised with `tests.support.places`."""
-    place: Place = request.param
-    if reason := place.obstacle():
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """An implementation on a device, parametrised with `tests.support.variants`."""
+    variant: Variant = request.param
+    if reason := variant.obstacle():
         pytest.skip(reason)
-    return place
+    return variant
 
 
 @dataclass

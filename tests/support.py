@@ -1,4 +1,4 @@
-"""Implementations of operators on devices, as parameters of tests."""
+"""Parameters of tests: every implementation of an operator, on every device that it runs on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Place:
+class Variant:
     """An implementation of an operator, on a device."""
 
     operator: Operator
@@ -28,7 +28,7 @@ class Place:
         return f"{self.operator.name}-{self.impl}-{self.device}"
 
     def obstacle(self) -> str | None:
-        """Why tests cannot run here. That it is broken is no reason: its tests fail."""
+        """Why tests cannot run here; None for a broken implementation, whose tests must fail."""
         return obstacle(self.operator, self.impl, self.device)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,21 +38,21 @@ class Place:
         return self.operator.samples(torch.device(self.device), dtype)
 
 
-def places(operators: Iterable[Operator]) -> list[Any]:
-    """Every implementation on every device it runs on, as parameters of the fixture `place`."""
-    return list(_places(operators))
+def variants(operators: Iterable[Operator]) -> list[Any]:
+    """Lists all variants of the operators, as parameters of the fixture `variant`."""
+    return list(_variants(operators))
 
 
-def _places(operators: Iterable[Operator]) -> Iterator[Any]:
+def _variants(operators: Iterable[Operator]) -> Iterator[Any]:
     for operator in operators:
         for impl, implementation in operator.implementations.items():
             for device in implementation.devices or ("cpu", "cuda"):
-                place = Place(operator, impl, device)
+                variant = Variant(operator, impl, device)
                 marks = [pytest.mark.gpu] if device == "cuda" else []
-                yield pytest.param(place, marks=marks, id=str(place))
+                yield pytest.param(variant, marks=marks, id=str(variant))
 
 
-def reference(network: Network) -> Network:
-    """The network, its layers set to the reference: nothing is compiled for them."""
+def set_to_reference(network: Network) -> Network:
+    """Sets the layers of a network to the reference, so that nothing is compiled; returns it."""
     set_impl(network, "reference")
     return network

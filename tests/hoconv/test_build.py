@@ -220,10 +220,10 @@ CHECK_ALL_OPERATORS = """
 import torch
 from hoconv.declaration import operators
 from tests.hoconv.test_operators import test_agrees_with_the_reference as check
-from tests.support import Place
+from tests.support import Variant
 for operator in operators():
     for dtype in operator.tolerances:
-        check(Place(operator, "cpp", "cpu"), dtype)
+        check(Variant(operator, "cpp", "cpu"), dtype)
 print(*(path for path in torch.ops.loaded_libraries if "hoconv" in path))
 """
 

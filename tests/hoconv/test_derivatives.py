@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import operators
 from hoconv.testing.comparison import differentiable, relative_error
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 Function = Callable[..., Tensor]
 TOLERANCE = 1e-9
@@ -29,13 +29,13 @@ NOT_ROUNDED = 1e-5  # a float32 result that no bfloat16 has been in
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        found = [p for p in places(operators()) if p.values[0].impl != "reference"]
-        metafunc.parametrize("place", found, indirect=True)
+    if "variant" in metafunc.fixturenames:
+        found = [p for p in variants(operators()) if p.values[0].impl != "reference"]
+        metafunc.parametrize("variant", found, indirect=True)
 
 
-def the_dtype(place: Place) -> torch.dtype:
-    return torch.float64 if torch.float64 in place.operator.tolerances else torch.float32
+def the_dtype(variant: Variant) -> torch.dtype:
+    return torch.float64 if torch.float64 in variant.operator.tolerances else torch.float32
 
 
 def as_one(output: Any) -> Tensor:
@@ -45,10 +45,10 @@ def as_one(output: Any) -> Tensor:
     return torch.cat([t.flatten() for t in tree_leaves(output)])
 
 
-def small_cases(place: Place, largest: int = 400) -> list[tuple[str, Function, list[Tensor]]]:
+def small_cases(variant: Variant, largest: int = 400) -> list[tuple[str, Function, list[Tensor]]]:
     """The smallest samples, three at most: a name, a function of their tensors, and these."""
     cases = []
-    for sample in place.samples(the_dtype(place)):
+    for sample in variant.samples(the_dtype(variant)):
         leaves = [a for a in differentiable(sample.args) if isinstance(a, Tensor)]
         # In few dimensions of size 1, in which a derivative that is wrong may look right.
         if all(leaf.numel() > 3 for leaf in leaves):
@@ -56,7 +56,7 @@ def small_cases(place: Place, largest: int = 400) -> list[tuple[str, Function, l
             def function(impl: str, *tensors: Tensor, sample: Any = sample) -> Tensor:
                 given = iter(tensors)
                 args = [next(given) if isinstance(a, Tensor) else a for a in sample.args]
-                return as_one(place.operator.function(*args, impl=impl, **sample.kwargs))
+                return as_one(variant.operator.function(*args, impl=impl, **sample.kwargs))
 
             cases.append((sum(a.numel() for a in leaves), sample.name, function, leaves))
     cases.sort(key=lambda case: case[0])
@@ -64,10 +64,10 @@ def small_cases(place: Place, largest: int = 400) -> list[tuple[str, Function, l
     return [case[1:] for case in few]
 
 
-def compare(place: Place, name: str, compute: Callable[[str], Any]) -> bool:
-    """Compares what the place computes with the reference; returns whether it refuses instead."""
+def compare(variant: Variant, name: str, compute: Callable[[str], Any]) -> bool:
+    """Compares a variant with the reference; returns whether it refuses instead."""
     try:
-        found = tree_leaves(compute(place.impl))
+        found = tree_leaves(compute(variant.impl))
     except NotImplementedError as refusal:
         if not re.search("derivative|jvp function", str(refusal)):  # ours, or PyTorch's
             raise
@@ -106,8 +106,8 @@ COMPOSITIONS = (alone, entangled, fed_back)
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_derivatives_of_three_orders(place: Place, composition: Any) -> None:
-    for name, function, leaves in small_cases(place):
+def test_derivatives_of_three_orders(variant: Variant, composition: Any) -> None:
+    for name, function, leaves in small_cases(variant):
 
         def compute(impl: str, function: Any = function, leaves: Any = leaves) -> list[Tensor]:
             out = composition(lambda *t: function(impl, *t), *leaves)
@@ -119,12 +119,14 @@ def test_derivatives_of_three_orders(place: Place, composition: Any) -> None:
                 loss = loss + torch.cat([g.sin().square().flatten() for g in scaled]).sum()
             return found
 
-        compare(place, name, compute)
+        compare(variant, name, compute)
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_gradient_penalty_of_each_subset_of_the_arguments(place: Place, composition: Any) -> None:
-    name, function, leaves = small_cases(place)[0]
+def test_gradient_penalty_of_each_subset_of_the_arguments(
+    variant: Variant, composition: Any
+) -> None:
+    name, function, leaves = small_cases(variant)[0]
     for wanted in itertools.product((False, True), repeat=min(len(leaves), 3)):
         if not any(wanted):
             continue
@@ -138,12 +140,12 @@ def test_gradient_penalty_of_each_subset_of_the_arguments(place: Place, composit
             penalty = loss + torch.cat([g.square().flatten() for g in grads]).sum()
             return [*grads, *torch.autograd.grad(penalty, inputs)]
 
-        compare(place, f"{name}: {wanted}", compute)
+        compare(variant, f"{name}: {wanted}", compute)
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_products_with_the_hessian(place: Place, composition: Any) -> None:
-    name, function, leaves = small_cases(place)[0]
+def test_products_with_the_hessian(variant: Variant, composition: Any) -> None:
+    name, function, leaves = small_cases(variant)[0]
     point = tuple(leaf.detach() for leaf in leaves)
     vectors = tuple(leaf.detach().cos() for leaf in leaves)
 
@@ -157,18 +159,18 @@ def test_products_with_the_hessian(place: Place, composition: Any) -> None:
             torch.autograd.functional.hessian(lambda x: loss(x, *point[1:]), point[0]),
         )
 
-    compare(place, name, compute)
+    compare(variant, name, compute)
 
 
-def test_autocast_during_the_backward_pass_changes_nothing(place: Place) -> None:
-    name, function, leaves = small_cases(place)[0]
+def test_autocast_during_the_backward_pass_changes_nothing(variant: Variant) -> None:
+    name, function, leaves = small_cases(variant)[0]
     leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
 
     def compute(autocast: bool) -> list[Tensor]:
-        out = function(place.impl, *leaves)
-        with torch.autocast(place.device, torch.bfloat16, enabled=autocast):
+        out = function(variant.impl, *leaves)
+        with torch.autocast(variant.device, torch.bfloat16, enabled=autocast):
             grads = torch.autograd.grad(out, leaves, out.detach(), create_graph=True)
-        if place.operator.bitwise:  # and has no second derivative
+        if variant.operator.bitwise:  # and has no second derivative
             return list(grads)
         # Of PyTorch's own functions, which cast when they are differentiated under autocast.
         return [*grads, *torch.autograd.grad(grads, leaves, [g.detach() for g in grads])]
@@ -272,8 +274,10 @@ TRANSFORMS = (
 # PyTorch warns of its own forward mode, and of a loop over the batch where an op has no vmap.
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_agree_with_the_reference_or_are_refused(place: Place, transform: Any) -> None:
-    name, function, leaves = small_cases(place)[0]
+def test_transforms_agree_with_the_reference_or_are_refused(
+    variant: Variant, transform: Any
+) -> None:
+    name, function, leaves = small_cases(variant)[0]
     point = tuple(leaf.detach() for leaf in leaves)
     vectors = tuple(leaf.detach().cos() for leaf in leaves)
     for composition in (alone, entangled):
@@ -284,12 +288,12 @@ def test_transforms_agree_with_the_reference_or_are_refused(place: Place, transf
 
             return transform(f, point, vectors)
 
-        compare(place, name, compute)
+        compare(variant, name, compute)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
-def test_over_a_batch_of_calls(place: Place) -> None:
-    name, function, leaves = small_cases(place)[0]
+def test_over_a_batch_of_calls(variant: Variant) -> None:
+    name, function, leaves = small_cases(variant)[0]
     batches = [torch.stack([leaf.detach(), -leaf.detach(), 2 * leaf.detach()]) for leaf in leaves]
 
     def compute(impl: str) -> Any:
@@ -309,23 +313,23 @@ def test_over_a_batch_of_calls(place: Place) -> None:
             torch.func.grad(batched, every)(*batches),
         )
 
-    assert not compare(place, name, compute)
+    assert not compare(variant, name, compute)
 
 
-def test_over_no_calls_at_all(place: Place) -> None:
-    _, function, leaves = small_cases(place)[0]
+def test_over_no_calls_at_all(variant: Variant) -> None:
+    _, function, leaves = small_cases(variant)[0]
     point = [leaf.detach() for leaf in leaves]
     batches = [t.new_empty(0, *t.shape) for t in point]
 
     def loss(*tensors: Tensor) -> Tensor:
-        return function(place.impl, *tensors).sin().sum()
+        return function(variant.impl, *tensors).sin().sum()
 
     try:
-        output = torch.vmap(lambda *t: function(place.impl, *t))(*batches)
+        output = torch.vmap(lambda *t: function(variant.impl, *t))(*batches)
     except RuntimeError as error:
         if "non-positive groups" not in str(error):
             raise
         pytest.skip("made of PyTorch's convolution, which refuses no examples")
     gradients = torch.vmap(torch.func.grad(loss, tuple(range(len(point)))))(*batches)
-    assert output.shape == (0, *function(place.impl, *point).shape)
+    assert output.shape == (0, *function(variant.impl, *point).shape)
     assert [g.shape for g in gradients] == [t.shape for t in batches]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hoconv import jit
 from hoconv.declaration import operators
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 LOAD = """
 import sys, torch, hoconv
@@ -31,17 +31,17 @@ for path in sys.argv[1:]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", places(operators()), indirect=True)
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", variants(operators()), indirect=True)
 
 
 class Call(nn.Module):
-    def __init__(self, place: Place, kwargs: Any) -> None:
+    def __init__(self, variant: Variant, kwargs: Any) -> None:
         super().__init__()
-        self.place, self.kwargs = place, kwargs
+        self.variant, self.kwargs = variant, kwargs
 
     def forward(self, *args: Any) -> Any:
-        return self.place.call(*args, **self.kwargs)
+        return self.variant.call(*args, **self.kwargs)
 
 
 def load_elsewhere(*paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,29 +51,29 @@ def load_elsewhere(*paths: Path, **environment: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-def save(place: Place, path: Path) -> Path:
+def save(variant: Variant, path: Path) -> Path:
     """A sample's call as a program, and beside it what it was called with and gave."""
-    sample = next(s for s in place.samples(torch.float32) if all(
+    sample = next(s for s in variant.samples(torch.float32) if all(
         not isinstance(a, Tensor) or a.numel() for a in s.args))  # fmt: skip
-    program = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
+    program = torch.export.export(Call(variant, sample.kwargs), tuple(sample.args))
     torch.export.save(program, path)
-    out = place.call(*sample.args, **sample.kwargs)
-    tolerance = place.operator.tolerances[torch.float32]
+    out = variant.call(*sample.args, **sample.kwargs)
+    tolerance = variant.operator.tolerances[torch.float32]
     torch.save({"args": sample.args, "out": out, "tolerance": tolerance}, f"{path}.tensors")
     return path
 
 
-def test_runs_where_hoconv_was_imported_alone(place: Place, tmp_path: Path) -> None:
-    done = load_elsewhere(save(place, tmp_path / "program.pt2"))
+def test_runs_where_hoconv_was_imported_alone(variant: Variant, tmp_path: Path) -> None:
+    done = load_elsewhere(save(variant, tmp_path / "program.pt2"))
     assert done.returncode == 0, done.stderr
 
 
 def test_says_why_where_the_kernels_cannot_be_built(tmp_path: Path) -> None:
     operator = next(o for o in operators() if o.name == "high_order_layer")
-    place = Place(operator, "cpp", "cpu")
-    if reason := place.obstacle():
+    variant = Variant(operator, "cpp", "cpu")
+    if reason := variant.obstacle():
         pytest.skip(reason)
-    path = save(place, tmp_path / "program.pt2")
+    path = save(variant, tmp_path / "program.pt2")
     done = load_elsewhere(path, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

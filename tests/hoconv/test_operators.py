@@ -27,7 +27,7 @@ from hoconv.testing.comparison import (
     relative_error,
     same_bits,
 )
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 THREADS = (1, 2, 3, 5)
 
@@ -38,13 +38,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("operator", operators(), ids=lambda operator: operator.name)
     if "dtype" in wanted:
         pairs = [
-            pytest.param(*place.values, dtype, marks=place.marks, id=f"{place.id}-{short(dtype)}")
-            for place in places(operators())
-            for dtype in place.values[0].operator.tolerances
+            pytest.param(
+                *variant.values, dtype, marks=variant.marks, id=f"{variant.id}-{short(dtype)}"
+            )
+            for variant in variants(operators())
+            for dtype in variant.values[0].operator.tolerances
         ]
-        metafunc.parametrize(("place", "dtype"), pairs, indirect=["place"])
-    elif "place" in wanted:
-        metafunc.parametrize("place", places(operators()), indirect=True)
+        metafunc.parametrize(("variant", "dtype"), pairs, indirect=["variant"])
+    elif "variant" in wanted:
+        metafunc.parametrize("variant", variants(operators()), indirect=True)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -55,16 +57,16 @@ def elements(sample: Sample) -> int:
     return sum(a.numel() for a in sample.args if isinstance(a, Tensor))
 
 
-def small_samples(place: Place, dtype: torch.dtype, largest: int) -> list[Sample]:
+def small_samples(variant: Variant, dtype: torch.dtype, largest: int) -> list[Sample]:
     """Samples of at most so many elements, and the smallest that has any."""
-    samples = sorted(place.samples(dtype), key=elements)
+    samples = sorted(variant.samples(dtype), key=elements)
     smallest = next(s for s in samples if elements(s))
     return [s for s in samples if elements(s) <= largest] or [smallest]
 
 
-def a_few_samples(place: Place, dtype: torch.dtype) -> list[Sample]:
+def a_few_samples(variant: Variant, dtype: torch.dtype) -> list[Sample]:
     """For what takes long a sample: some of all kinds, with an empty and the last one."""
-    samples = list(place.samples(dtype))
+    samples = list(variant.samples(dtype))
     empty = [s for s in samples if not elements(s)][:1]
     return [*samples[1::10], *empty, samples[-1]]
 
@@ -72,12 +74,12 @@ def a_few_samples(place: Place, dtype: torch.dtype) -> list[Sample]:
 class Call(nn.Module):
     """A call of an operator as a module, which is what torch.export takes."""
 
-    def __init__(self, place: Place, kwargs: Any) -> None:
+    def __init__(self, variant: Variant, kwargs: Any) -> None:
         super().__init__()
-        self.place, self.kwargs = place, kwargs
+        self.variant, self.kwargs = variant, kwargs
 
     def forward(self, *args: Any) -> Any:
-        return self.place.call(*args, **self.kwargs)
+        return self.variant.call(*args, **self.kwargs)
 
 
 def all_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -144,28 +146,28 @@ def test_baselines_compute_what_the_operator_does(operator: Operator) -> None:
         assert all(e <= 2 * operator.tolerances[dtype] for e in errors(out, exact)), name
 
 
-def test_agrees_with_the_reference(place: Place, dtype: torch.dtype) -> None:
-    reference = Place(place.operator, "reference", "cpu")
+def test_agrees_with_the_reference(variant: Variant, dtype: torch.dtype) -> None:
+    reference = Variant(variant.operator, "reference", "cpu")
     failed = []
-    for sample in place.samples(dtype):
-        results = output_and_gradients(place.call, sample.args, sample.kwargs)
-        args, kwargs = on_cpu((sample.args, dict(sample.kwargs)), not place.operator.bitwise)
+    for sample in variant.samples(dtype):
+        results = output_and_gradients(variant.call, sample.args, sample.kwargs)
+        args, kwargs = on_cpu((sample.args, dict(sample.kwargs)), not variant.operator.bitwise)
         exact = output_and_gradients(reference.call, args, kwargs, rounded_to=dtype)
         assert results.keys() == exact.keys(), sample.name
         for name, result in results.items():
             error = relative_error(result, exact[name])
-            if not error <= place.operator.tolerances[dtype]:  # also where it is NaN
+            if not error <= variant.operator.tolerances[dtype]:  # also where it is NaN
                 failed.append(f"{sample.name}: {name}: relative error {error:.1e}")
     assert not failed, "\n".join(failed)
 
 
 def test_results_have_the_dtype_device_and_shapes_of_the_reference(
-    place: Place, dtype: torch.dtype
+    variant: Variant, dtype: torch.dtype
 ) -> None:
-    for sample in place.samples(dtype):
+    for sample in variant.samples(dtype):
         args = differentiable(sample.args)
-        out = place.call(*args, **sample.kwargs)
-        exact = place.operator.function(*sample.args, impl="reference", **sample.kwargs)
+        out = variant.call(*args, **sample.kwargs)
+        exact = variant.operator.function(*sample.args, impl="reference", **sample.kwargs)
         assert properties(out) == properties(exact), sample.name
         for t, other in zip(tree_leaves(out), tree_leaves(exact), strict=True):
             assert t.device == other.device, sample.name
@@ -177,54 +179,54 @@ def test_results_have_the_dtype_device_and_shapes_of_the_reference(
                 assert (a.grad.dtype, a.grad.device) == (dtype, a.device), sample.name
 
 
-def test_inputs_are_left_alone(place: Place, dtype: torch.dtype) -> None:
-    for sample in place.samples(dtype):
+def test_inputs_are_left_alone(variant: Variant, dtype: torch.dtype) -> None:
+    for sample in variant.samples(dtype):
         before = copy.deepcopy(sample.args)
-        output_and_gradients(place.call, sample.args, sample.kwargs)
+        output_and_gradients(variant.call, sample.args, sample.kwargs)
         for a, b in zip(sample.args, before, strict=True):
             assert not isinstance(a, Tensor) or torch.equal(a, b), sample.name
 
 
-def test_two_runs_give_the_same_bits(place: Place, dtype: torch.dtype) -> None:
-    for sample in place.samples(dtype):
+def test_two_runs_give_the_same_bits(variant: Variant, dtype: torch.dtype) -> None:
+    for sample in variant.samples(dtype):
         first, second = (
-            output_and_gradients(place.call, sample.args, sample.kwargs) for _ in range(2)
+            output_and_gradients(variant.call, sample.args, sample.kwargs) for _ in range(2)
         )
         assert all_same_bits(first, second), sample.name
 
 
-def test_any_number_of_threads_gives_the_same_bits(place: Place, dtype: torch.dtype) -> None:
-    if place.device != "cpu":
+def test_any_number_of_threads_gives_the_same_bits(variant: Variant, dtype: torch.dtype) -> None:
+    if variant.device != "cpu":
         pytest.skip("threads are the CPU's")
-    if place.impl == "reference":
+    if variant.impl == "reference":
         pytest.skip("it may use PyTorch's convolution, which sums as the number of threads wants")
-    if not place.operator.implementations[place.impl].thread_invariant:
+    if not variant.operator.implementations[variant.impl].thread_invariant:
         pytest.skip("it uses PyTorch's matrix products, which sum as the number of threads wants")
     before = torch.get_num_threads()
     try:
-        for sample in place.samples(dtype):
+        for sample in variant.samples(dtype):
             results = []
             for threads in THREADS:
                 torch.set_num_threads(threads)
-                results.append(output_and_gradients(place.call, sample.args, sample.kwargs))
+                results.append(output_and_gradients(variant.call, sample.args, sample.kwargs))
             assert all(all_same_bits(results[0], other) for other in results[1:]), sample.name
     finally:
         torch.set_num_threads(before)
 
 
-def test_gradients_and_their_gradients_agree_with_finite_differences(place: Place) -> None:
-    if torch.float64 not in place.operator.tolerances:
+def test_gradients_and_their_gradients_agree_with_finite_differences(variant: Variant) -> None:
+    if torch.float64 not in variant.operator.tolerances:
         pytest.skip("finite differences need float64")
     # All elements one by one where there are few, else in random directions.
     for largest, fast in ((300, False), (3000, True)):
-        for sample in small_samples(place, torch.float64, largest):
+        for sample in small_samples(variant, torch.float64, largest):
             leaves = [
                 a.detach().clone().requires_grad_() if isinstance(a, Tensor) else a
                 for a in sample.args
             ]
 
             def function(*args: Any, sample: Sample = sample) -> Any:
-                return tuple(tree_leaves(place.call(*args, **sample.kwargs)))
+                return tuple(tree_leaves(variant.call(*args, **sample.kwargs)))
 
             assert torch.autograd.gradcheck(function, leaves, fast_mode=fast), sample.name
             assert torch.autograd.gradgradcheck(function, leaves, fast_mode=fast), sample.name
@@ -232,76 +234,80 @@ def test_gradients_and_their_gradients_agree_with_finite_differences(place: Plac
 
 # opcheck looks at the gradients of views among its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_torch_library_finds_no_fault(place: Place, dtype: torch.dtype) -> None:
-    op = place.operator.implementations[place.impl].function
+def test_torch_library_finds_no_fault(variant: Variant, dtype: torch.dtype) -> None:
+    op = variant.operator.implementations[variant.impl].function
     if not isinstance(op, torch._ops.OpOverload):
-        pytest.skip(f"{place.impl} is a Python function")
-    choose(place.operator, place.impl, place.device)  # loads it
-    signature = inspect.signature(place.operator.function)
+        pytest.skip(f"{variant.impl} is a Python function")
+    choose(variant.operator, variant.impl, variant.device)  # loads it
+    signature = inspect.signature(variant.operator.function)
 
     def arguments(sample: Sample) -> tuple[Any, ...]:
         bound = signature.bind(*differentiable(sample.args), **sample.kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments[a.name] for a in op._schema.arguments)
 
-    for sample in place.samples(dtype):
+    for sample in variant.samples(dtype):
         torch.library.opcheck(op, arguments(sample), test_utils=("test_schema", "test_faketensor"))
     if dtype == torch.float32:
-        for sample in a_few_samples(place, dtype):
+        for sample in a_few_samples(variant, dtype):
             torch.library.opcheck(op, arguments(sample))
 
 
-def test_compiled_equals_eager(place: Place) -> None:
-    for sample in a_few_samples(place, torch.float32):
+def test_compiled_equals_eager(variant: Variant) -> None:
+    for sample in a_few_samples(variant, torch.float32):
         torch.compiler.reset()
-        eager = output_and_gradients(place.call, sample.args, sample.kwargs)
-        compiled = torch.compile(place.call, fullgraph=True, backend="aot_eager")
+        eager = output_and_gradients(variant.call, sample.args, sample.kwargs)
+        compiled = torch.compile(variant.call, fullgraph=True, backend="aot_eager")
         for name, result in output_and_gradients(compiled, sample.args, sample.kwargs).items():
-            tolerance = place.operator.tolerances[torch.float32]
+            tolerance = variant.operator.tolerances[torch.float32]
             assert relative_error(result, eager[name]) <= tolerance, sample.name
 
 
 # Inductor imports modules that use deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_by_inductor_equals_eager(place: Place) -> None:
+def test_compiled_by_inductor_equals_eager(variant: Variant) -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if place.device == "cpu" and not (header.exists() and implementations()["cpp"] == "available"):
+    if variant.device == "cpu" and not (
+        header.exists() and implementations()["cpp"] == "available"
+    ):
         pytest.skip(f"inductor needs a C++ compiler and {header}")
     torch.compiler.reset()
-    sample = small_samples(place, torch.float32, 3000)[-1]
-    eager = output_and_gradients(place.call, sample.args, sample.kwargs)
-    compiled = torch.compile(place.call, fullgraph=True)
+    sample = small_samples(variant, torch.float32, 3000)[-1]
+    eager = output_and_gradients(variant.call, sample.args, sample.kwargs)
+    compiled = torch.compile(variant.call, fullgraph=True)
     for name, result in output_and_gradients(compiled, sample.args, sample.kwargs).items():
-        tolerance = place.operator.tolerances[torch.float32]
+        tolerance = variant.operator.tolerances[torch.float32]
         assert relative_error(result, eager[name]) <= tolerance, sample.name
 
 
-def test_exported_equals_eager(place: Place) -> None:
-    for sample in a_few_samples(place, torch.float32):
-        exported = torch.export.export(Call(place, sample.kwargs), tuple(sample.args))
+def test_exported_equals_eager(variant: Variant) -> None:
+    for sample in a_few_samples(variant, torch.float32):
+        exported = torch.export.export(Call(variant, sample.kwargs), tuple(sample.args))
         result = exported.module()(*sample.args)
-        exact = place.call(*sample.args, **sample.kwargs)
-        tolerance = place.operator.tolerances[torch.float32]  # what is exported may be no library's
+        exact = variant.call(*sample.args, **sample.kwargs)
+        tolerance = variant.operator.tolerances[
+            torch.float32
+        ]  # what is exported may be no library's
         assert all(e <= tolerance for e in errors(result, exact)), sample.name
 
 
-def test_fake_tensors_get_the_real_shape_dtype_and_strides(place: Place) -> None:
-    for sample in itertools.islice(place.samples(torch.float32), 0, None, 3):
-        real = place.call(*sample.args, **sample.kwargs)
+def test_fake_tensors_get_the_real_shape_dtype_and_strides(variant: Variant) -> None:
+    for sample in itertools.islice(variant.samples(torch.float32), 0, None, 3):
+        real = variant.call(*sample.args, **sample.kwargs)
         with FakeTensorMode() as mode:
             given = (sample.args, dict(sample.kwargs))
             args, kwargs = tree_map_only(Tensor, mode.from_tensor, given)
-            fake = place.call(*args, **kwargs)
+            fake = variant.call(*args, **kwargs)
         assert properties(fake) == properties(real), sample.name
         for t, other in zip(tree_leaves(fake), tree_leaves(real), strict=True):
             assert (t.device, t.stride()) == (other.device, other.stride()), sample.name
 
 
-def test_meta_tensors_get_the_shape_and_dtype(place: Place, dtype: torch.dtype) -> None:
-    function = place.operator.implementations[place.impl].function
-    signature = inspect.signature(place.operator.function)
-    for sample in itertools.islice(place.samples(dtype), 0, None, 5):
-        real = place.call(*sample.args, **sample.kwargs)
+def test_meta_tensors_get_the_shape_and_dtype(variant: Variant, dtype: torch.dtype) -> None:
+    function = variant.operator.implementations[variant.impl].function
+    signature = inspect.signature(variant.operator.function)
+    for sample in itertools.islice(variant.samples(dtype), 0, None, 5):
+        real = variant.call(*sample.args, **sample.kwargs)
         args, kwargs = moved((sample.args, dict(sample.kwargs)), "meta")
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()

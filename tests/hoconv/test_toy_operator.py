@@ -139,15 +139,15 @@ def test_reference_beside_faulty_implementations_passes(
 def test_what_is_broken_fails_every_test_that_calls_it(
     outcomes: dict[str, dict[str, set[str]]], broken: str
 ) -> None:
-    place = f"toy_faulty-{broken}-cpu"
-    assert "test_agrees_with_the_reference" in outcomes["failure"][place]
-    assert not outcomes["passed"][place]
+    variant = f"toy_faulty-{broken}-cpu"
+    assert "test_agrees_with_the_reference" in outcomes["failure"][variant]
+    assert not outcomes["passed"][variant]
 
 
 def test_what_is_missing_is_skipped(outcomes: dict[str, dict[str, set[str]]]) -> None:
-    place = "toy_faulty-is_missing-cpu"
-    assert "test_agrees_with_the_reference" in outcomes["skipped"][place]
-    assert not outcomes["passed"][place] | outcomes["failure"][place]
+    variant = "toy_faulty-is_missing-cpu"
+    assert "test_agrees_with_the_reference" in outcomes["skipped"][variant]
+    assert not outcomes["passed"][variant] | outcomes["failure"][variant]
 
 
 def test_package_that_cannot_be_imported_fails_one_test_and_hides_no_other_package(

@@ -10,7 +10,7 @@ from datamodules.coco import COCOTiny
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
 from models.tasks.segmenter import Segmenter
-from tests.support import reference
+from tests.support import set_to_reference
 from training.callbacks.pictures import CaptionPictures, Pictures, SegmentationPictures, colours
 
 
@@ -65,7 +65,7 @@ def test_image_truth_and_prediction_are_side_by_side(tmp_path):
 def test_captions_are_beside_their_image(tmp_path, monkeypatch):
     data = COCOTiny(tmp_path / "cache", task="captions", image_size=96, batch_size=4, min_count=1)
     model = Captioner(
-        lambda weights: reference(AttentionDecoder(width=4, hidden_size=8)), 0.1, 0.0,
+        lambda weights: set_to_reference(AttentionDecoder(width=4, hidden_size=8)), 0.1, 0.0,
         beam_width=1, max_length=5,
     )  # fmt: skip
     data.setup("validate")

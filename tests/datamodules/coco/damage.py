@@ -131,13 +131,13 @@ def contents(kind: str, path: Path, cache_dir: Path) -> tuple[dict[str, Any], Sk
     return labels, instances.skipped
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value in a value."""
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path to every value inside a value: the keys and indices that lead to it."""
     if path:
         yield path
     keys = value if isinstance(value, dict) else range(len(value)) if type(value) is list else ()
     for key in keys:
-        yield from places(value[key], (*path, key))
+        yield from paths_in(value[key], (*path, key))
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -147,26 +147,26 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def damage_value(generator: np.random.Generator, file: Any) -> tuple[Any, ...]:
-    """Replaces, drops, cuts or doubles one value; the way to it."""
-    ways = list(places(file))
-    if not ways:  # all of it was dropped
+    """Replaces, drops, cuts or doubles one value; returns the path to it."""
+    paths = list(paths_in(file))
+    if not paths:  # everything was dropped
         return ()
-    *way, key = ways[generator.integers(len(ways))]
-    parent = at(file, tuple(way))
+    *path, key = paths[generator.integers(len(paths))]
+    parent = at(file, tuple(path))
     how = generator.integers(5)
     if how == 0:
         del parent[key]
     elif how == 1:
-        parent[key] = copy.deepcopy(at(file, ways[generator.integers(len(ways))]))
+        parent[key] = copy.deepcopy(at(file, paths[generator.integers(len(paths))]))
     elif how == 2 and isinstance(parent, list):
         parent.append(copy.deepcopy(parent[key]))
     elif how <= 3 and isinstance(text := parent[key], str) and text:
-        place = generator.integers(len(text))
-        parent[key] = text[:place] + generator.choice(["", chr(generator.integers(40, 120))])
-        parent[key] += text[place + 1 :] if generator.random() < 0.5 else ""
+        position = generator.integers(len(text))
+        parent[key] = text[:position] + generator.choice(["", chr(generator.integers(40, 120))])
+        parent[key] += text[position + 1 :] if generator.random() < 0.5 else ""
     else:
         parent[key] = copy.deepcopy(VALUES[generator.integers(len(VALUES))])
-    return *way, key
+    return *path, key
 
 
 def read_annotations(generator: np.random.Generator, folder: Path) -> str:

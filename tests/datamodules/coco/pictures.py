@@ -30,13 +30,15 @@ def chunk(name: bytes, contents: bytes) -> bytes:
 
 
 def with_right_checksums(contents: bytes) -> bytes:
-    """A damaged PNG whose chunks have the checksums of what is in them."""
-    right, place = contents[:8], 8
-    while place + 12 <= len(contents):
-        (length,) = struct.unpack(">I", contents[place : place + 4])
-        right += chunk(contents[place + 4 : place + 8], contents[place + 8 : place + 8 + length])
-        place += 12 + length
-    return right + contents[place:]
+    """Returns a damaged PNG with the checksums of its chunks corrected."""
+    right, offset = contents[:8], 8
+    while offset + 12 <= len(contents):
+        (length,) = struct.unpack(">I", contents[offset : offset + 4])
+        right += chunk(
+            contents[offset + 4 : offset + 8], contents[offset + 8 : offset + 8 + length]
+        )
+        offset += 12 + length
+    return right + contents[offset:]
 
 
 def header(width: int, height: int, kind: int, depth: int, interlaced: bool = False) -> bytes:

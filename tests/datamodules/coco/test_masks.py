@@ -50,8 +50,8 @@ def test_masks_are_drawn_as_pycocotools_compressed_them(pixels):
 def test_a_text_is_refused_unless_its_runs_fill_the_image(pixels, data):
     text = list(compressed(pixels))
     for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.integers(0, len(text)))
-        text[place : place + data.draw(st.integers(0, 2))] = data.draw(
+        position = data.draw(st.integers(0, len(text)))
+        text[position : position + data.draw(st.integers(0, 2))] = data.draw(
             st.text(st.characters(min_codepoint=46, max_codepoint=113), max_size=2)
         )
     counts = "".join(text)

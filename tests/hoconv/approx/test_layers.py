@@ -16,10 +16,10 @@ from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.declaration import layers
 from hoconv.implementations import choose
 from tests.hoconv.approx.test_multipliers import bits
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-conv2d_everywhere = pytest.mark.parametrize("place", places([CONV2D]), indirect=True)
-matmul_everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
+conv2d_everywhere = pytest.mark.parametrize("variant", variants([CONV2D]), indirect=True)
+matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
 CONVOLUTIONS: list[dict[str, Any]] = [
     {},
     {"kernel_size": 1},
@@ -35,21 +35,21 @@ CONVOLUTIONS: list[dict[str, Any]] = [
 ]
 
 
-def pair(place: Place, **options: Any) -> tuple[ApproxConv2d, nn.Conv2d]:
+def pair(variant: Variant, **options: Any) -> tuple[ApproxConv2d, nn.Conv2d]:
     """The layer with exact products, and PyTorch's with the same parameters."""
     arguments: dict[str, Any] = {"in_channels": 4, "out_channels": 6, "kernel_size": 3, **options}
     theirs = nn.Conv2d(**arguments)
-    ours = ApproxConv2d(**arguments, multiplier="exact", impl=place.impl)
+    ours = ApproxConv2d(**arguments, multiplier="exact", impl=variant.impl)
     ours.load_state_dict(theirs.state_dict())
-    return ours.to(place.device), theirs.to(place.device)
+    return ours.to(variant.device), theirs.to(variant.device)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @conv2d_everywhere
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
-def test_convolution_with_exact_products_is_pytorchs(place: Place, options: Any) -> None:
-    ours, theirs = pair(place, **options)
-    x = torch.randn(2, 4, 9, 8, device=place.device)
+def test_convolution_with_exact_products_is_pytorchs(variant: Variant, options: Any) -> None:
+    ours, theirs = pair(variant, **options)
+    x = torch.randn(2, 4, 9, 8, device=variant.device)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outs = [layer(t) for layer, t in zip((ours, theirs), inputs, strict=True)]
     torch.testing.assert_close(*outs)
@@ -65,12 +65,12 @@ def test_convolution_with_exact_products_is_pytorchs(place: Place, options: Any)
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_with_exact_products_is_pytorchs(
-    place: Place, shape: tuple[int, ...], bias: bool
+    variant: Variant, shape: tuple[int, ...], bias: bool
 ) -> None:
-    theirs = nn.Linear(5, 4, bias).to(place.device)
-    ours = ApproxLinear(5, 4, bias, multiplier="exact", impl=place.impl).to(place.device)
+    theirs = nn.Linear(5, 4, bias).to(variant.device)
+    ours = ApproxLinear(5, 4, bias, multiplier="exact", impl=variant.impl).to(variant.device)
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(shape, device=place.device)
+    x = torch.randn(shape, device=variant.device)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outs = [layer(t) for layer, t in zip((ours, theirs), inputs, strict=True)]
     torch.testing.assert_close(*outs)
@@ -82,14 +82,16 @@ def test_linear_with_exact_products_is_pytorchs(
 
 
 @conv2d_everywhere
-def test_products_are_the_multipliers_and_the_bias_is_added_last(place: Place) -> None:
-    layer = ApproxConv2d(3, 5, 3, padding=1, multiplier="mbm14", impl=place.impl).to(place.device)
-    x = torch.randn(2, 3, 6, 6, device=place.device)
+def test_products_are_the_multipliers_and_the_bias_is_added_last(variant: Variant) -> None:
+    layer = ApproxConv2d(3, 5, 3, padding=1, multiplier="mbm14", impl=variant.impl).to(
+        variant.device
+    )
+    x = torch.randn(2, 3, 6, 6, device=variant.device)
     assert layer.bias is not None
-    out = approx.conv2d(x, layer.weight, "mbm14", padding=1, impl=place.impl)
+    out = approx.conv2d(x, layer.weight, "mbm14", padding=1, impl=variant.impl)
     assert torch.equal(bits(layer(x)), bits(out + layer.bias[:, None, None]))
-    linear = ApproxLinear(6, 4, multiplier="mbm14", impl=place.impl).to(place.device)
-    out = approx.matmul(x, linear.weight.mT, "mbm14", impl=place.impl)
+    linear = ApproxLinear(6, 4, multiplier="mbm14", impl=variant.impl).to(variant.device)
+    out = approx.matmul(x, linear.weight.mT, "mbm14", impl=variant.impl)
     assert torch.equal(bits(linear(x)), bits(out + linear.bias))
 
 
@@ -118,12 +120,12 @@ def test_state_dict_and_initialisation_are_pytorchs(kind: Any) -> None:
 @conv2d_everywhere
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_float32_and_says_so_by_its_dtype(
-    place: Place, dtype: torch.dtype
+    variant: Variant, dtype: torch.dtype
 ) -> None:
-    layer = ApproxConv2d(3, 5, 3, impl=place.impl).to(place.device)
-    linear = ApproxLinear(4, 2, impl=place.impl).to(place.device)
-    x = torch.randn(2, 3, 6, 6, device=place.device).to(dtype).requires_grad_()
-    with torch.autocast(place.device, dtype=dtype):
+    layer = ApproxConv2d(3, 5, 3, impl=variant.impl).to(variant.device)
+    linear = ApproxLinear(4, 2, impl=variant.impl).to(variant.device)
+    x = torch.randn(2, 3, 6, 6, device=variant.device).to(dtype).requires_grad_()
+    with torch.autocast(variant.device, dtype=dtype):
         out = layer(x)
         last = linear(out)
     assert out.dtype == last.dtype == torch.float32
@@ -140,9 +142,9 @@ def test_other_precisions_are_refused_without_autocast(dtype: torch.dtype) -> No
 
 
 @conv2d_everywhere
-def test_empty_batch_has_an_empty_output_and_zero_gradients(place: Place) -> None:
-    layer = ApproxConv2d(3, 5, 3, impl=place.impl).to(place.device)
-    out = layer(torch.zeros(0, 3, 6, 6, device=place.device))
+def test_empty_batch_has_an_empty_output_and_zero_gradients(variant: Variant) -> None:
+    layer = ApproxConv2d(3, 5, 3, impl=variant.impl).to(variant.device)
+    out = layer(torch.zeros(0, 3, 6, 6, device=variant.device))
     assert out.shape == (0, 5, 4, 4)
     out.sum().backward()
     assert layer.weight.grad is not None
@@ -185,13 +187,15 @@ def test_copies_compute_the_same_and_are_found() -> None:
 
 
 @conv2d_everywhere
-def test_compiled_equals_eager(place: Place) -> None:
+def test_compiled_equals_eager(variant: Variant) -> None:
     torch.compiler.reset()
     layer = nn.Sequential(
-        ApproxConv2d(3, 5, 3, impl=place.impl), nn.Flatten(), ApproxLinear(80, 2, impl=place.impl)
-    ).to(place.device)
+        ApproxConv2d(3, 5, 3, impl=variant.impl),
+        nn.Flatten(),
+        ApproxLinear(80, 2, impl=variant.impl),
+    ).to(variant.device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 3, 6, 6, device=place.device)
+    x = torch.randn(2, 3, 6, 6, device=variant.device)
     assert torch.equal(compiled(x), layer(x))
 
     def gradients(network: Any) -> list[Tensor]:

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from hoconv import approx
 from hoconv.approx.multipliers import MULTIPLIERS, Logarithmic
 from hoconv.approx.operator import MATMUL, MULTIPLY
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-everywhere = pytest.mark.parametrize("place", places([MULTIPLY]), indirect=True)
-matmul_everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([MULTIPLY]), indirect=True)
+matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
 every_multiplier = pytest.mark.parametrize("multiplier", MULTIPLIERS)
 LOGARITHMIC = [name for name in MULTIPLIERS if name != "exact"]
 
@@ -66,18 +66,21 @@ def specified(a: int, b: int, keep: int, corrected: bool) -> int | None:
     return sign | 0x7F800000 if e >= 255 else sign | e << 23 | m & kept
 
 
-def product(place: Place, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    """The products of the elements of a and b (n,) at a place, as bits: of matrices of one element,
-    whose sum from +0 is the product, where that multiplies matrices."""
-    a, b = a.to(place.device), b.to(place.device)
-    if place.operator is MULTIPLY:
-        return bits(place.call(a, b, multiplier))
-    return bits(place.call(a[:, None, None], b[:, None, None], multiplier)).flatten()
+def product(variant: Variant, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """Returns the bits of the products of the elements of a and b (n,).
+
+    A variant of the matrix product multiplies matrices of one element: a sum of one term from +0 is
+    the product.
+    """
+    a, b = a.to(variant.device), b.to(variant.device)
+    if variant.operator is MULTIPLY:
+        return bits(variant.call(a, b, multiplier))
+    return bits(variant.call(a[:, None, None], b[:, None, None], multiplier)).flatten()
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("place", places([MULTIPLY, MATMUL]), indirect=True)
-def test_products_are_the_published_simulators(place: Place) -> None:
+@pytest.mark.parametrize("variant", variants([MULTIPLY, MATMUL]), indirect=True)
+def test_products_are_the_published_simulators(variant: Variant) -> None:
     folder = os.environ.get("HOCONV_DATA_DIR")
     path = Path(folder or "", "mbm", "vectors.csv")
     if folder is None or not path.exists():
@@ -92,14 +95,14 @@ def test_products_are_the_published_simulators(place: Place) -> None:
             floats([int(row[column], 16) for row in rows if row["multiplier"] == simulated])
             for column in ("a_hex", "b_hex", "product_hex")
         )
-        assert torch.equal(product(place, a, b, name), bits(expected)), name
+        assert torch.equal(product(variant, a, b, name), bits(expected)), name
 
 
 @everywhere
 @pytest.mark.parametrize("multiplier", LOGARITHMIC)
 @given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1) | st.sampled_from(SPECIAL)] * 2), min_size=1))
 def test_products_are_those_of_the_specification(
-    place: Place, multiplier: str, pairs: list[tuple[int, int]]
+    variant: Variant, multiplier: str, pairs: list[tuple[int, int]]
 ) -> None:
     definition = MULTIPLIERS[multiplier]
     assert isinstance(definition, Logarithmic)
@@ -107,26 +110,26 @@ def test_products_are_those_of_the_specification(
     wanted = (specified(*pair, definition.keep, definition.corrected) for pair in pairs)
     ieee = bits(a * b).tolist()
     expected = [i if w is None else w for w, i in zip(wanted, ieee, strict=True)]
-    out = place.call(a.to(place.device), b.to(place.device), multiplier)
+    out = variant.call(a.to(variant.device), b.to(variant.device), multiplier)
     assert torch.equal(bits(out), bits(floats(expected)))
 
 
 @everywhere
 @every_multiplier
-def test_special_values_give_the_bits_of_the_reference(place: Place, multiplier: str) -> None:
+def test_special_values_give_the_bits_of_the_reference(variant: Variant, multiplier: str) -> None:
     values = floats(SPECIAL + [x | 0x80000000 for x in SPECIAL])
     expected = approx.multiply(values[:, None], values, multiplier, impl="reference")
-    device = values.to(place.device)
-    assert torch.equal(bits(place.call(device[:, None], device, multiplier)), bits(expected))
+    device = values.to(variant.device)
+    assert torch.equal(bits(variant.call(device[:, None], device, multiplier)), bits(expected))
     assert torch.equal(bits(expected), bits(expected.mT))  # symmetric
 
 
 @everywhere
 @every_multiplier
-def test_random_bits_give_the_bits_of_the_reference(place: Place, multiplier: str) -> None:
+def test_random_bits_give_the_bits_of_the_reference(variant: Variant, multiplier: str) -> None:
     a, b = torch.randint(-(2**31), 2**31, (2, 100_000)).to(torch.int32).view(torch.float32)
     expected = approx.multiply(a, b, multiplier, impl="reference")
-    out = place.call(a.to(place.device), b.to(place.device), multiplier)
+    out = variant.call(a.to(variant.device), b.to(variant.device), multiplier)
     assert torch.equal(bits(out), bits(expected))
 
 
@@ -138,12 +141,12 @@ BLOCKS = (((97, 157), 0.0), ((0, 254), 0.01), ((0, 255), 0.05))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", [p for p in places([MULTIPLY, MATMUL]) if p.values[0].impl != "reference"],
+    "variant", [p for p in variants([MULTIPLY, MATMUL]) if p.values[0].impl != "reference"],
     indirect=True,
 )  # fmt: skip
 @every_multiplier
 def test_a_hundred_million_products_have_the_bits_of_the_reference(
-    place: Place, multiplier: str
+    variant: Variant, multiplier: str
 ) -> None:
     special = floats(SPECIAL + [x | 0x80000000 for x in SPECIAL])
     side = 1024
@@ -156,8 +159,8 @@ def test_a_hundred_million_products_have_the_bits_of_the_reference(
         values = torch.where(torch.rand(2, side) < share, drawn, values.view(torch.float32))
         a, b = values[0][:, None], values[1][None]
         expected = bits(approx.multiply(a, b, multiplier, impl="reference"))
-        out = bits(place.call(a.to(place.device), b.to(place.device), multiplier))
-        if place.operator is MATMUL:  # a sum begins with +0
+        out = bits(variant.call(a.to(variant.device), b.to(variant.device), multiplier))
+        if variant.operator is MATMUL:  # a sum begins with +0
             expected = torch.where(expected == -(2**31), 0, expected)
         assert torch.equal(out, expected), f"block {block}"
 
@@ -165,7 +168,7 @@ def test_a_hundred_million_products_have_the_bits_of_the_reference(
 @matmul_everywhere
 @pytest.mark.parametrize("multiplier", LOGARITHMIC)
 def test_every_pair_of_mantissas_in_the_fast_form_of_a_matrix_product(
-    place: Place, multiplier: str
+    variant: Variant, multiplier: str
 ) -> None:
     definition = MULTIPLIERS[multiplier]
     assert isinstance(definition, Logarithmic)
@@ -179,8 +182,8 @@ def test_every_pair_of_mantissas_in_the_fast_form_of_a_matrix_product(
     values = floats((mantissas | 127 << 23).tolist())
     # One term of a sum from +0 is the product. Signs, and numbers that are far apart.
     for scale in (1.0, -1.0, 2.0**60):
-        out = place.call((values * scale)[:, None].to(place.device), values[None].to(place.device),
-                         multiplier)  # fmt: skip
+        left, right = (t.to(variant.device) for t in ((values * scale)[:, None], values[None]))
+        out = variant.call(left, right, multiplier)
         expected = approx.multiply(
             (values * scale)[:, None], values[None], multiplier, impl="reference"
         )
@@ -189,7 +192,7 @@ def test_every_pair_of_mantissas_in_the_fast_form_of_a_matrix_product(
 
 @matmul_everywhere
 @pytest.mark.parametrize("multiplier", LOGARITHMIC)
-def test_matrix_products_at_the_ends_of_the_exponents(place: Place, multiplier: str) -> None:
+def test_matrix_products_at_the_ends_of_the_exponents(variant: Variant, multiplier: str) -> None:
     # Products just above and below the least normal number, and below and above the largest.
     mantissas = torch.cat((torch.tensor([0, 2**22, 2**23 - 1]), torch.randint(0, 2**23, (60,))))
     for total in (*range(123, 132), *range(376, 385)):
@@ -197,7 +200,9 @@ def test_matrix_products_at_the_ends_of_the_exponents(place: Place, multiplier: 
             if not 1 <= total - exponent <= 254:
                 continue
             a, b = (floats((mantissas | e << 23).tolist()) for e in (exponent, total - exponent))
-            out = place.call(a[:, None].to(place.device), b[None].to(place.device), multiplier)
+            out = variant.call(
+                a[:, None].to(variant.device), b[None].to(variant.device), multiplier
+            )
             expected = MULTIPLIERS[multiplier].multiply(a[:, None], b[None])
             assert torch.equal(bits(out), bits(expected)), (exponent, total)
 
@@ -251,18 +256,18 @@ def test_derivative_at_zero_lets_a_parameter_learn_and_infinity_is_ieee() -> Non
 
 @everywhere
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
-def test_kinds_of_gradients_of_a_product(place: Place, multiplier: str) -> None:
-    grad, a, b = (t.to(place.device) for t in torch.randn(3, 50))
+def test_kinds_of_gradients_of_a_product(variant: Variant, multiplier: str) -> None:
+    grad, a, b = (t.to(variant.device) for t in torch.randn(3, 50))
 
     def gradients(gradient: Any) -> tuple[Tensor, Tensor]:
         leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
-        out = place.call(*leaves, multiplier, gradient=gradient)
+        out = variant.call(*leaves, multiplier, gradient=gradient)
         d_a, d_b = torch.autograd.grad(out, leaves, grad)
         return d_a, d_b
 
     kinds = {kind: gradients(kind) for kind in ("approx", "ste", "analytic")}
-    assert torch.equal(kinds["approx"][0], place.call(grad, b, multiplier))
-    assert torch.equal(kinds["approx"][1], place.call(grad, a, multiplier))
+    assert torch.equal(kinds["approx"][0], variant.call(grad, b, multiplier))
+    assert torch.equal(kinds["approx"][1], variant.call(grad, a, multiplier))
     assert torch.equal(kinds["ste"][0], grad * b)
     assert torch.equal(kinds["ste"][1], grad * a)
     for first, second in (("approx", "ste"), ("analytic", "approx"), ("ste", "analytic")):
@@ -275,9 +280,9 @@ def test_kinds_of_gradients_of_a_product(place: Place, multiplier: str) -> None:
 @pytest.mark.parametrize("gradient", ["approx", "ste", "analytic"])
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
 def test_negated_views_are_numbers_as_others_are(
-    place: Place, gradient: str, multiplier: str
+    variant: Variant, gradient: str, multiplier: str
 ) -> None:
-    a, b = (torch.randn(2, 7, device=place.device) for _ in range(2))
+    a, b = (torch.randn(2, 7, device=variant.device) for _ in range(2))
 
     def negated(t: Tensor) -> Tensor:
         view = torch.complex(torch.zeros_like(t), t).conj().imag
@@ -286,7 +291,7 @@ def test_negated_views_are_numbers_as_others_are(
 
     def results(a: Tensor, b: Tensor) -> list[Tensor]:
         a, b = a.requires_grad_(), b.requires_grad_()
-        out = place.call(a, b, multiplier, gradient=gradient)
+        out = variant.call(a, b, multiplier, gradient=gradient)
         return [out, *torch.autograd.grad(out, (a, b), negated(torch.ones_like(out)))]
 
     expected = results(-a, -b)
@@ -295,11 +300,14 @@ def test_negated_views_are_numbers_as_others_are(
 
 
 @everywhere
-def test_analytic_gradient_of_exact_products_keeps_the_sign_of_zero(place: Place) -> None:
-    a, zero = torch.ones(3, 1, device=place.device), torch.tensor([-0.0, 0.0], device=place.device)
+def test_analytic_gradient_of_exact_products_keeps_the_sign_of_zero(variant: Variant) -> None:
+    a, zero = (
+        torch.ones(3, 1, device=variant.device),
+        torch.tensor([-0.0, 0.0], device=variant.device),
+    )
     leaf = a.requires_grad_()
     for factor in zero:
-        out = place.call(leaf, factor, "exact", gradient="analytic")
+        out = variant.call(leaf, factor, "exact", gradient="analytic")
         (gradient,) = torch.autograd.grad(out.sum(), leaf)
         assert torch.equal(gradient.signbit(), factor.signbit().expand(3, 1))
 

@@ -19,10 +19,10 @@ from hoconv.approx.ops import OPS
 from hoconv.implementations import choose, obstacle
 from hoconv.testing.comparison import output_and_gradients
 from tests.hoconv.approx.test_multipliers import SPECIAL, bits, every_multiplier, floats
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-matmul_everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
-conv2d_everywhere = pytest.mark.parametrize("place", places([CONV2D]), indirect=True)
+matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
+conv2d_everywhere = pytest.mark.parametrize("variant", variants([CONV2D]), indirect=True)
 
 # How operands are drawn: what a kernel may not take for granted.
 KINDS = ("normal", "half zeros", "many magnitudes", "near the limits", "special values")
@@ -53,18 +53,18 @@ def results(
     return [bits(t.detach()) for t in (out, *gradients)]
 
 
-def assert_same_bits(place: Place, args: list[Tensor], grad: Tensor, **options: Any) -> None:
-    got = results(place.call, args, place.device, grad, **options)
-    function = place.operator.function
+def assert_same_bits(variant: Variant, args: list[Tensor], grad: Tensor, **options: Any) -> None:
+    got = results(variant.call, args, variant.device, grad, **options)
+    function = variant.operator.function
     expected = results(function, args, "cpu", grad, impl="reference", **options)
     for name, a, b in zip(("output", "first", "second"), got, expected, strict=True):
         assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
 
 
-def same_bits_places(operator: Any) -> Any:
+def same_bits_variants(operator: Any) -> Any:
     """All but the reference itself."""
-    chosen = [p for p in places([operator]) if p.values[0].impl != "reference"]
-    return pytest.mark.parametrize("place", chosen, indirect=True)
+    chosen = [p for p in variants([operator]) if p.values[0].impl != "reference"]
+    return pytest.mark.parametrize("variant", chosen, indirect=True)
 
 
 # Order
@@ -131,7 +131,7 @@ def test_the_convolution_and_its_gradients_sum_in_the_order_that_is_documented()
 # Bits
 
 
-@same_bits_places(MATMUL)
+@same_bits_variants(MATMUL)
 @settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(0, 3), *[st.integers(1, 40)] * 3),
@@ -140,31 +140,31 @@ def test_the_convolution_and_its_gradients_sum_in_the_order_that_is_documented()
     transposed=st.booleans(),
 )
 def test_any_matrix_product_has_the_bits_of_the_reference(
-    place: Place, sizes: Any, multiplier: str, kinds: Any, transposed: bool
+    variant: Variant, sizes: Any, multiplier: str, kinds: Any, transposed: bool
 ) -> None:
     B, M, K, N = sizes
     a = draw(kinds[0], B, K, M).mT if transposed else draw(kinds[0], B, M, K)
     args = [a, draw(kinds[1], B, K, N)]
-    assert_same_bits(place, args, draw(kinds[2], B, M, N), multiplier=multiplier)
+    assert_same_bits(variant, args, draw(kinds[2], B, M, N), multiplier=multiplier)
 
 
-@same_bits_places(MATMUL)
+@same_bits_variants(MATMUL)
 @pytest.mark.parametrize(
     ("M", "K", "N"), [(1, 3000, 1), (130, 20, 3), (3, 20, 130), (129, 1025, 2), (5, 1, 300)]
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("multiplier", ["mbm16", "mbm32", "exact"])
 def test_large_matrix_products_have_the_bits_of_the_reference(
-    place: Place, M: int, K: int, N: int, kind: str, multiplier: str
+    variant: Variant, M: int, K: int, N: int, kind: str, multiplier: str
 ) -> None:
     args = [draw(kind, M, K), draw("normal", K, N)]
-    assert_same_bits(place, args, draw("half zeros", M, N), multiplier=multiplier)
+    assert_same_bits(variant, args, draw("half zeros", M, N), multiplier=multiplier)
 
 
-@same_bits_places(CONV2D)
+@same_bits_variants(CONV2D)
 @settings(max_examples=120)
 @given(data=st.data())
-def test_any_convolution_has_the_bits_of_the_reference(place: Place, data: Any) -> None:
+def test_any_convolution_has_the_bits_of_the_reference(variant: Variant, data: Any) -> None:
     def number(low: int, high: int) -> int:
         return data.draw(st.integers(low, high))
 
@@ -182,26 +182,28 @@ def test_any_convolution_has_the_bits_of_the_reference(place: Place, data: Any) 
         *F.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation, groups=G).shape,
     )
     multiplier = data.draw(st.sampled_from(list(MULTIPLIERS)))
-    assert_same_bits(place, [x, weight], grad, multiplier=multiplier, **options)
+    assert_same_bits(variant, [x, weight], grad, multiplier=multiplier, **options)
 
 
-@same_bits_places(CONV2D)
+@same_bits_variants(CONV2D)
 @every_multiplier
-def test_a_layer_of_a_network_has_the_bits_of_the_reference(place: Place, multiplier: str) -> None:
+def test_a_layer_of_a_network_has_the_bits_of_the_reference(
+    variant: Variant, multiplier: str
+) -> None:
     x, weight = draw("half zeros", 2, 20, 9, 9), draw("normal", 33, 20, 3, 3)
     grad = draw("many magnitudes", 2, 33, 9, 9)
-    assert_same_bits(place, [x, weight], grad, multiplier=multiplier, padding=1)
+    assert_same_bits(variant, [x, weight], grad, multiplier=multiplier, padding=1)
 
 
 @conv2d_everywhere
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
 def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
-    place: Place, multiplier: str
+    variant: Variant, multiplier: str
 ) -> None:
     weight = torch.ones(1, 1, 2, 2)
     weight[0, 0, 1, 1] = torch.inf
-    x = torch.zeros(1, 1, 3, 5, device=place.device, requires_grad=True)
-    out = place.call(x, weight.to(place.device), multiplier, stride=2, padding=(1, 0))
+    x = torch.zeros(1, 1, 3, 5, device=variant.device, requires_grad=True)
+    out = variant.call(x, weight.to(variant.device), multiplier, stride=2, padding=(1, 0))
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     infinite = torch.zeros(3, 5, dtype=torch.bool)
     infinite[::2, 1::2] = True  # row -1 is padding: taps of row 1 fall on even rows
@@ -213,9 +215,9 @@ def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-40, -0.0])
 def test_a_weight_of_negative_zero_is_an_operand(
-    place: Place, multiplier: str, value: float
+    variant: Variant, multiplier: str, value: float
 ) -> None:
-    def results(place: Place, channels: int, filters: int) -> dict[str, Tensor]:
+    def results(variant: Variant, channels: int, filters: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         x = torch.randn(2, channels, 5, 6)
         weight = torch.randn(filters, channels, 3, 2)
@@ -224,26 +226,26 @@ def test_a_weight_of_negative_zero_is_an_operand(
         cotangent = torch.randn(2, filters, 3, 4)
         cotangent[:, ::2, 1] = -0.0
         cotangent[0, 0, 0, 0] = cotangent[1, -1, 2, 2] = value
-        args = [t.to(place.device) for t in (x, weight)]
+        args = [t.to(variant.device) for t in (x, weight)]
         options = {"multiplier": multiplier, "stride": 2, "padding": 1}
-        return output_and_gradients(place.call, args, options, cotangent)
+        return output_and_gradients(variant.call, args, options, cotangent)
 
-    reference = Place(place.operator, "reference", "cpu")
+    reference = Variant(variant.operator, "reference", "cpu")
     # Of many filters and of few: either operand may be the left one.
     for channels, filters in ((1, 1), (1, 40), (40, 1), (17, 17)):
         expected = results(reference, channels, filters)
-        for name, found in results(place, channels, filters).items():
+        for name, found in results(variant, channels, filters).items():
             torch.testing.assert_close(
                 found.cpu(), expected[name], rtol=0, atol=0, equal_nan=True, msg=name
             )
 
 
 @matmul_everywhere
-def test_operands_may_lie_far_apart_in_memory(place: Place) -> None:
-    a = torch.randn(5, 7 * 1024, device=place.device)[:, ::1024]
-    b = torch.randn(7, 3 * 64, device=place.device)[:, ::64]
-    dense = place.call(a.contiguous(), b.contiguous(), "mbm16")
-    assert torch.equal(bits(place.call(a, b, "mbm16")), bits(dense))
+def test_operands_may_lie_far_apart_in_memory(variant: Variant) -> None:
+    a = torch.randn(5, 7 * 1024, device=variant.device)[:, ::1024]
+    b = torch.randn(7, 3 * 64, device=variant.device)[:, ::64]
+    dense = variant.call(a.contiguous(), b.contiguous(), "mbm16")
+    assert torch.equal(bits(variant.call(a, b, "mbm16")), bits(dense))
 
 
 @pytest.mark.gpu
@@ -259,7 +261,9 @@ def test_what_lies_between_elements_takes_no_memory() -> None:
 @matmul_everywhere
 @every_multiplier
 @pytest.mark.parametrize("small", [2.0**-60, 2.0**-100])
-def test_an_infinite_number_among_small_ones(place: Place, multiplier: str, small: float) -> None:
+def test_an_infinite_number_among_small_ones(
+    variant: Variant, multiplier: str, small: float
+) -> None:
     """Their exponents add up to one that a product may have."""
     for infinite, finite in (
         (torch.randn(9, 70), torch.randn(70, 33) * small),
@@ -267,7 +271,7 @@ def test_an_infinite_number_among_small_ones(place: Place, multiplier: str, smal
     ):
         (infinite if infinite.abs().max() > 1e-3 else finite)[-1, 0] = torch.inf
         finite[torch.rand(finite.shape) < 0.3] = 0
-        got = place.call(infinite.to(place.device), finite.to(place.device), multiplier)
+        got = variant.call(infinite.to(variant.device), finite.to(variant.device), multiplier)
         expected = approx.matmul(infinite, finite, multiplier, impl="reference")
         assert torch.equal(bits(got), bits(expected))
 
@@ -315,26 +319,26 @@ def test_floating_point_operations_are_counted() -> None:
 @conv2d_everywhere
 @pytest.mark.parametrize("groups", [1, 2])
 def test_straight_through_is_the_gradient_of_pytorchs_convolution(
-    place: Place, groups: int
+    variant: Variant, groups: int
 ) -> None:
-    x, weight = torch.randn(2, 4, 7, 6, device=place.device), torch.randn(6, 4 // groups, 3, 2)
-    args, options = [x, weight.to(place.device)], {"stride": (2, 1), "padding": (1, 0)}
+    x, weight = torch.randn(2, 4, 7, 6, device=variant.device), torch.randn(6, 4 // groups, 3, 2)
+    args, options = [x, weight.to(variant.device)], {"stride": (2, 1), "padding": (1, 0)}
     options["dilation"] = (1, 2)
     expected = output_and_gradients(F.conv2d, args, {**options, "groups": groups})
     got = output_and_gradients(
-        lambda *a: place.call(*a, "mbm16", groups=groups, gradient="ste", **options), args, {}
+        lambda *a: variant.call(*a, "mbm16", groups=groups, gradient="ste", **options), args, {}
     )
     for name in list(expected)[1:]:
         torch.testing.assert_close(got[name], expected[name])
 
 
 @conv2d_everywhere
-def test_exact_is_pytorchs_convolution(place: Place) -> None:
-    args = [torch.randn(2, 4, 7, 6).to(place.device), torch.randn(6, 2, 3, 3).to(place.device)]
+def test_exact_is_pytorchs_convolution(variant: Variant) -> None:
+    args = [torch.randn(2, 4, 7, 6).to(variant.device), torch.randn(6, 2, 3, 3).to(variant.device)]
     for gradient in ("approx", "ste", "analytic"):
         expected = output_and_gradients(F.conv2d, args, {"padding": 1, "groups": 2, "stride": 2})
         got = output_and_gradients(
-            lambda *a, g=gradient: place.call(
+            lambda *a, g=gradient: variant.call(
                 *a, "exact", padding=1, groups=2, stride=2, gradient=g
             ),
             args, {},
@@ -346,11 +350,11 @@ def test_exact_is_pytorchs_convolution(place: Place) -> None:
 @matmul_everywhere
 @pytest.mark.parametrize("multiplier", ["mbm16", "mbm32", "mitchell32"])
 def test_analytic_gradient_of_a_matrix_product_sums_the_multipliers_derivatives(
-    place: Place, multiplier: str
+    variant: Variant, multiplier: str
 ) -> None:
     a, b, grad = torch.randn(5, 6), torch.randn(6, 7), torch.randn(5, 7)
     _, d_a, d_b = results(
-        lambda *t: place.call(*t, multiplier, gradient="analytic"), [a, b], place.device, grad
+        lambda *t: variant.call(*t, multiplier, gradient="analytic"), [a, b], variant.device, grad
     )
     derivative = MULTIPLIERS[multiplier].derivative
     slopes = derivative(a[:, :, None], b)  # (M, K, N)
@@ -362,19 +366,19 @@ def test_analytic_gradient_of_a_matrix_product_sums_the_multipliers_derivatives(
 
 
 @conv2d_everywhere
-def test_analytic_gradient_of_a_convolution_is_that_of_the_matrix_product(place: Place) -> None:
+def test_analytic_gradient_of_a_convolution_is_that_of_the_matrix_product(variant: Variant) -> None:
     G, options = 2, {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
-    args = [torch.randn(2, 4, 7, 6).to(place.device), torch.randn(6, 2, 3, 2).to(place.device)]
+    args = [torch.randn(2, 4, 7, 6).to(variant.device), torch.randn(6, 2, 3, 2).to(variant.device)]
 
     def unfolded(x: Tensor, weight: Tensor) -> Tensor:
         columns = F.unfold(x, (3, 2), options["dilation"], options["padding"], options["stride"])
         columns = columns.unflatten(1, (G, -1))
         filters = weight.unflatten(0, (G, -1)).flatten(2)
-        out = approx.matmul(filters, columns, "mbm32", gradient="analytic", impl=place.impl)
+        out = approx.matmul(filters, columns, "mbm32", gradient="analytic", impl=variant.impl)
         return out.flatten(1, 2).unflatten(2, (4, 4))
 
     def convolved(x: Tensor, weight: Tensor) -> Tensor:
-        return place.call(x, weight, "mbm32", groups=G, gradient="analytic", **options)
+        return variant.call(x, weight, "mbm32", groups=G, gradient="analytic", **options)
 
     expected = output_and_gradients(unfolded, args, {})
     for name, value in output_and_gradients(convolved, args, {}).items():
@@ -382,12 +386,12 @@ def test_analytic_gradient_of_a_convolution_is_that_of_the_matrix_product(place:
 
 
 @conv2d_everywhere
-def test_each_gradient_of_a_convolution_is_switched_on_its_own(place: Place) -> None:
-    args = [torch.randn(2, 3, 5, 5).to(place.device), torch.randn(4, 3, 3, 3).to(place.device)]
+def test_each_gradient_of_a_convolution_is_switched_on_its_own(variant: Variant) -> None:
+    args = [torch.randn(2, 3, 5, 5).to(variant.device), torch.randn(4, 3, 3, 3).to(variant.device)]
 
     def gradients(gradient: Any) -> list[Tensor]:
         named = output_and_gradients(
-            lambda *a: place.call(*a, "mbm16", gradient=gradient), args, {}
+            lambda *a: variant.call(*a, "mbm16", gradient=gradient), args, {}
         )
         return list(named.values())[1:]
 

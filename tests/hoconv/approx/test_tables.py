@@ -24,9 +24,9 @@ from hoconv.approx import (
 from hoconv.approx.operator import MATMUL
 from hoconv.approx.ops import OPS
 from hoconv.implementations import resolve
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-everywhere = pytest.mark.parametrize("place", places([MATMUL]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
 signs = pytest.mark.parametrize("signed", [True, False])
 
 
@@ -75,18 +75,18 @@ def test_reads_raw_files(tmp_path: Path, signed: bool, width: int) -> None:
 
 
 @everywhere
-def test_tables_of_any_layout_are_read(place: Place, tmp_path: Path) -> None:
+def test_tables_of_any_layout_are_read(variant: Variant, tmp_path: Path) -> None:
     table = random_table(True)
-    a, b = (torch.randint(-128, 128, shape, dtype=torch.int8, device=place.device)
+    a, b = (torch.randint(-128, 128, shape, dtype=torch.int8, device=variant.device)
             for shape in ((1, 3, 5), (1, 5, 4)))  # fmt: skip
-    expected = table_matmul(a, b, table, impl=place.impl)
+    expected = table_matmul(a, b, table, impl=variant.impl)
     products = table.products.cpu().numpy()
     every_other = products.repeat(2, 1)[:, ::2]
     for array in (np.asfortranarray(products), products.astype(">i4"), every_other):
         np.save(tmp_path / "table.npy", array)
         read = LookupTable.load(tmp_path / "table.npy", signed=True)
         for one in (read, LookupTable(array, signed=True)):
-            assert torch.equal(table_matmul(a, b, one, impl=place.impl), expected)
+            assert torch.equal(table_matmul(a, b, one, impl=variant.impl), expected)
 
 
 def header(shape: str, dtype: str = "'<i2'") -> bytes:
@@ -164,9 +164,9 @@ def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
 # Matrix products
 
 
-def product(a: Tensor, b: Tensor, table: LookupTable, place: Place) -> Tensor:
-    """Computed at a place; on the CPU."""
-    return table_matmul(a.to(place.device), b.to(place.device), table, impl=place.impl).cpu()
+def product(a: Tensor, b: Tensor, table: LookupTable, variant: Variant) -> Tensor:
+    """Calls a variant; returns the result on the CPU."""
+    return table_matmul(a.to(variant.device), b.to(variant.device), table, impl=variant.impl).cpu()
 
 
 def looked_up(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
@@ -179,10 +179,10 @@ def looked_up(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
 
 @everywhere
 @signs
-def test_the_exact_table_multiplies_integers(place: Place, signed: bool) -> None:
+def test_the_exact_table_multiplies_integers(variant: Variant, signed: bool) -> None:
     table = exact(signed)
     a, b = operands(table, 2, 5, 300), operands(table, 2, 300, 7)
-    out = product(a, b, table, place)
+    out = product(a, b, table, variant)
     assert out.dtype == torch.int32
     assert torch.equal(out.long(), a.long() @ b.long())
 
@@ -195,13 +195,13 @@ def test_the_exact_table_multiplies_integers(place: Place, signed: bool) -> None
     transposed=st.booleans(),
 )
 def test_any_table_is_looked_up_by_bytes(
-    place: Place, sizes: Any, signed: bool, transposed: bool
+    variant: Variant, sizes: Any, signed: bool, transposed: bool
 ) -> None:
     B, M, K, N = sizes
     table = random_table(signed)
     a = operands(table, B, K, M).mT if transposed else operands(table, B, M, K)
     b = operands(table, B, K, N)
-    assert torch.equal(product(a, b, table, place), looked_up(a, b, table))
+    assert torch.equal(product(a, b, table, variant), looked_up(a, b, table))
 
 
 @everywhere
@@ -212,19 +212,19 @@ def test_any_table_is_looked_up_by_bytes(
     ("B", "M", "K", "N"), [(3, 130, 33, 65), (1, 257, 100, 129), (2, 9, 1, 64)]
 )
 def test_large_products_of_tables_of_every_width(
-    place: Place, least: int, most: int, B: int, M: int, K: int, N: int
+    variant: Variant, least: int, most: int, B: int, M: int, K: int, N: int
 ) -> None:
     table = random_table(False, least, most)
     a, b = operands(table, B, M, K), operands(table, B, N, K).mT
-    assert torch.equal(product(a, b, table, place), looked_up(a, b, table))
+    assert torch.equal(product(a, b, table, variant), looked_up(a, b, table))
 
 
 @everywhere
-def test_torch_library_finds_no_fault(place: Place) -> None:
+def test_torch_library_finds_no_fault(variant: Variant) -> None:
     table = random_table(True)
     args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
-    args = tuple(t.to(place.device) for t in args)
-    torch.library.opcheck(OPS[place.impl].table_matmul.overload, args)
+    args = tuple(t.to(variant.device) for t in args)
+    torch.library.opcheck(OPS[variant.impl].table_matmul.overload, args)
 
 
 def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,12 +267,12 @@ def test_wrong_operands_are_refused_by_name() -> None:
     "options", [{}, {"stride": 2, "padding": 1, "groups": 2}, {"groups": 4, "dilation": (2, 1)}]
 )
 def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
-    place: Place, signed: bool, options: Any
+    variant: Variant, signed: bool, options: Any
 ) -> None:
     table = exact(signed)
-    layer = TableConv2d(4, 8, 3, table=table, observer="minmax", impl=place.impl, **options)
-    layer.to(place.device)
-    x = torch.randn(2, 4, 9, 8, device=place.device).requires_grad_()
+    layer = TableConv2d(4, 8, 3, table=table, observer="minmax", impl=variant.impl, **options)
+    layer.to(variant.device)
+    x = torch.randn(2, 4, 9, 8, device=variant.device).requires_grad_()
     out = layer(x)
     x_grid, weight, (scale, zero), _ = layer.quantizer(x, layer.weight)
     assert torch.equal(x_grid, ((x / scale).round() + zero - zero) * scale)
@@ -296,11 +296,11 @@ def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
 @signs
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
 def test_linear_with_the_exact_table_is_that_of_the_quantised_numbers(
-    place: Place, signed: bool, shape: Any
+    variant: Variant, signed: bool, shape: Any
 ) -> None:
-    layer = TableLinear(5, 4, table=exact(signed), impl=place.impl).to(place.device)
-    layer(torch.randn(20, 5, device=place.device))  # it knows a range
-    x = torch.randn(shape, device=place.device)
+    layer = TableLinear(5, 4, table=exact(signed), impl=variant.impl).to(variant.device)
+    layer(torch.randn(20, 5, device=variant.device))  # it knows a range
+    x = torch.randn(shape, device=variant.device)
     x_grid, weight, *_ = layer.eval().quantizer(x, layer.weight)
     expected = nn.functional.linear(x_grid, weight, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
@@ -343,15 +343,15 @@ def test_evaluation_without_a_known_range_is_refused() -> None:
         layer(torch.zeros(1, 2))
 
 
-def layers(place: Place) -> list[tuple[nn.Module, Tensor]]:
+def layers(variant: Variant) -> list[tuple[nn.Module, Tensor]]:
     """Each layer, in evaluation, and an input of it."""
     table = random_table(True)
     made = []
     for layer, shape in (
-        (TableLinear(5, 4, table=table, impl=place.impl), (3, 5)),
-        (TableConv2d(4, 6, 3, table=table, impl=place.impl, padding=1, groups=2), (2, 4, 5, 6)),
+        (TableLinear(5, 4, table=table, impl=variant.impl), (3, 5)),
+        (TableConv2d(4, 6, 3, table=table, impl=variant.impl, padding=1, groups=2), (2, 4, 5, 6)),
     ):
-        layer, x = layer.to(place.device), torch.randn(shape, device=place.device)
+        layer, x = layer.to(variant.device), torch.randn(shape, device=variant.device)
         layer(x)
         made.append((layer.eval(), x))
     return made
@@ -366,9 +366,9 @@ def gradients(layer: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @everywhere
 def test_programs_of_layers_compute_and_learn_as_the_layers_do(
-    place: Place, tmp_path: Path
+    variant: Variant, tmp_path: Path
 ) -> None:
-    for layer, x in layers(place):
+    for layer, x in layers(variant):
         exported = torch.export.export(layer, (x,))
         torch.export.save(exported, tmp_path / "layer.pt2")
         for program in (
@@ -382,10 +382,10 @@ def test_programs_of_layers_compute_and_learn_as_the_layers_do(
 
 
 @everywhere
-def test_programs_of_layers_with_no_range_are_refused(place: Place) -> None:
-    if place.device == "cuda":
+def test_programs_of_layers_with_no_range_are_refused(variant: Variant) -> None:
+    if variant.device == "cuda":
         pytest.skip("there a failed assertion ends every later use of the device")
-    layer, x = TableLinear(2, 1, table=exact(True), impl=place.impl).eval(), torch.zeros(3, 2)
+    layer, x = TableLinear(2, 1, table=exact(True), impl=variant.impl).eval(), torch.zeros(3, 2)
     program = torch.export.export(layer, (x,)).module()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     for call in (program, compiled):
@@ -395,8 +395,8 @@ def test_programs_of_layers_with_no_range_are_refused(place: Place) -> None:
 
 @everywhere
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_transforms_of_layers_are_their_gradients(place: Place) -> None:
-    for layer, x in layers(place):
+def test_transforms_of_layers_are_their_gradients(variant: Variant) -> None:
+    for layer, x in layers(variant):
         expected = gradients(layer, x)
         parameters = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -413,8 +413,8 @@ def test_transforms_of_layers_are_their_gradients(place: Place) -> None:
 
 @everywhere
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
-def test_transforms_that_layers_do_not_have_are_refused(place: Place) -> None:
-    for layer, x in layers(place):
+def test_transforms_that_layers_do_not_have_are_refused(variant: Variant) -> None:
+    for layer, x in layers(variant):
         with pytest.raises(NotImplementedError, match="use reverse mode: backward"):
             torch.func.jvp(layer, (x,), (x,))
         layer.train()
@@ -425,9 +425,9 @@ def test_transforms_that_layers_do_not_have_are_refused(place: Place) -> None:
 
 @everywhere
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5)])
-def test_no_rows_have_a_gradient(place: Place, shape: tuple[int, ...]) -> None:
-    layer, _ = layers(place)[0]
-    x = torch.ones(shape, device=place.device, requires_grad=True)
+def test_no_rows_have_a_gradient(variant: Variant, shape: tuple[int, ...]) -> None:
+    layer, _ = layers(variant)[0]
+    x = torch.ones(shape, device=variant.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(layer.requires_grad_(False)(x).sum(), x)
     assert gradient.shape == shape
 

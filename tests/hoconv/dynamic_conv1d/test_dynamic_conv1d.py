@@ -26,38 +26,38 @@ from hoconv.declaration import Sample
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import choose
 from hoconv.testing.comparison import differentiable, output_and_gradients, relative_error
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 OPS = ["", "_grad_input", "_grad_weight"]
 SHARED = [(), ("batch",), ("time",), ("batch", "time")]
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 with_ops = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if "reference" not in p.id], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if "reference" not in p.id], indirect=True
 )
 only_cuda = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if p.id.endswith("cuda-cuda")], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if p.id.endswith("cuda-cuda")], indirect=True
 )
 any_sharing = pytest.mark.parametrize("shared", SHARED, ids=lambda s: " and ".join(s) or "none")
 
 
-def draw(place: Place, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(place.device, dtype)
+def draw(variant: Variant, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(variant.device, dtype)
 
 
 def inputs(
-    place: Place, B=2, C=6, T=9, K=3, H=2, shared: tuple[str, ...] = (),
+    variant: Variant, B=2, C=6, T=9, K=3, H=2, shared: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     weight = (1 if "batch" in shared else B, H, K, 1 if "time" in shared else T)
-    return draw(place, B, C, T, dtype=dtype), draw(place, *weight, dtype=dtype)
+    return draw(variant, B, C, T, dtype=dtype), draw(variant, *weight, dtype=dtype)
 
 
-def ops(place: Place, name: str = "") -> torch._ops.OpOverload:
+def ops(variant: Variant, name: str = "") -> torch._ops.OpOverload:
     """An op itself, past the checks of the public function."""
-    choose(OPERATOR, place.impl, place.device)  # loads it
-    return getattr(getattr(torch.ops.hoconv, f"dynamic_conv1d{name}"), place.impl)
+    choose(OPERATOR, variant.impl, variant.device)  # loads it
+    return getattr(getattr(torch.ops.hoconv, f"dynamic_conv1d{name}"), variant.impl)
 
 
 def definition(x: Tensor, weight: Tensor, grad: Tensor, padding: int) -> tuple[Tensor, ...]:
@@ -84,17 +84,19 @@ def definition(x: Tensor, weight: Tensor, grad: Tensor, padding: int) -> tuple[T
     ("padding", "expected"),
     [(2, [100, 210, 321, 432]), (1, [210, 321, 432, 43]), (0, [321, 432, 43, 4])],
 )
-def test_small_example_computed_by_hand(place: Place, padding: int, expected: list[int]) -> None:
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], device=place.device)
-    weight = 10.0 ** torch.arange(3, device=place.device)[None, None, :, None]
-    assert place.call(x, weight, padding=padding)[0, 0].tolist() == expected
+def test_small_example_computed_by_hand(
+    variant: Variant, padding: int, expected: list[int]
+) -> None:
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], device=variant.device)
+    weight = 10.0 ** torch.arange(3, device=variant.device)[None, None, :, None]
+    assert variant.call(x, weight, padding=padding)[0, 0].tolist() == expected
 
 
 @everywhere
-def test_consecutive_channels_share_the_kernels_of_a_head(place: Place) -> None:
-    x = torch.ones(1, 4, 1, device=place.device)
-    weight = torch.tensor([2.0, 3.0], device=place.device).view(1, 2, 1, 1)
-    assert place.call(x, weight, padding=0).flatten().tolist() == [2, 2, 3, 3]
+def test_consecutive_channels_share_the_kernels_of_a_head(variant: Variant) -> None:
+    x = torch.ones(1, 4, 1, device=variant.device)
+    weight = torch.tensor([2.0, 3.0], device=variant.device).view(1, 2, 1, 1)
+    assert variant.call(x, weight, padding=0).flatten().tolist() == [2, 2, 3, 3]
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,7 +112,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @everywhere
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=150)
-def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataObject) -> None:
+def test_any_sizes_and_strides_give_the_definition(variant: Variant, data: st.DataObject) -> None:
     B, T = data.draw(st.integers(1, 3), "B"), data.draw(st.integers(1, 40), "T")
     H, head_channels = data.draw(st.integers(1, 3), "H"), data.draw(st.integers(1, 9), "C / H")
     K = data.draw(st.integers(1, 12), "K")
@@ -120,10 +122,10 @@ def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataOb
     layouts = [LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))] for _ in range(3)]
     shapes = ((B, H * head_channels, T), (batch, H, K, steps), (B, H * head_channels, T))
     x, weight, grad = (
-        layout(torch.randint(-9, 10, shape).to(place.device, torch.float64))
+        layout(torch.randint(-9, 10, shape).to(variant.device, torch.float64))
         for layout, shape in zip(layouts, shapes, strict=True)
     )
-    results = output_and_gradients(place.call, (x, weight), {"padding": padding}, grad)
+    results = output_and_gradients(variant.call, (x, weight), {"padding": padding}, grad)
     expected = definition(x, weight, grad, padding)
     for result, exact in zip(results.values(), expected, strict=True):
         assert torch.equal(result.cpu(), exact)  # whole numbers: exact in any order
@@ -136,14 +138,20 @@ def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataOb
     ("C", "T", "K", "padding"), [(66, 300, 31, 30), (66, 257, 34, 16), (8, 1100, 4, 2)]
 )
 def test_sequences_longer_than_a_tile_give_the_definition(
-    place: Place, shared: tuple[str, ...], dtype: torch.dtype, C: int, T: int, K: int, padding: int
+    variant: Variant,
+    shared: tuple[str, ...],
+    dtype: torch.dtype,
+    C: int,
+    T: int,
+    K: int,
+    padding: int,
 ) -> None:
     x, weight = (
-        torch.randint(-3, 4, t.shape).to(t) for t in inputs(place, 2, C, T, K, 2, shared, dtype)
+        torch.randint(-3, 4, t.shape).to(t) for t in inputs(variant, 2, C, T, K, 2, shared, dtype)
     )
     grad = torch.randint(-3, 4, x.shape).to(x)
-    reference = Place(OPERATOR, "reference", "cpu")
-    results = output_and_gradients(place.call, (x, weight), {"padding": padding}, grad)
+    reference = Variant(OPERATOR, "reference", "cpu")
+    results = output_and_gradients(variant.call, (x, weight), {"padding": padding}, grad)
     exact = output_and_gradients(
         reference.call, (x.cpu(), weight.cpu()), {"padding": padding}, grad.cpu()
     )
@@ -153,12 +161,12 @@ def test_sequences_longer_than_a_tile_give_the_definition(
 
 @everywhere
 @pytest.mark.parametrize("K", [1, 2, 3, 8, 31])
-def test_weight_shared_by_all_is_a_depthwise_convolution(place: Place, K: int) -> None:
-    x, weight = inputs(place, K=K, shared=("batch", "time"))
+def test_weight_shared_by_all_is_a_depthwise_convolution(variant: Variant, K: int) -> None:
+    x, weight = inputs(variant, K=K, shared=("batch", "time"))
     per_channel = weight[0].repeat_interleave(3, 0).transpose(1, 2)  # (C, 1, K)
     for padding in {0, (K - 1) // 2, K - 1}:
         expected = F.conv1d(F.pad(x, (padding, K - 1 - padding)), per_channel, groups=6)
-        torch.testing.assert_close(place.call(x, weight, padding=padding), expected)
+        torch.testing.assert_close(variant.call(x, weight, padding=padding), expected)
 
 
 # Shared weights
@@ -166,24 +174,24 @@ def test_weight_shared_by_all_is_a_depthwise_convolution(place: Place, K: int) -
 
 @everywhere
 @any_sharing
-def test_shared_weight_equals_its_expansion(place: Place, shared: tuple[str, ...]) -> None:
-    x, weight = inputs(place, shared=shared)
+def test_shared_weight_equals_its_expansion(variant: Variant, shared: tuple[str, ...]) -> None:
+    x, weight = inputs(variant, shared=shared)
     expanded = weight.expand(2, -1, -1, 9)
-    out = place.call(x, weight, padding=1)
-    assert torch.equal(out, place.call(x, expanded, padding=1))
-    assert torch.equal(out, place.call(x, expanded.contiguous(), padding=1))
+    out = variant.call(x, weight, padding=1)
+    assert torch.equal(out, variant.call(x, expanded, padding=1))
+    assert torch.equal(out, variant.call(x, expanded.contiguous(), padding=1))
 
 
 @everywhere
 @any_sharing
 def test_gradient_of_a_shared_weight_is_the_sum_over_what_shares_it(
-    place: Place, shared: tuple[str, ...]
+    variant: Variant, shared: tuple[str, ...]
 ) -> None:
-    x, weight = inputs(place, 3, 8, 45, 5, shared=shared)
+    x, weight = inputs(variant, 3, 8, 45, 5, shared=shared)
     grad = torch.randn_like(x)
     in_full = weight.expand(3, -1, -1, 45).clone()
-    gradient = output_and_gradients(place.call, (x, weight), {"padding": 2}, grad)
-    expected = output_and_gradients(place.call, (x, in_full), {"padding": 2}, grad)
+    gradient = output_and_gradients(variant.call, (x, weight), {"padding": 2}, grad)
+    expected = output_and_gradients(variant.call, (x, in_full), {"padding": 2}, grad)
     name = "gradient of argument 1"
     torch.testing.assert_close(gradient[name], expected[name].sum_to_size(weight.shape))
 
@@ -202,19 +210,19 @@ class LargestTensor(TorchDispatchMode):
 
 
 @with_ops
-def test_gradient_of_a_shared_weight_is_never_held_in_full(place: Place) -> None:
-    x, weight = differentiable(inputs(place, 4, 4, 50, 20, shared=("batch", "time")))
+def test_gradient_of_a_shared_weight_is_never_held_in_full(variant: Variant) -> None:
+    x, weight = differentiable(inputs(variant, 4, 4, 50, 20, shared=("batch", "time")))
     with LargestTensor() as largest:
-        place.call(x, weight, padding=19).square().sum().backward()
+        variant.call(x, weight, padding=19).square().sum().backward()
     assert largest.elements == x.numel() < 4 * 2 * 20 * 50
 
 
 @everywhere
 @any_sharing
-def test_nothing_to_sum_gives_zero_gradients(place: Place, shared: tuple[str, ...]) -> None:
+def test_nothing_to_sum_gives_zero_gradients(variant: Variant, shared: tuple[str, ...]) -> None:
     for B, C, T in ((0, 6, 9), (2, 0, 9), (2, 6, 0), (0, 0, 0)):
-        x, weight = inputs(place, B, C, T, shared=shared)
-        results = output_and_gradients(place.call, (x, weight), {"padding": 1})
+        x, weight = inputs(variant, B, C, T, shared=shared)
+        results = output_and_gradients(variant.call, (x, weight), {"padding": 1})
         assert [r.shape for r in results.values()] == [x.shape, x.shape, weight.shape]
         assert not results["gradient of argument 1"].any()
 
@@ -224,17 +232,17 @@ def test_nothing_to_sum_gives_zero_gradients(place: Place, shared: tuple[str, ..
 
 @everywhere
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_is_accumulated_in_float32(place: Place, dtype: torch.dtype) -> None:
+def test_half_precision_is_accumulated_in_float32(variant: Variant, dtype: torch.dtype) -> None:
     large = 2048 if dtype == torch.float16 else 256  # one more is lost in half precision
-    x = torch.ones(1, 25, 25, dtype=dtype, device=place.device)
-    weight = torch.ones(1, 1, 25, 25, dtype=dtype, device=place.device)
+    x = torch.ones(1, 25, 25, dtype=dtype, device=variant.device)
+    weight = torch.ones(1, 1, 25, 25, dtype=dtype, device=variant.device)
     weight[:, :, 12] = large
-    results = output_and_gradients(place.call, (x, weight), {"padding": 12}, x)
+    results = output_and_gradients(variant.call, (x, weight), {"padding": 12}, x)
     assert results["output"][0, 0, 12] == large + 24
     assert results["gradient of argument 0"][0, 0, 12] == large + 24
     grad = x.clone()
     grad[:, 12] = large
-    results = output_and_gradients(place.call, (x, weight), {"padding": 12}, grad)
+    results = output_and_gradients(variant.call, (x, weight), {"padding": 12}, grad)
     assert results["gradient of argument 1"][0, 0, 12, 12] == large + 24
 
 
@@ -248,18 +256,18 @@ def classes(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_values_that_are_not_finite_go_where_the_definition_puts_them(
-    place: Place, shared: tuple[str, ...], where: str, value: float
+    variant: Variant, shared: tuple[str, ...], where: str, value: float
 ) -> None:
     for dtype, T, K in itertools.product(OPERATOR.tolerances, (7, 150), (5, 8)):
-        x, weight = inputs(place, 2, 8, T, K, shared=shared, dtype=dtype)
-        tensors = {"x": x, "weight": weight, "grad": draw(place, *x.shape, dtype=dtype)}
+        x, weight = inputs(variant, 2, 8, T, K, shared=shared, dtype=dtype)
+        tensors = {"x": x, "weight": weight, "grad": draw(variant, *x.shape, dtype=dtype)}
         chosen = tensors[where].view(-1)
         chosen[0] = chosen[-1] = value
         chosen[len(chosen) // 2] = -value
         x, weight, grad = tensors.values()
         options = {"padding": K // 2}
-        results = output_and_gradients(place.call, (x, weight), options, grad)
-        reference = Place(OPERATOR, "reference", place.device)
+        results = output_and_gradients(variant.call, (x, weight), options, grad)
+        reference = Variant(OPERATOR, "reference", variant.device)
         expected = output_and_gradients(reference.call, (x, weight), options, grad)
         for name, result in results.items():
             assert torch.equal(classes(result), classes(expected[name])), (name, dtype, T, K)
@@ -269,30 +277,30 @@ def test_values_that_are_not_finite_go_where_the_definition_puts_them(
 
 
 @with_ops
-def test_output_and_gradients_have_the_strides_of_the_inputs(place: Place) -> None:
-    x, grad = draw(place, 2, 9, 6).mT, draw(place, 2, 9, 6).mT
-    generated = draw(place, 2, 9, 2 * 3)  # of a Linear, whose input is (B, T, C)
+def test_output_and_gradients_have_the_strides_of_the_inputs(variant: Variant) -> None:
+    x, grad = draw(variant, 2, 9, 6).mT, draw(variant, 2, 9, 6).mT
+    generated = draw(variant, 2, 9, 2 * 3)  # of a Linear, whose input is (B, T, C)
     weight = generated.unflatten(2, (2, 3)).permute(0, 2, 3, 1)
-    results = output_and_gradients(place.call, (x, weight), {"padding": 1}, grad)
+    results = output_and_gradients(variant.call, (x, weight), {"padding": 1}, grad)
     assert [r.stride() for r in results.values()] == [x.stride(), x.stride(), weight.stride()]
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_output_gradient_may_have_any_strides(place: Place, dtype: torch.dtype) -> None:
-    x, weight = inputs(place, T=33, dtype=dtype)
-    dense = draw(place, *x.shape, dtype=dtype)
-    expected = output_and_gradients(place.call, (x, weight), {"padding": 1}, dense)
+def test_output_gradient_may_have_any_strides(variant: Variant, dtype: torch.dtype) -> None:
+    x, weight = inputs(variant, T=33, dtype=dtype)
+    dense = draw(variant, *x.shape, dtype=dtype)
+    expected = output_and_gradients(variant.call, (x, weight), {"padding": 1}, dense)
     for layout, strided in LAYOUTS.items():
-        results = output_and_gradients(place.call, (x, weight), {"padding": 1}, strided(dense))
+        results = output_and_gradients(variant.call, (x, weight), {"padding": 1}, strided(dense))
         for name, result in results.items():  # sums of PyTorch's own follow the strides
             error = relative_error(result, expected[name])
             assert error <= OPERATOR.tolerances[dtype], (layout, name)
-    one = torch.ones((), dtype=dtype, device=place.device)
+    one = torch.ones((), dtype=dtype, device=variant.device)
     expected = output_and_gradients(
-        place.call, (x, weight), {"padding": 1}, one.expand_as(x).contiguous()
+        variant.call, (x, weight), {"padding": 1}, one.expand_as(x).contiguous()
     )
-    results = output_and_gradients(place.call, (x, weight), {"padding": 1}, one.expand_as(x))
+    results = output_and_gradients(variant.call, (x, weight), {"padding": 1}, one.expand_as(x))
     assert all(torch.equal(results[name], expected[name]) for name in results)
 
 
@@ -304,14 +312,14 @@ def test_output_gradient_may_have_any_strides(place: Place, dtype: torch.dtype) 
     ("wanted", "saved"), [("x", {"weight"}), ("weight", {"x"}), ("both", {"x", "weight"})]
 )
 def test_only_what_the_backward_needs_is_saved_and_not_copied(
-    place: Place, wanted: str, saved: set[str]
+    variant: Variant, wanted: str, saved: set[str]
 ) -> None:
-    x, weight = inputs(place)
+    x, weight = inputs(variant)
     x.requires_grad_(wanted != "weight")
     weight.requires_grad_(wanted != "x")
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        place.call(x, weight, padding=1)
+        variant.call(x, weight, padding=1)
     names = {x.data_ptr(): "x", weight.data_ptr(): "weight"}
     assert {names[t.data_ptr()] for t in packed} == saved
     assert len(packed) == len(saved)
@@ -321,21 +329,21 @@ def test_only_what_the_backward_needs_is_saved_and_not_copied(
 @any_sharing
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
 def test_gradients_of_either_argument_alone_can_be_differentiated(
-    place: Place, shared: tuple[str, ...], wanted: tuple[bool, bool]
+    variant: Variant, shared: tuple[str, ...], wanted: tuple[bool, bool]
 ) -> None:
-    tensors = inputs(place, 2, 4, 3, 2, shared=shared)
+    tensors = inputs(variant, 2, 4, 3, 2, shared=shared)
     leaves = [t.requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        return place.call(x, weight, padding=1)
+        return variant.call(x, weight, padding=1)
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @everywhere
-def test_gradient_penalty_agrees_with_the_reference(place: Place) -> None:
-    tensors = inputs(place, shared=("time",))
+def test_gradient_penalty_agrees_with_the_reference(variant: Variant) -> None:
+    tensors = inputs(variant, shared=("time",))
 
     def penalty_gradients(impl: str) -> tuple[Tensor, ...]:
         leaves = differentiable(tensors)
@@ -345,12 +353,12 @@ def test_gradient_penalty_agrees_with_the_reference(place: Place) -> None:
         return torch.autograd.grad(penalty, leaves)
 
     expected = penalty_gradients("reference")
-    for result, exact in zip(penalty_gradients(place.impl), expected, strict=True):
+    for result, exact in zip(penalty_gradients(variant.impl), expected, strict=True):
         torch.testing.assert_close(result, exact)
 
 
-def op_arguments(place: Place, name: str, shared: tuple[str, ...]) -> tuple[Any, ...]:
-    x, weight = inputs(place, 2, 4, 5, shared=shared)
+def op_arguments(variant: Variant, name: str, shared: tuple[str, ...]) -> tuple[Any, ...]:
+    x, weight = inputs(variant, 2, 4, 5, shared=shared)
     grad = torch.randn_like(x)
     arguments = {
         "": (x, weight, 1),
@@ -365,18 +373,18 @@ def op_arguments(place: Place, name: str, shared: tuple[str, ...]) -> tuple[Any,
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_library_finds_no_fault_in_any_op(
-    place: Place, name: str, shared: tuple[str, ...]
+    variant: Variant, name: str, shared: tuple[str, ...]
 ) -> None:
-    torch.library.opcheck(ops(place, name), op_arguments(place, name, shared))
+    torch.library.opcheck(ops(variant, name), op_arguments(variant, name, shared))
 
 
 @with_ops
 @any_sharing
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_can_be_differentiated_twice(
-    place: Place, name: str, shared: tuple[str, ...]
+    variant: Variant, name: str, shared: tuple[str, ...]
 ) -> None:
-    op, arguments = ops(place, name), op_arguments(place, name, shared)
+    op, arguments = ops(variant, name), op_arguments(variant, name, shared)
     leaves = [a.detach().clone().requires_grad_() for a in arguments if isinstance(a, Tensor)]
     rest = [a for a in arguments if not isinstance(a, Tensor)]
 
@@ -392,31 +400,31 @@ def test_every_op_can_be_differentiated_twice(
 
 @everywhere
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_casts_as_for_a_convolution(place: Place, dtype: torch.dtype) -> None:
-    x, weight = inputs(place, dtype=torch.float32)
+def test_autocast_casts_as_for_a_convolution(variant: Variant, dtype: torch.dtype) -> None:
+    x, weight = inputs(variant, dtype=torch.float32)
     leaves = differentiable((x, weight.to(dtype)))
-    with torch.autocast(place.device, dtype=dtype):
-        out = place.call(*leaves, padding=1)
-    assert torch.equal(out, place.call(x.to(dtype), weight.to(dtype), padding=1))
+    with torch.autocast(variant.device, dtype=dtype):
+        out = variant.call(*leaves, padding=1)
+    assert torch.equal(out, variant.call(x.to(dtype), weight.to(dtype), padding=1))
     gradients = torch.autograd.grad(out.sum(), leaves)
     assert [g.dtype for g in gradients] == [torch.float32, dtype]
 
 
 @with_ops
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_casts_for_the_op_itself(place: Place, dtype: torch.dtype) -> None:
-    x, weight = inputs(place, dtype=torch.float32)
-    with torch.autocast(place.device, dtype=dtype):
-        out = ops(place)(x, weight.to(dtype), 1)
-    assert torch.equal(out, ops(place)(x.to(dtype), weight.to(dtype), 1))
+def test_autocast_casts_for_the_op_itself(variant: Variant, dtype: torch.dtype) -> None:
+    x, weight = inputs(variant, dtype=torch.float32)
+    with torch.autocast(variant.device, dtype=dtype):
+        out = ops(variant)(x, weight.to(dtype), 1)
+    assert torch.equal(out, ops(variant)(x.to(dtype), weight.to(dtype), 1))
 
 
 @with_ops
-def test_flop_counter_counts_what_the_declaration_says(place: Place) -> None:
-    for sample in place.samples(torch.float32):
+def test_flop_counter_counts_what_the_declaration_says(variant: Variant) -> None:
+    for sample in variant.samples(torch.float32):
         cost, leaves = OPERATOR.cost(sample), differentiable(sample.args)
         with FlopCounterMode(display=False) as forward:
-            out = place.call(*leaves, **sample.kwargs)
+            out = variant.call(*leaves, **sample.kwargs)
         assert forward.get_total_flops() == cost.forward_flops, sample.name
         with FlopCounterMode(display=False) as backward:
             torch.autograd.grad(out.sum(), leaves)
@@ -434,15 +442,15 @@ def test_cost_of_a_call_written_out() -> None:
 
 @everywhere
 @any_sharing
-def test_one_compiled_graph_serves_all_sizes(place: Place, shared: tuple[str, ...]) -> None:
+def test_one_compiled_graph_serves_all_sizes(variant: Variant, shared: tuple[str, ...]) -> None:
     torch.compiler.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(place.call, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(variant.call, fullgraph=True, dynamic=True, backend=backend)
     compilations = []
     for B, T in ((5, 7), (3, 10), (12, 20)):
-        tensors = inputs(place, B=B, T=T, shared=shared)
+        tensors = inputs(variant, B=B, T=T, shared=shared)
         results = output_and_gradients(compiled, tensors, {"padding": 2})
-        expected = output_and_gradients(place.call, tensors, {"padding": 2})
+        expected = output_and_gradients(variant.call, tensors, {"padding": 2})
         for name, result in results.items():
             torch.testing.assert_close(result, expected[name])
         compilations.append(backend.frame_count)
@@ -451,15 +459,15 @@ def test_one_compiled_graph_serves_all_sizes(place: Place, shared: tuple[str, ..
 
 @only_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_is_the_output_and_the_gradients(place: Place, dtype: torch.dtype) -> None:
-    tensors = inputs(place, 8, 256, 1024, 31, 4, ("batch", "time"), dtype)
+def test_peak_memory_is_the_output_and_the_gradients(variant: Variant, dtype: torch.dtype) -> None:
+    tensors = inputs(variant, 8, 256, 1024, 31, 4, ("batch", "time"), dtype)
     x, weight = differentiable(tensors)
     grad = torch.randn_like(x)
-    place.call(x[..., :8], weight, padding=30).sum().backward()  # what is allocated once
+    variant.call(x[..., :8], weight, padding=30).sum().backward()  # what is allocated once
     x.grad = weight.grad = None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = place.call(x, weight, padding=30)
+    out = variant.call(x, weight, padding=30)
     out.backward(grad)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= out.nbytes + x.nbytes + 3 * 2**21
@@ -526,17 +534,17 @@ def test_wrong_dtype_or_device_is_refused_by_name() -> None:
     ],
 )
 def test_op_called_past_the_checks_refuses_what_does_not_fit(
-    place: Place, name: str, shapes: tuple[tuple[int, ...], ...], padding: int, message: str
+    variant: Variant, name: str, shapes: tuple[tuple[int, ...], ...], padding: int, message: str
 ) -> None:
-    tensors = [torch.zeros(shape, device=place.device) for shape in shapes]
+    tensors = [torch.zeros(shape, device=variant.device) for shape in shapes]
     with pytest.raises(RuntimeError, match=message):
-        ops(place, name)(*tensors, padding)
+        ops(variant, name)(*tensors, padding)
 
 
 @with_ops
-def test_weight_gradient_called_past_the_checks_refuses_what_does_not_fit(place: Place) -> None:
-    x, size, stride = torch.zeros(X, device=place.device), list(WEIGHT), [135, 45, 9, 1]
-    op = ops(place, "_grad_weight")
+def test_weight_gradient_called_past_the_checks_refuses_what_does_not_fit(variant: Variant) -> None:
+    x, size, stride = torch.zeros(X, device=variant.device), list(WEIGHT), [135, 45, 9, 1]
+    op = ops(variant, "_grad_weight")
     assert op(x, x, size, stride, 0).shape == WEIGHT
     with pytest.raises(RuntimeError, match="weight: "):
         op(x, x, [2, 3, 5, 8], stride, 0)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from hoconv import DynamicConv1d, LightweightConv1d
 from hoconv.declaration import layers
 from hoconv.dynamic_conv1d.operator import OPERATOR
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 Layer = LightweightConv1d | DynamicConv1d
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 both = pytest.mark.parametrize("kind", [LightweightConv1d, DynamicConv1d])
 PADDINGS: dict[tuple[str, int], tuple[int, int]] = {  # zeros before and after
     ("causal", 1): (0, 0),
@@ -34,15 +34,15 @@ PADDINGS: dict[tuple[str, int], tuple[int, int]] = {  # zeros before and after
 }
 
 
-def layer_at(kind: Any, place: Place, channels: int = 6, K: int = 3, **options: Any) -> Layer:
-    layer = kind(channels, K, impl=place.impl, **{"heads": 2, "bias": True, **options})
+def layer_at(kind: Any, variant: Variant, channels: int = 6, K: int = 3, **options: Any) -> Layer:
+    layer = kind(channels, K, impl=variant.impl, **{"heads": 2, "bias": True, **options})
     if layer.bias is not None:
         nn.init.normal_(layer.bias)  # it starts as zeros
-    return layer.double().to(place.device)
+    return layer.double().to(variant.device)
 
 
-def sequence(place: Place, *shape: int) -> Tensor:
-    return torch.randn(shape or (2, 6, 11), dtype=torch.float64).to(place.device)
+def sequence(variant: Variant, *shape: int) -> Tensor:
+    return torch.randn(shape or (2, 6, 11), dtype=torch.float64).to(variant.device)
 
 
 def gradients(layer: nn.Module, x: Tensor, call: Any = None) -> dict[str, Tensor]:
@@ -84,10 +84,10 @@ def dynamic(layer: DynamicConv1d, x: Tensor, before: int, after: int) -> Tensor:
 @pytest.mark.parametrize(("padding", "K"), PADDINGS)
 @pytest.mark.parametrize("options", [{}, {"softmax": False, "bias": False}, {"heads": 6}])
 def test_lightweight_is_the_depthwise_convolution_of_the_paper(
-    place: Place, padding: str, K: int, options: dict[str, Any]
+    variant: Variant, padding: str, K: int, options: dict[str, Any]
 ) -> None:
-    layer = LightweightConv1d(6, K, padding=padding, impl=place.impl, **{"heads": 2, **options})  # pyright: ignore[reportArgumentType]
-    layer, x = layer.double().to(place.device), sequence(place)
+    layer = LightweightConv1d(6, K, padding=padding, impl=variant.impl, **{"heads": 2, **options})  # pyright: ignore[reportArgumentType]
+    layer, x = layer.double().to(variant.device), sequence(variant)
     expected = lightweight(layer, x, *PADDINGS[padding, K])
     torch.testing.assert_close(layer(x), expected)
     by_hand = gradients(layer, x, lambda x: lightweight(layer, x, *PADDINGS[padding, K]))
@@ -101,10 +101,10 @@ def test_lightweight_is_the_depthwise_convolution_of_the_paper(
     "options", [{}, {"softmax": False, "bias": False, "generator_bias": True}, {"heads": 6}]
 )
 def test_dynamic_generates_the_kernel_of_a_step_from_its_input(
-    place: Place, padding: str, K: int, options: dict[str, Any]
+    variant: Variant, padding: str, K: int, options: dict[str, Any]
 ) -> None:
-    layer = DynamicConv1d(6, K, padding=padding, impl=place.impl, **{"heads": 2, **options})  # pyright: ignore[reportArgumentType]
-    layer, x = layer.double().to(place.device), sequence(place)
+    layer = DynamicConv1d(6, K, padding=padding, impl=variant.impl, **{"heads": 2, **options})  # pyright: ignore[reportArgumentType]
+    layer, x = layer.double().to(variant.device), sequence(variant)
     expected = dynamic(layer, x, *PADDINGS[padding, K])
     torch.testing.assert_close(layer(x), expected)
     by_hand = gradients(layer, x, lambda x: dynamic(layer, x, *PADDINGS[padding, K]))
@@ -114,8 +114,8 @@ def test_dynamic_generates_the_kernel_of_a_step_from_its_input(
 
 @everywhere
 @both
-def test_bias_is_added_to_the_output(place: Place, kind: Any) -> None:
-    layer, x = layer_at(kind, place), sequence(place)
+def test_bias_is_added_to_the_output(variant: Variant, kind: Any) -> None:
+    layer, x = layer_at(kind, variant), sequence(variant)
     assert layer.bias is not None
     with_bias, bias = layer(x), layer.bias
     layer.bias = None
@@ -124,11 +124,11 @@ def test_bias_is_added_to_the_output(place: Place, kind: Any) -> None:
 
 @everywhere
 @both
-def test_causal_does_not_see_the_future_and_same_does(place: Place, kind: Any) -> None:
-    x = sequence(place)
+def test_causal_does_not_see_the_future_and_same_does(variant: Variant, kind: Any) -> None:
+    x = sequence(variant)
     changed = x.clone()
     changed[:, :, 6:] += 1
-    layer = layer_at(kind, place, K=5)
+    layer = layer_at(kind, variant, K=5)
     assert torch.equal(layer(x)[:, :, :6], layer(changed)[:, :, :6])
     assert not torch.equal(layer(x)[:, :, 6:], layer(changed)[:, :, 6:])
     layer.padding = "same"
@@ -141,11 +141,11 @@ def test_causal_does_not_see_the_future_and_same_does(place: Place, kind: Any) -
 
 @everywhere
 def test_lightweight_drops_normalised_weights_the_same_for_all_sequences_and_steps(
-    place: Place,
+    variant: Variant,
 ) -> None:
-    layer = layer_at(LightweightConv1d, place, 64, 8, heads=64, bias=False, weight_dropout=0.25)
+    layer = layer_at(LightweightConv1d, variant, 64, 8, heads=64, bias=False, weight_dropout=0.25)
     # A unit impulse: the output is the kernel, backwards in time.
-    x = torch.zeros(2, 64, 30, dtype=torch.float64, device=place.device)
+    x = torch.zeros(2, 64, 30, dtype=torch.float64, device=variant.device)
     x[:, :, [0, 15]] = 1
     out = layer(x)
     kept = out[:, :, :8].flip(2)
@@ -159,9 +159,9 @@ def test_lightweight_drops_normalised_weights_the_same_for_all_sequences_and_ste
 
 
 @everywhere
-def test_dynamic_drops_weights_of_each_step(place: Place) -> None:
-    layer = layer_at(DynamicConv1d, place, 64, 1, heads=64, bias=False, weight_dropout=0.25)
-    out = layer(torch.ones(2, 64, 30, dtype=torch.float64, device=place.device))
+def test_dynamic_drops_weights_of_each_step(variant: Variant) -> None:
+    layer = layer_at(DynamicConv1d, variant, 64, 1, heads=64, bias=False, weight_dropout=0.25)
+    out = layer(torch.ones(2, 64, 30, dtype=torch.float64, device=variant.device))
     dropped = out == 0  # one tap: its weight is one
     assert 0.2 < dropped.double().mean() < 0.3
     torch.testing.assert_close(out[~dropped], torch.full_like(out[~dropped], 1 / 0.75))
@@ -171,8 +171,8 @@ def test_dynamic_drops_weights_of_each_step(place: Place) -> None:
 
 @everywhere
 @both
-def test_nothing_is_dropped_in_evaluation(place: Place, kind: Any) -> None:
-    layer, x = layer_at(kind, place, weight_dropout=0.5).eval(), sequence(place)
+def test_nothing_is_dropped_in_evaluation(variant: Variant, kind: Any) -> None:
+    layer, x = layer_at(kind, variant, weight_dropout=0.5).eval(), sequence(variant)
     expected = layer(x)
     layer.weight_dropout = 0.0
     assert torch.equal(layer.train()(x), expected)
@@ -186,9 +186,9 @@ def test_nothing_is_dropped_in_evaluation(place: Place, kind: Any) -> None:
 @pytest.mark.parametrize("K", [1, 2, 5, 20])
 @pytest.mark.parametrize("cut", [(1,) * 11, (4, 1, 6), (11,), (3, 0, 8)])
 def test_step_by_step_equals_the_whole_sequence(
-    place: Place, kind: Any, K: int, cut: tuple[int, ...]
+    variant: Variant, kind: Any, K: int, cut: tuple[int, ...]
 ) -> None:
-    layer, x = layer_at(kind, place, K=K), sequence(place)
+    layer, x = layer_at(kind, variant, K=K), sequence(variant)
     state, parts = layer.initial_state(2), []
     for steps in x.split(cut, 2):
         out, state = layer.step(steps, state)
@@ -200,8 +200,8 @@ def test_step_by_step_equals_the_whole_sequence(
 
 @everywhere
 @both
-def test_one_step_may_come_without_its_dimension(place: Place, kind: Any) -> None:
-    layer, x = layer_at(kind, place), sequence(place)
+def test_one_step_may_come_without_its_dimension(variant: Variant, kind: Any) -> None:
+    layer, x = layer_at(kind, variant), sequence(variant)
     state, outs = layer.initial_state(2), []
     for step in x.unbind(2):
         out, state = layer.step(step, state)
@@ -211,8 +211,8 @@ def test_one_step_may_come_without_its_dimension(place: Place, kind: Any) -> Non
 
 @everywhere
 @both
-def test_state_is_reordered_by_indexing(place: Place, kind: Any) -> None:
-    layer, x, order = layer_at(kind, place), sequence(place, 3, 6, 8), [2, 0, 0]
+def test_state_is_reordered_by_indexing(variant: Variant, kind: Any) -> None:
+    layer, x, order = layer_at(kind, variant), sequence(variant, 3, 6, 8), [2, 0, 0]
     _, state = layer.step(x[:, :, :5], layer.initial_state(3))
     before = state.clone()
     out, _ = layer.step(x[order][:, :, 5:], state[order])
@@ -222,8 +222,8 @@ def test_state_is_reordered_by_indexing(place: Place, kind: Any) -> None:
 
 @everywhere
 @both
-def test_gradients_flow_through_steps(place: Place, kind: Any) -> None:
-    layer, x = layer_at(kind, place), sequence(place)
+def test_gradients_flow_through_steps(variant: Variant, kind: Any) -> None:
+    layer, x = layer_at(kind, variant), sequence(variant)
 
     def by_steps(x: Tensor) -> Tensor:
         state, parts = layer.initial_state(2), []
@@ -261,8 +261,8 @@ def test_wrong_input_or_state_of_a_step_is_refused_by_name(kind: Any) -> None:
 @everywhere
 @both
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
-def test_moved_to_a_dtype_computes_in_it(place: Place, kind: Any, dtype: torch.dtype) -> None:
-    layer, x = layer_at(kind, place), sequence(place)
+def test_moved_to_a_dtype_computes_in_it(variant: Variant, kind: Any, dtype: torch.dtype) -> None:
+    layer, x = layer_at(kind, variant), sequence(variant)
     expected = layer(x)
     layer = layer.to(dtype)
     out = layer(x.to(dtype))
@@ -274,11 +274,11 @@ def test_moved_to_a_dtype_computes_in_it(place: Place, kind: Any, dtype: torch.d
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_half_precision_and_trains_in_float32(
-    place: Place, kind: Any, dtype: torch.dtype
+    variant: Variant, kind: Any, dtype: torch.dtype
 ) -> None:
-    layer, x = layer_at(kind, place).float(), sequence(place).float()
+    layer, x = layer_at(kind, variant).float(), sequence(variant).float()
     expected = layer(x)
-    with torch.autocast(place.device, dtype=dtype):
+    with torch.autocast(variant.device, dtype=dtype):
         out = layer(x)
         stepped, _ = layer.step(x, layer.initial_state(2))
     assert out.dtype == stepped.dtype == dtype
@@ -290,9 +290,9 @@ def test_autocast_computes_in_half_precision_and_trains_in_float32(
 
 @everywhere
 @both
-def test_compiled_equals_eager(place: Place, kind: Any) -> None:
+def test_compiled_equals_eager(variant: Variant, kind: Any) -> None:
     torch.compiler.reset()
-    layer, x = layer_at(kind, place), sequence(place)
+    layer, x = layer_at(kind, variant), sequence(variant)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
     expected = gradients(layer, x)
@@ -323,7 +323,7 @@ def test_state_dict_is_the_same_for_every_implementation(impl: str) -> None:
 
 @both
 def test_empty_batch_and_sequence_give_zero_gradients(kind: Any) -> None:
-    layer = layer_at(kind, Place(OPERATOR, "auto", "cpu"))
+    layer = layer_at(kind, Variant(OPERATOR, "auto", "cpu"))
     for shape in ((0, 6, 9), (2, 6, 0)):
         x = torch.zeros(shape, dtype=torch.float64)
         assert layer(x).shape == shape
@@ -333,8 +333,8 @@ def test_empty_batch_and_sequence_give_zero_gradients(kind: Any) -> None:
 
 @both
 def test_copies_compute_the_same_and_are_found(kind: Any) -> None:
-    place = Place(OPERATOR, "auto", "cpu")
-    layer, x = layer_at(kind, place), sequence(place)
+    variant = Variant(OPERATOR, "auto", "cpu")
+    layer, x = layer_at(kind, variant), sequence(variant)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
         assert list(layers(other)) == [("", other)]

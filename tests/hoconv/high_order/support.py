@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.implementations import choose
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,29 +28,29 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns with gaps": lambda t: F.pad(t, (0, 0, 2, 1))[..., 2 : 2 + t.shape[-2], :],
 }
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 with_ops = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if "reference" not in p.id], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if "reference" not in p.id], indirect=True
 )
 on_cuda = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if p.id.endswith("-cuda")], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if p.id.endswith("-cuda")], indirect=True
 )
 only_cuda = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if p.id.endswith("cuda-cuda")], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if p.id.endswith("cuda-cuda")], indirect=True
 )
 
 
-def draw(place: Place, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(place.device, dtype)
+def draw(variant: Variant, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(variant.device, dtype)
 
 
 def image_and_weight(
-    place: Place, B=2, C=4, H=6, W=9, k=3, G=2, dtype: torch.dtype = torch.float64
+    variant: Variant, B=2, C=4, H=6, W=9, k=3, G=2, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    return draw(place, B, C, H, W, dtype=dtype), draw(place, k * k, B, G, H, W, dtype=dtype)
+    return draw(variant, B, C, H, W, dtype=dtype), draw(variant, k * k, B, G, H, W, dtype=dtype)
 
 
-def ops(place: Place, name: str = "") -> torch._ops.OpOverload:
+def ops(variant: Variant, name: str = "") -> torch._ops.OpOverload:
     """An op itself, past the checks of the public function."""
-    choose(OPERATOR, place.impl, place.device)  # loads it
-    return getattr(getattr(torch.ops.hoconv, f"high_order_conv2d{name}"), place.impl)
+    choose(OPERATOR, variant.impl, variant.device)  # loads it
+    return getattr(getattr(torch.ops.hoconv, f"high_order_conv2d{name}"), variant.impl)

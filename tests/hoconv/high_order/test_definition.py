@@ -27,7 +27,7 @@ from tests.hoconv.high_order.support import (
     ops,
     with_ops,
 )
-from tests.support import Place
+from tests.support import Variant
 
 
 def definition(x: Tensor, weight: Tensor, grad: Tensor, dilation: int) -> tuple[Tensor, ...]:
@@ -59,26 +59,26 @@ def definition(x: Tensor, weight: Tensor, grad: Tensor, dilation: int) -> tuple[
     ],
 )
 def test_small_example_computed_by_hand(
-    place: Place, k: int, dilation: int, expected: list[list[int]]
+    variant: Variant, k: int, dilation: int, expected: list[list[int]]
 ) -> None:
-    x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]], device=place.device)
-    taps = 10.0 ** torch.arange(k * k, device=place.device)
+    x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]], device=variant.device)
+    taps = 10.0 ** torch.arange(k * k, device=variant.device)
     weight = taps[:, None, None, None, None].expand(-1, 1, 1, 2, 2)
-    out = place.call(x, weight, dilation=dilation)
+    out = variant.call(x, weight, dilation=dilation)
     assert out[0, 0].tolist() == expected
 
 
 @everywhere
-def test_channels_of_a_group_share_their_kernels(place: Place) -> None:
-    x = torch.ones(1, 4, 1, 1, device=place.device)
-    weight = torch.tensor([2.0, 3.0], device=place.device).view(1, 1, 2, 1, 1)
-    assert place.call(x, weight).flatten().tolist() == [2, 2, 3, 3]
+def test_channels_of_a_group_share_their_kernels(variant: Variant) -> None:
+    x = torch.ones(1, 4, 1, 1, device=variant.device)
+    weight = torch.tensor([2.0, 3.0], device=variant.device).view(1, 1, 2, 1, 1)
+    assert variant.call(x, weight).flatten().tolist() == [2, 2, 3, 3]
 
 
 @everywhere
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=100)
-def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataObject) -> None:
+def test_any_sizes_and_strides_give_the_definition(variant: Variant, data: st.DataObject) -> None:
     B, H, W = (data.draw(st.integers(1, n), name) for name, n in (("B", 2), ("H", 4), ("W", 19)))
     k = data.draw(st.integers(1, 5), "k")
     dilation = data.draw(st.integers(1, 4) | st.integers(5, 50), "dilation")
@@ -87,10 +87,10 @@ def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataOb
     C = G * group_channels
     shapes = ((B, C, H, W), (k * k, B, G, H, W), (B, C, H, W))
     x, weight, grad = (
-        layout(torch.randint(-9, 10, shape).to(place.device, torch.float64))
+        layout(torch.randint(-9, 10, shape).to(variant.device, torch.float64))
         for layout, shape in zip(layouts, shapes, strict=True)
     )
-    results = output_and_gradients(place.call, (x, weight), {"dilation": dilation}, grad)
+    results = output_and_gradients(variant.call, (x, weight), {"dilation": dilation}, grad)
     for result, expected in zip(
         results.values(), definition(x, weight, grad, dilation), strict=True
     ):
@@ -101,53 +101,53 @@ def test_any_sizes_and_strides_give_the_definition(place: Place, data: st.DataOb
 @pytest.mark.parametrize("k", range(1, 12))
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_same_kernel_at_every_pixel_is_a_depthwise_convolution(
-    place: Place, k: int, dilation: int
+    variant: Variant, k: int, dilation: int
 ) -> None:
-    x, kernels = draw(place, 2, 4, 7, 20), draw(place, 4, k, k)
+    x, kernels = draw(variant, 2, 4, 7, 20), draw(variant, 4, k, k)
     before = dilation * (k - 1) // 2
     after = dilation * (k - 1) - before
     expected = F.conv2d(
         F.pad(x, (before, after, before, after)), kernels[:, None], dilation=dilation, groups=4
     )
     weight = kernels.flatten(1).T[:, None, :, None, None].expand(-1, 2, -1, 7, 20)
-    torch.testing.assert_close(place.call(x, weight, dilation=dilation), expected)
+    torch.testing.assert_close(variant.call(x, weight, dilation=dilation), expected)
 
 
 @everywhere
 @pytest.mark.parametrize("k", [1, 3, 5, 11])
-def test_equals_unfold_and_sum(place: Place, k: int) -> None:
-    x, weight = image_and_weight(place, k=k, G=1)
+def test_equals_unfold_and_sum(variant: Variant, k: int) -> None:
+    x, weight = image_and_weight(variant, k=k, G=1)
     columns = F.unfold(x, k, padding=k // 2).unflatten(1, (4, k * k))
     expected = (columns * weight[:, :, 0].flatten(2).transpose(0, 1)[:, None]).sum(2).view_as(x)
-    torch.testing.assert_close(place.call(x, weight), expected)
+    torch.testing.assert_close(variant.call(x, weight), expected)
 
 
 @everywhere
-def test_linear_in_both_arguments(place: Place) -> None:
-    (x, weight), (y, other) = image_and_weight(place), image_and_weight(place)
+def test_linear_in_both_arguments(variant: Variant) -> None:
+    (x, weight), (y, other) = image_and_weight(variant), image_and_weight(variant)
     torch.testing.assert_close(
-        place.call(2 * x + y, weight), 2 * place.call(x, weight) + place.call(y, weight)
+        variant.call(2 * x + y, weight), 2 * variant.call(x, weight) + variant.call(y, weight)
     )
     torch.testing.assert_close(
-        place.call(x, 2 * weight + other), 2 * place.call(x, weight) + place.call(x, other)
+        variant.call(x, 2 * weight + other), 2 * variant.call(x, weight) + variant.call(x, other)
     )
 
 
 @everywhere
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.parametrize("dilation", [100, 2**40])
-def test_taps_far_outside_the_image_see_zeros(place: Place, k: int, dilation: int) -> None:
-    x, weight = image_and_weight(place, C=2, H=3, W=4, k=k, G=1)
+def test_taps_far_outside_the_image_see_zeros(variant: Variant, k: int, dilation: int) -> None:
+    x, weight = image_and_weight(variant, C=2, H=3, W=4, k=k, G=1)
     centre = weight[4] * x if k == 3 else torch.zeros_like(x)  # an even kernel has no centre
-    assert torch.equal(place.call(x, weight, dilation=dilation), centre)
+    assert torch.equal(variant.call(x, weight, dilation=dilation), centre)
 
 
 @everywhere
-def test_empty_tensors_give_empty_results_or_zeros(place: Place) -> None:
+def test_empty_tensors_give_empty_results_or_zeros(variant: Variant) -> None:
     for shape in ((0, 4, 6, 9), (2, 0, 6, 9), (2, 4, 0, 9), (2, 4, 6, 0), (0, 0, 0, 0)):
         B, C, H, W = shape
-        x, weight = image_and_weight(place, B, C, H, W)
-        results = output_and_gradients(place.call, (x, weight), {})
+        x, weight = image_and_weight(variant, B, C, H, W)
+        results = output_and_gradients(variant.call, (x, weight), {})
         sizes = [tuple(result.shape) for result in results.values()]
         assert sizes == [shape, shape, (9, B, 2, H, W)]
         assert not results["gradient of argument 1"].any()
@@ -173,13 +173,13 @@ def free_bytes(device: str) -> int:
     ],
 )
 def test_more_than_two_to_the_31_elements(
-    place: Place, B: int, C: int, H: int, W: int, k: int
+    variant: Variant, B: int, C: int, H: int, W: int, k: int
 ) -> None:
     elements = max(B * C * H * W, k * k * B * H * W)
     assert elements > 2**31
-    if free_bytes(place.device) < 5 * elements:
+    if free_bytes(variant.device) < 5 * elements:
         pytest.skip("not enough memory")
-    half: dict[str, Any] = {"dtype": torch.float16, "device": place.device}
+    half: dict[str, Any] = {"dtype": torch.float16, "device": variant.device}
     # All zeros but the last image, whose results are as they are when it is alone.
     x = torch.zeros(B, C, H, W, **half)
     weight = torch.zeros(k * k, B, 1, H, W, **half)
@@ -187,16 +187,16 @@ def test_more_than_two_to_the_31_elements(
         t.copy_(torch.randint(-4, 5, t.shape[-2:], **half))
     last_x, last_weight = x[-1:], weight[:, -1:].clone()
 
-    out = ops(place)(x, weight, 1)
-    assert torch.equal(out[-1:], ops(place)(last_x, last_weight, 1))
+    out = ops(variant)(x, weight, 1)
+    assert torch.equal(out[-1:], ops(variant)(last_x, last_weight, 1))
     del out
-    grad_x = ops(place, "_grad_input")(x, weight, 1)
-    assert torch.equal(grad_x[-1:], ops(place, "_grad_input")(last_x, last_weight, 1))
+    grad_x = ops(variant, "_grad_input")(x, weight, 1)
+    assert torch.equal(grad_x[-1:], ops(variant, "_grad_input")(last_x, last_weight, 1))
     del grad_x
     layout = list(weight.shape), list(weight.stride())
     del weight
-    grad_weight = ops(place, "_grad_weight")(x, x, *layout, 1)
+    grad_weight = ops(variant, "_grad_weight")(x, x, *layout, 1)
     layout = list(last_weight.shape), list(last_weight.stride())
-    expected = ops(place, "_grad_weight")(last_x, last_x, *layout, 1)
+    expected = ops(variant, "_grad_weight")(last_x, last_x, *layout, 1)
     assert torch.equal(grad_weight[:, -1:], expected)
     assert not grad_weight[:, 0].any()

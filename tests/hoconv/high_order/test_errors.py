@@ -9,7 +9,7 @@ import torch
 
 import hoconv
 from tests.hoconv.high_order.support import image_and_weight, ops, with_ops
-from tests.support import Place
+from tests.support import Variant
 
 X, WEIGHT = (2, 4, 6, 9), (9, 2, 2, 6, 9)
 
@@ -79,11 +79,11 @@ def test_other_device_of_weight_is_refused_by_name() -> None:
     ],
 )
 def test_op_called_past_the_checks_refuses_wrong_shapes(
-    place: Place, name: str, shapes: tuple[tuple[int, ...], ...]
+    variant: Variant, name: str, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
-    tensors = [torch.zeros(shape, device=place.device) for shape in shapes]
+    tensors = [torch.zeros(shape, device=variant.device) for shape in shapes]
     with pytest.raises(RuntimeError, match=r"\b(x|weight|grad): "):
-        ops(place, name)(*tensors, 1)
+        ops(variant, name)(*tensors, 1)
 
 
 @with_ops
@@ -97,27 +97,29 @@ def test_op_called_past_the_checks_refuses_wrong_shapes(
     ],
 )
 def test_weight_gradient_refuses_a_wrong_layout(
-    place: Place, size: list[int], stride: list[int]
+    variant: Variant, size: list[int], stride: list[int]
 ) -> None:
-    x = torch.zeros(X, device=place.device)
+    x = torch.zeros(X, device=variant.device)
     with pytest.raises(RuntimeError, match=r"\b(weight|stride): "):
-        ops(place, "_grad_weight")(x, x, size, stride, 1)
+        ops(variant, "_grad_weight")(x, x, size, stride, 1)
 
 
 @with_ops
 @pytest.mark.parametrize("dilation", [0, -3])
-def test_op_called_past_the_checks_refuses_a_wrong_dilation(place: Place, dilation: int) -> None:
-    x, weight = image_and_weight(place)
+def test_op_called_past_the_checks_refuses_a_wrong_dilation(
+    variant: Variant, dilation: int
+) -> None:
+    x, weight = image_and_weight(variant)
     with pytest.raises(RuntimeError, match="dilation: expected at least 1"):
-        ops(place)(x, weight, dilation)
+        ops(variant)(x, weight, dilation)
 
 
 @with_ops
-def test_op_called_past_the_checks_refuses_mixed_dtypes(place: Place) -> None:
-    x, weight = image_and_weight(place)
+def test_op_called_past_the_checks_refuses_mixed_dtypes(variant: Variant) -> None:
+    x, weight = image_and_weight(variant)
     with pytest.raises(RuntimeError, match="weight: expected the dtype of x"):
-        ops(place)(x, weight.float(), 1)
+        ops(variant)(x, weight.float(), 1)
     with pytest.raises(RuntimeError, match="grad: expected the dtype of x"):
-        ops(place, "_backward")(x.float(), x, weight, 1)
+        ops(variant, "_backward")(x.float(), x, weight, 1)
     with pytest.raises(RuntimeError, match="x: expected float32, float64, float16 or bfloat16"):
-        ops(place)(x.int(), weight.int(), 1)
+        ops(variant)(x.int(), weight.int(), 1)

@@ -9,56 +9,56 @@ from torch import Tensor
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.hoconv.high_order.support import LAYOUTS, draw, everywhere, image_and_weight, with_ops
-from tests.support import Place
+from tests.support import Variant
 
 # Strides
 
 
 @everywhere
-def test_output_has_the_memory_format_of_x(place: Place) -> None:
-    x, weight = image_and_weight(place)
+def test_output_has_the_memory_format_of_x(variant: Variant) -> None:
+    x, weight = image_and_weight(variant)
     for memory_format in (torch.contiguous_format, torch.channels_last):
-        out = place.call(x.to(memory_format=memory_format), weight)
+        out = variant.call(x.to(memory_format=memory_format), weight)
         assert out.is_contiguous(memory_format=memory_format)
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_output_gradient_may_have_any_strides(place: Place, dtype: torch.dtype) -> None:
-    x, weight = image_and_weight(place, W=33, dtype=dtype)
-    dense = draw(place, *x.shape, dtype=dtype)
+def test_output_gradient_may_have_any_strides(variant: Variant, dtype: torch.dtype) -> None:
+    x, weight = image_and_weight(variant, W=33, dtype=dtype)
+    dense = draw(variant, *x.shape, dtype=dtype)
     strided = {name: layout(dense) for name, layout in LAYOUTS.items()}
     strided["channels-last"] = dense.to(memory_format=torch.channels_last)
-    expected = output_and_gradients(place.call, (x, weight), {}, dense)
+    expected = output_and_gradients(variant.call, (x, weight), {}, dense)
     for layout, grad in strided.items():
-        results = output_and_gradients(place.call, (x, weight), {}, grad)
+        results = output_and_gradients(variant.call, (x, weight), {}, grad)
         assert all(torch.equal(results[name], expected[name]) for name in results), layout
-    one = torch.ones((), dtype=dtype, device=place.device)
-    expected = output_and_gradients(place.call, (x, weight), {}, one.expand_as(x).contiguous())
-    results = output_and_gradients(place.call, (x, weight), {}, one.expand_as(x))  # as of a sum
+    one = torch.ones((), dtype=dtype, device=variant.device)
+    expected = output_and_gradients(variant.call, (x, weight), {}, one.expand_as(x).contiguous())
+    results = output_and_gradients(variant.call, (x, weight), {}, one.expand_as(x))  # as of a sum
     assert all(torch.equal(results[name], expected[name]) for name in results)
 
 
 @everywhere
-def test_sizes_of_one_may_have_any_stride(place: Place) -> None:
+def test_sizes_of_one_may_have_any_stride(variant: Variant) -> None:
     for shape in ((1, 1, 5, 9), (2, 1, 1, 9), (2, 3, 5, 1), (1, 1, 1, 1)):
-        x, weight = image_and_weight(place, *shape, G=1)
+        x, weight = image_and_weight(variant, *shape, G=1)
         strides = [7 if size == 1 else x.stride(i) for i, size in enumerate(shape)]
         odd = x.as_strided(shape, strides)
-        assert torch.equal(place.call(odd, weight), place.call(x, weight))
+        assert torch.equal(variant.call(odd, weight), variant.call(x, weight))
 
 
 @everywhere
-def test_negative_view_is_read_with_its_sign(place: Place) -> None:
-    x, weight = image_and_weight(place)
+def test_negative_view_is_read_with_its_sign(variant: Variant) -> None:
+    x, weight = image_and_weight(variant)
     negative = torch.complex(x, x).conj().imag
     assert negative.is_neg()
-    assert torch.equal(place.call(negative, weight), place.call(-x, weight))
+    assert torch.equal(variant.call(negative, weight), variant.call(-x, weight))
 
 
-def generated(place: Place, channels_last: bool) -> tuple[Tensor, Tensor]:
+def generated(variant: Variant, channels_last: bool) -> tuple[Tensor, Tensor]:
     """What a generator gives, and the weight that is a view of it."""
-    output = draw(place, 2, 25 * 2, 6, 9)
+    output = draw(variant, 2, 25 * 2, 6, 9)
     if channels_last:
         output = output.to(memory_format=torch.channels_last)
     output.requires_grad_()
@@ -69,13 +69,13 @@ def generated(place: Place, channels_last: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("x_needs_gradient", [False, True])
 def test_gradient_of_a_generators_output_comes_in_its_layout(
-    place: Place, channels_last: bool, x_needs_gradient: bool
+    variant: Variant, channels_last: bool, x_needs_gradient: bool
 ) -> None:
-    output, weight = generated(place, channels_last)
+    output, weight = generated(variant, channels_last)
     seen = []
     weight.register_hook(seen.append)
-    x = draw(place, 2, 4, 6, 9).requires_grad_(x_needs_gradient)
-    place.call(x, weight).sum().backward()
+    x = draw(variant, 2, 4, 6, 9).requires_grad_(x_needs_gradient)
+    variant.call(x, weight).sum().backward()
     assert seen[0].stride() == weight.stride()
     assert output.grad is not None
     assert output.grad.stride() == output.stride()
@@ -84,11 +84,11 @@ def test_gradient_of_a_generators_output_comes_in_its_layout(
 
 
 @with_ops
-def test_gradient_of_an_expanded_weight_is_dense(place: Place) -> None:
-    x, weight = draw(place, 2, 4, 6, 9), draw(place, 9, 1, 1, 1, 1).expand(9, 2, 2, 6, 9)
+def test_gradient_of_an_expanded_weight_is_dense(variant: Variant) -> None:
+    x, weight = draw(variant, 2, 4, 6, 9), draw(variant, 9, 1, 1, 1, 1).expand(9, 2, 2, 6, 9)
     for x_needs_gradient in (False, True):
         leaf = weight.detach().requires_grad_()
-        out = place.call(x.detach().requires_grad_(x_needs_gradient), leaf)
+        out = variant.call(x.detach().requires_grad_(x_needs_gradient), leaf)
         (gradient,) = torch.autograd.grad(out.sum(), leaf)
         assert gradient.is_contiguous()
 
@@ -101,51 +101,51 @@ def test_gradient_of_an_expanded_weight_is_dense(place: Place) -> None:
     ("wanted", "saved"), [("x", {"weight"}), ("weight", {"x"}), ("both", {"x", "weight"})]
 )
 def test_only_what_the_backward_needs_is_saved_and_not_copied(
-    place: Place, wanted: str, saved: set[str]
+    variant: Variant, wanted: str, saved: set[str]
 ) -> None:
-    x, weight = image_and_weight(place)
+    x, weight = image_and_weight(variant)
     x.requires_grad_(wanted != "weight")
     weight.requires_grad_(wanted != "x")
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        place.call(x, weight)
+        variant.call(x, weight)
     names = {x.data_ptr(): "x", weight.data_ptr(): "weight"}
     assert {names[t.data_ptr()] for t in packed} == saved
     assert len(packed) == len(saved)
 
 
 @everywhere
-def test_nothing_is_saved_without_gradients(place: Place) -> None:
-    x, weight = image_and_weight(place)
+def test_nothing_is_saved_without_gradients(variant: Variant) -> None:
+    x, weight = image_and_weight(variant)
     weight.requires_grad_()
     packed: list[Tensor] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
         torch.no_grad(),
     ):
-        assert not place.call(x, weight).requires_grad
+        assert not variant.call(x, weight).requires_grad
     assert not packed
 
 
 @everywhere
-def test_inference_mode_gives_the_same_bits(place: Place) -> None:
-    x, weight = image_and_weight(place)
-    expected = place.call(x, weight)
+def test_inference_mode_gives_the_same_bits(variant: Variant) -> None:
+    x, weight = image_and_weight(variant)
+    expected = variant.call(x, weight)
     with torch.inference_mode():
-        assert torch.equal(place.call(x, weight), expected)
+        assert torch.equal(variant.call(x, weight), expected)
 
 
 @everywhere
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("k", "dilation"), [(2, 1), (3, 2)])
 def test_gradients_of_either_argument_alone_can_be_differentiated(
-    place: Place, wanted: tuple[bool, bool], k: int, dilation: int
+    variant: Variant, wanted: tuple[bool, bool], k: int, dilation: int
 ) -> None:
-    x, weight = image_and_weight(place, B=1, C=2, H=2, W=3, k=k)
+    x, weight = image_and_weight(variant, B=1, C=2, H=2, W=3, k=k)
     inputs = [t.requires_grad_(want) for t, want in zip((x, weight), wanted, strict=True)]
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        return place.call(x, weight, dilation=dilation)
+        return variant.call(x, weight, dilation=dilation)
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
@@ -153,8 +153,8 @@ def test_gradients_of_either_argument_alone_can_be_differentiated(
 
 @everywhere
 @pytest.mark.parametrize("of", ["x", "weight", "both"])
-def test_gradient_penalty_agrees_with_the_reference(place: Place, of: str) -> None:
-    x, weight = image_and_weight(place)
+def test_gradient_penalty_agrees_with_the_reference(variant: Variant, of: str) -> None:
+    x, weight = image_and_weight(variant)
 
     def penalty_gradients(impl: str) -> list[Tensor]:
         inputs = differentiable((x, weight))
@@ -165,6 +165,6 @@ def test_gradient_penalty_agrees_with_the_reference(place: Place, of: str) -> No
         return list(torch.autograd.grad(penalty, inputs))
 
     for result, expected in zip(
-        penalty_gradients(place.impl), penalty_gradients("reference"), strict=True
+        penalty_gradients(variant.impl), penalty_gradients("reference"), strict=True
     ):
         torch.testing.assert_close(result, expected)

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from hoconv import HighOrderConv2d, high_order_conv2d
 from hoconv.declaration import layers
 from hoconv.high_order.layer.operator import OPERATOR
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 # Rounding differs between the generator's convolutions of one image layout and another.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def layer_at(place: Place, channels: int = 4, **options: Any) -> HighOrderConv2d:
-    return HighOrderConv2d(channels, impl=place.impl, **options).to(place.device)
+def layer_at(variant: Variant, channels: int = 4, **options: Any) -> HighOrderConv2d:
+    return HighOrderConv2d(channels, impl=variant.impl, **options).to(variant.device)
 
 
-def image(place: Place, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape or (2, 4, 7, 9), dtype=dtype).to(place.device)
+def image(variant: Variant, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape or (2, 4, 7, 9), dtype=dtype).to(variant.device)
 
 
 def gradients(
@@ -43,8 +43,8 @@ def gradients(
 
 @everywhere
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_generated_kernels_are_applied(place: Place, groups: int) -> None:
-    layer, x = layer_at(place, kernel_size=3, groups=groups, dilation=2), image(place)
+def test_generated_kernels_are_applied(variant: Variant, groups: int) -> None:
+    layer, x = layer_at(variant, kernel_size=3, groups=groups, dilation=2), image(variant)
     generator = layer.generator
     generated = F.conv2d(x, generator.weight, generator.bias, padding="same")
     weight = generated.view(2, 9, groups, 7, 9).transpose(0, 1)
@@ -56,20 +56,20 @@ def test_generated_kernels_are_applied(place: Place, groups: int) -> None:
 @pytest.mark.parametrize("kernel_size", [1, 2, 5, 11])
 @pytest.mark.parametrize("generator_kernel_size", [1, 2, 3, 4])
 def test_any_kernel_sizes_keep_the_size_of_the_image(
-    place: Place, kernel_size: int, generator_kernel_size: int
+    variant: Variant, kernel_size: int, generator_kernel_size: int
 ) -> None:
-    layer = layer_at(place, kernel_size=kernel_size, generator_kernel_size=generator_kernel_size)
+    layer = layer_at(variant, kernel_size=kernel_size, generator_kernel_size=generator_kernel_size)
     for shape in ((2, 4, 7, 9), (1, 4, 1, 1), (1, 4, 2, 13)):
-        assert layer(image(place, *shape)).shape == shape
+        assert layer(image(variant, *shape)).shape == shape
 
 
 @everywhere
-def test_gradients_agree_with_the_reference(place: Place) -> None:
+def test_gradients_agree_with_the_reference(variant: Variant) -> None:
     for options in ({}, {"normalize": "softmax", "groups": 2}, {"residual": True, "bias": False}):
-        layer = layer_at(place, **options).double()
-        reference = layer_at(Place(OPERATOR, "reference", place.device), **options).double()
+        layer = layer_at(variant, **options).double()
+        reference = layer_at(Variant(OPERATOR, "reference", variant.device), **options).double()
         reference.load_state_dict(layer.state_dict())
-        x = image(place, dtype=torch.float64)
+        x = image(variant, dtype=torch.float64)
         expected = gradients(reference, x)
         for name, gradient in gradients(layer, x).items():
             torch.testing.assert_close(gradient, expected[name])
@@ -91,42 +91,42 @@ def test_generator_without_bias_has_none() -> None:
 
 
 @everywhere
-def test_softmax_makes_the_weights_of_a_pixel_sum_to_one(place: Place) -> None:
-    layer = layer_at(place, kernel_size=3, groups=2, normalize="softmax")
+def test_softmax_makes_the_weights_of_a_pixel_sum_to_one(variant: Variant) -> None:
+    layer = layer_at(variant, kernel_size=3, groups=2, normalize="softmax")
     with torch.no_grad():
         layer.generator.weight.mul_(20)
-    same = torch.full((2, 4, 7, 9), 5.0, device=place.device)
+    same = torch.full((2, 4, 7, 9), 5.0, device=variant.device)
     inside = layer(same)[..., 1:-1, 1:-1]
     torch.testing.assert_close(inside, torch.full_like(inside, 5))
-    x = image(place).abs()  # positive weights: between the smallest and the largest pixel
+    x = image(variant).abs()  # positive weights: between the smallest and the largest pixel
     out = layer(x)
     assert (out >= 0).all()
     assert (out <= x.amax((2, 3), keepdim=True)).all()
 
 
 @everywhere
-def test_without_normalisation_weights_are_as_generated(place: Place) -> None:
-    layer = layer_at(place, kernel_size=1)
+def test_without_normalisation_weights_are_as_generated(variant: Variant) -> None:
+    layer = layer_at(variant, kernel_size=1)
     nn.init.zeros_(layer.generator.weight)
     assert layer.generator.bias is not None
     nn.init.constant_(layer.generator.bias, -3)
-    x = image(place)
+    x = image(variant)
     torch.testing.assert_close(layer(x), -3 * x)
 
 
 @everywhere
-def test_residual_adds_the_input(place: Place) -> None:
-    with_residual, without = layer_at(place, residual=True), layer_at(place)
+def test_residual_adds_the_input(variant: Variant) -> None:
+    with_residual, without = layer_at(variant, residual=True), layer_at(variant)
     without.load_state_dict(with_residual.state_dict())
-    x = image(place)
+    x = image(variant)
     torch.testing.assert_close(with_residual(x), x + without(x))
 
 
 @everywhere
 @pytest.mark.parametrize("residual", [False, True])
-def test_channels_last_in_gives_channels_last_out(place: Place, residual: bool) -> None:
+def test_channels_last_in_gives_channels_last_out(variant: Variant, residual: bool) -> None:
     last = torch.channels_last
-    layer, x = layer_at(place, residual=residual), image(place)
+    layer, x = layer_at(variant, residual=residual), image(variant)
     expected = layer(x)
     out = layer.to(memory_format=last)(x.to(memory_format=last))
     assert out.is_contiguous(memory_format=last)
@@ -134,17 +134,17 @@ def test_channels_last_in_gives_channels_last_out(place: Place, residual: bool) 
 
 
 @everywhere
-def test_empty_batch_gives_an_empty_batch_and_zero_gradients(place: Place) -> None:
-    layer = layer_at(place)
-    assert layer(image(place, 0, 4, 7, 9)).shape == (0, 4, 7, 9)
-    for name, gradient in gradients(layer, image(place, 0, 4, 7, 9)).items():
+def test_empty_batch_gives_an_empty_batch_and_zero_gradients(variant: Variant) -> None:
+    layer = layer_at(variant)
+    assert layer(image(variant, 0, 4, 7, 9)).shape == (0, 4, 7, 9)
+    for name, gradient in gradients(layer, image(variant, 0, 4, 7, 9)).items():
         assert not gradient.any(), name
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
-def test_moved_to_a_dtype_computes_in_it(place: Place, dtype: torch.dtype) -> None:
-    layer, x = layer_at(place, normalize="softmax").double(), image(place, dtype=torch.float64)
+def test_moved_to_a_dtype_computes_in_it(variant: Variant, dtype: torch.dtype) -> None:
+    layer, x = layer_at(variant, normalize="softmax").double(), image(variant, dtype=torch.float64)
     expected = layer(x)
     out = layer.to(dtype)(x.to(dtype))
     assert out.dtype == dtype
@@ -155,11 +155,11 @@ def test_moved_to_a_dtype_computes_in_it(place: Place, dtype: torch.dtype) -> No
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_half_precision_and_trains_in_float32(
-    place: Place, dtype: torch.dtype
+    variant: Variant, dtype: torch.dtype
 ) -> None:
-    layer, x = layer_at(place, normalize="softmax"), image(place)
+    layer, x = layer_at(variant, normalize="softmax"), image(variant)
     expected = layer(x)
-    with torch.autocast(place.device, dtype=dtype):
+    with torch.autocast(variant.device, dtype=dtype):
         out = layer(x)
     assert out.dtype == dtype
     assert (out - expected).norm() / expected.norm() < 20 * torch.finfo(dtype).eps
@@ -169,9 +169,9 @@ def test_autocast_computes_in_half_precision_and_trains_in_float32(
 
 
 @everywhere
-def test_compiled_equals_eager(place: Place) -> None:
+def test_compiled_equals_eager(variant: Variant) -> None:
     torch.compiler.reset()
-    layer, x = layer_at(place, kernel_size=3, normalize="softmax", residual=True), image(place)
+    layer, x = layer_at(variant, kernel_size=3, normalize="softmax", residual=True), image(variant)
     expected = layer(x), gradients(layer, x)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = compiled(x), gradients(layer, x, compiled)
@@ -181,8 +181,8 @@ def test_compiled_equals_eager(place: Place) -> None:
 
 
 @everywhere
-def test_copies_compute_the_same(place: Place) -> None:
-    layer, x = layer_at(place, normalize="softmax", groups=2, residual=True), image(place)
+def test_copies_compute_the_same(variant: Variant) -> None:
+    layer, x = layer_at(variant, normalize="softmax", groups=2, residual=True), image(variant)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
         assert other.generator.weight.data_ptr() != layer.generator.weight.data_ptr()

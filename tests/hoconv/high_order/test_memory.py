@@ -9,13 +9,13 @@ import pytest
 
 from hoconv.high_order.conv2d import operator as of_weights
 from hoconv.high_order.layer import operator as of_parameters
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 on_cpus = [
-    place
+    variant
     for operator in (of_weights.OPERATOR, of_parameters.OPERATOR)
-    for place in places([operator])
-    if place.values[0].device == "cpu"
+    for variant in variants([operator])
+    if variant.values[0].device == "cpu"
 ]
 MEASURE = """
 import resource, sys, torch, hoconv
@@ -38,10 +38,19 @@ print(-peak(8, 8, 1) + peak(H, W, dilation))
 """
 
 
-@pytest.mark.parametrize("place", on_cpus, indirect=True)
-def test_a_thin_image_takes_no_more_rows_than_it_sees(place: Place) -> None:
+@pytest.mark.parametrize("variant", on_cpus, indirect=True)
+def test_a_thin_image_takes_no_more_rows_than_it_sees(variant: Variant) -> None:
     """Of 1 x 2000 pixels; rows of zeros far outside the image were hundreds of MiB."""
-    command = [sys.executable, "-c", MEASURE, place.operator.name, place.impl, "1", "2000", "4000"]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        variant.operator.name,
+        variant.impl,
+        "1",
+        "2000",
+        "4000",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 32  # MiB

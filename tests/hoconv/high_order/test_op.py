@@ -15,15 +15,15 @@ from hoconv.declaration import Sample
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
 from tests.hoconv.high_order.support import draw, everywhere, image_and_weight, ops, with_ops
-from tests.support import Place
+from tests.support import Variant
 
 OPS = ["", "_backward", "_grad_input", "_grad_weight"]
 
 
-def op_arguments(place: Place, name: str) -> tuple[Any, ...]:
+def op_arguments(variant: Variant, name: str) -> tuple[Any, ...]:
     """Arguments of an op, the weight strided as a generator's output."""
-    grad, x = draw(place, 2, 4, 3, 4), draw(place, 2, 4, 3, 4)
-    weight = draw(place, 2, 9 * 2, 3, 4).unflatten(1, (9, 2)).transpose(0, 1)
+    grad, x = draw(variant, 2, 4, 3, 4), draw(variant, 2, 4, 3, 4)
+    weight = draw(variant, 2, 9 * 2, 3, 4).unflatten(1, (9, 2)).transpose(0, 1)
     size, stride = list(weight.shape), list(weight.stride())
     arguments = {
         "": (x, weight, 1),
@@ -37,14 +37,14 @@ def op_arguments(place: Place, name: str) -> tuple[Any, ...]:
 @with_ops
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_torch_library_finds_no_fault_in_any_op(place: Place, name: str) -> None:
-    torch.library.opcheck(ops(place, name), op_arguments(place, name))
+def test_torch_library_finds_no_fault_in_any_op(variant: Variant, name: str) -> None:
+    torch.library.opcheck(ops(variant, name), op_arguments(variant, name))
 
 
 @with_ops
 @pytest.mark.parametrize("name", OPS)
-def test_every_op_can_be_differentiated_twice(place: Place, name: str) -> None:
-    op, arguments = ops(place, name), op_arguments(place, name)
+def test_every_op_can_be_differentiated_twice(variant: Variant, name: str) -> None:
+    op, arguments = ops(variant, name), op_arguments(variant, name)
     inputs = [a.detach().clone().requires_grad_() for a in arguments if isinstance(a, Tensor)]
     rest = [a for a in arguments if not isinstance(a, Tensor)]
 
@@ -57,32 +57,34 @@ def test_every_op_can_be_differentiated_twice(place: Place, name: str) -> None:
 
 @with_ops
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
-def test_gradients_alone_have_the_bits_of_both_together(place: Place, dtype: torch.dtype) -> None:
-    for sample in place.samples(dtype):
+def test_gradients_alone_have_the_bits_of_both_together(
+    variant: Variant, dtype: torch.dtype
+) -> None:
+    for sample in variant.samples(dtype):
         x, weight = sample.args
         dilation, grad = sample.kwargs.get("dilation", 1), torch.randn_like(x)
-        grad_x, grad_weight = ops(place, "_backward")(grad, x, weight, dilation)
-        alone = ops(place, "_grad_input")(grad, weight, dilation)
+        grad_x, grad_weight = ops(variant, "_backward")(grad, x, weight, dilation)
+        alone = ops(variant, "_grad_input")(grad, weight, dilation)
         assert torch.equal(alone, grad_x), sample.name
         layout = list(grad_weight.shape), list(grad_weight.stride())
-        alone = ops(place, "_grad_weight")(grad, x, *layout, dilation)
+        alone = ops(variant, "_grad_weight")(grad, x, *layout, dilation)
         assert torch.equal(alone, grad_weight), sample.name
         assert alone.stride() == grad_weight.stride(), sample.name
 
 
 @with_ops
-def test_flop_counter_counts_what_the_declaration_says(place: Place) -> None:
-    for sample in place.samples(torch.float32):
+def test_flop_counter_counts_what_the_declaration_says(variant: Variant) -> None:
+    for sample in variant.samples(torch.float32):
         cost = OPERATOR.cost(sample)
         x, weight = inputs = differentiable(sample.args)
         with FlopCounterMode(display=False) as forward:
-            out = place.call(*inputs, **sample.kwargs)
+            out = variant.call(*inputs, **sample.kwargs)
         assert forward.get_total_flops() == cost.forward_flops, sample.name
         with FlopCounterMode(display=False) as backward:
             torch.autograd.grad(out.sum(), inputs)
         assert backward.get_total_flops() == cost.backward_flops, sample.name
         for one in (x, weight):
-            out = place.call(*(t if t is one else t.detach() for t in inputs), **sample.kwargs)
+            out = variant.call(*(t if t is one else t.detach() for t in inputs), **sample.kwargs)
             with FlopCounterMode(display=False) as backward:
                 torch.autograd.grad(out.sum(), one)
             assert 2 * backward.get_total_flops() == cost.backward_flops, sample.name
@@ -98,16 +100,16 @@ def test_cost_of_a_call_written_out() -> None:
 
 
 @everywhere
-def test_one_compiled_graph_serves_all_sizes(place: Place) -> None:
+def test_one_compiled_graph_serves_all_sizes(variant: Variant) -> None:
     torch.compiler.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(place.call, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(variant.call, fullgraph=True, dynamic=True, backend=backend)
     compilations = []
     # At first all sizes differ: those that are equal are taken to stay so.
     for B, H, W in ((5, 6, 7), (3, 8, 10), (12, 20, 12)):
-        inputs = image_and_weight(place, B=B, H=H, W=W)
+        inputs = image_and_weight(variant, B=B, H=H, W=W)
         results = output_and_gradients(compiled, inputs, {})
-        expected = output_and_gradients(place.call, inputs, {})
+        expected = output_and_gradients(variant.call, inputs, {})
         for name, result in results.items():
             torch.testing.assert_close(result, expected[name])
         compilations.append(backend.frame_count)
@@ -115,28 +117,28 @@ def test_one_compiled_graph_serves_all_sizes(place: Place) -> None:
 
 
 @everywhere
-def test_exported_once_serves_all_batch_sizes(place: Place) -> None:
+def test_exported_once_serves_all_batch_sizes(variant: Variant) -> None:
     class Call(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return place.call(x, weight, dilation=2)
+            return variant.call(x, weight, dilation=2)
 
     batch = torch.export.Dim("batch", min=2, max=64)
     exported = torch.export.export(
-        Call(), image_and_weight(place), dynamic_shapes=({0: batch}, {1: batch})
+        Call(), image_and_weight(variant), dynamic_shapes=({0: batch}, {1: batch})
     )
-    inputs = image_and_weight(place, B=7)
-    torch.testing.assert_close(exported.module()(*inputs), place.call(*inputs, dilation=2))
+    inputs = image_and_weight(variant, B=7)
+    torch.testing.assert_close(exported.module()(*inputs), variant.call(*inputs, dilation=2))
 
 
 @everywhere
-def test_compiles_within_autocast(place: Place) -> None:
+def test_compiles_within_autocast(variant: Variant) -> None:
     torch.compiler.reset()
 
     def call(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast(place.device, dtype=torch.bfloat16):
-            return place.call(x, weight)
+        with torch.autocast(variant.device, dtype=torch.bfloat16):
+            return variant.call(x, weight)
 
-    inputs = image_and_weight(place, dtype=torch.float32)
+    inputs = image_and_weight(variant, dtype=torch.float32)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     results = output_and_gradients(compiled, inputs, {})
     expected = output_and_gradients(call, inputs, {})
@@ -146,10 +148,10 @@ def test_compiles_within_autocast(place: Place) -> None:
 
 
 @everywhere
-def test_called_from_several_python_threads_gives_the_same_bits(place: Place) -> None:
-    inputs = image_and_weight(place, B=4, H=24, W=40)
-    expected = output_and_gradients(place.call, inputs, {})
+def test_called_from_several_python_threads_gives_the_same_bits(variant: Variant) -> None:
+    inputs = image_and_weight(variant, B=4, H=24, W=40)
+    expected = output_and_gradients(variant.call, inputs, {})
     with ThreadPoolExecutor(4) as pool:
-        tasks = [pool.submit(output_and_gradients, place.call, inputs, {}) for _ in range(16)]
+        tasks = [pool.submit(output_and_gradients, variant.call, inputs, {}) for _ in range(16)]
         for task in tasks:
             assert all(torch.equal(t, expected[name]) for name, t in task.result().items())

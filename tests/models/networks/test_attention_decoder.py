@@ -4,13 +4,13 @@ import torch
 from hoconv.declaration import layers
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import Backbone
-from tests.support import reference
+from tests.support import set_to_reference
 
 V = 11
 
 
 def decoder(**options) -> AttentionDecoder:
-    network = reference(AttentionDecoder(width=4, hidden_size=8, **options))
+    network = set_to_reference(AttentionDecoder(width=4, hidden_size=8, **options))
     network.set_vocabulary(V)
     return network
 

@@ -7,17 +7,17 @@ from hoconv import HighOrderConv2d
 from hoconv.declaration import layers
 from models.networks.backbone import Backbone, WeightsNotFoundError
 from models.networks.encoder_decoder import EncoderDecoder
-from tests.support import reference
+from tests.support import set_to_reference
 
 
 @pytest.mark.parametrize("size", [(8, 8), (33, 17), (64, 48)])
 def test_gives_logits_for_every_pixel(size):
-    network = reference(EncoderDecoder(num_classes=5, width=4))
+    network = set_to_reference(EncoderDecoder(num_classes=5, width=4))
     assert network(torch.randn(2, 3, *size)).shape == (2, 5, *size)
 
 
 def test_every_resolution_is_refined_by_a_layer_that_learns():
-    network = reference(EncoderDecoder(num_classes=5, width=4))
+    network = set_to_reference(EncoderDecoder(num_classes=5, width=4))
     network(torch.randn(2, 3, 16, 16)).square().sum().backward()
     found = [layer for _, layer in layers(network)]
     assert [layer.channels for layer in found] == [16, 8, 4]
@@ -26,7 +26,7 @@ def test_every_resolution_is_refined_by_a_layer_that_learns():
 
 @pytest.mark.parametrize(("depth", "channels"), [(1, [4]), (5, [64, 32, 16, 8, 4])])
 def test_depth_is_the_number_of_halvings(depth, channels):
-    network = reference(EncoderDecoder(num_classes=5, width=4, depth=depth))
+    network = set_to_reference(EncoderDecoder(num_classes=5, width=4, depth=depth))
     assert network(torch.randn(2, 3, 64, 32)).shape == (2, 5, 64, 32)
     assert [layer.channels for _, layer in layers(network)] == channels
     assert network.encoder(torch.randn(2, 3, 64, 32))[-1].shape[2:] == (
@@ -36,7 +36,7 @@ def test_depth_is_the_number_of_halvings(depth, channels):
 
 
 def test_refinement_starts_near_the_identity():
-    network = reference(EncoderDecoder(num_classes=5, width=4))
+    network = set_to_reference(EncoderDecoder(num_classes=5, width=4))
     (layer, *_) = (layer for _, layer in layers(network))
     x = torch.randn(1, 16, 12, 12)
     error = (layer(x) - x).norm() / x.norm()
@@ -57,7 +57,7 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path):
 
 
 def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder(published):
-    network = reference(EncoderDecoder(3, width=4, weights="ResNet18_Weights.DEFAULT"))
+    network = set_to_reference(EncoderDecoder(3, width=4, weights="ResNet18_Weights.DEFAULT"))
     assert network(torch.randn(2, 3, 64, 40)).shape == (2, 3, 64, 40)
     assert isinstance(network.encoder, Backbone)
     network.encoder.load()
@@ -110,5 +110,5 @@ def test_unknown_weights_are_named_with_what_there_is(weights):
 
 
 def test_layers_are_high_order_convolutions():
-    network = reference(EncoderDecoder(num_classes=5, width=4))
+    network = set_to_reference(EncoderDecoder(num_classes=5, width=4))
     assert all(isinstance(layer, HighOrderConv2d) for _, layer in layers(network))

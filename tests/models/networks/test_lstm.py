@@ -3,20 +3,20 @@ import torch
 
 from hoconv.declaration import layers
 from models.networks.lstm import ImageReader
-from tests.support import reference
+from tests.support import set_to_reference
 
 
 @pytest.mark.parametrize("steps", ["rows", "pixels"])
 @pytest.mark.parametrize("cell", ["lstm", "gru", "projected_lstm"])
 @pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 5, 4)])
 def test_gives_a_logit_for_each_class(cell, steps, image_shape):
-    network = reference(ImageReader(image_shape, 7, cell, steps, hidden_size=4))
+    network = set_to_reference(ImageReader(image_shape, 7, cell, steps, hidden_size=4))
     assert network(torch.randn(2, *image_shape)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("steps", ["rows", "pixels"])
 def test_reads_all_of_the_image_in_order(steps):
-    network = reference(ImageReader((1, 3, 4), 2, "gru", steps, hidden_size=4))
+    network = set_to_reference(ImageReader((1, 3, 4), 2, "gru", steps, hidden_size=4))
     x = torch.randn(1, 1, 3, 4, requires_grad=True)
     network(x).sum().backward()
     assert x.grad is not None
@@ -31,14 +31,14 @@ def test_reads_all_of_the_image_in_order(steps):
 
 
 def test_forget_gates_start_open():
-    network = reference(ImageReader((1, 28, 28), 10, "lstm", "pixels"))
+    network = set_to_reference(ImageReader((1, 28, 28), 10, "lstm", "pixels"))
     bias = network.recurrent.get_parameter("bias_f_l0")
     assert bias.min() >= 0
     assert bias.max() > 6
 
 
 def test_its_layer_is_among_those_that_an_implementation_is_chosen_for():
-    network = reference(ImageReader((1, 8, 8), 10))
+    network = set_to_reference(ImageReader((1, 8, 8), 10))
     assert [(name, layer.impl) for name, layer in layers(network)] == [("recurrent", "reference")]
 
 

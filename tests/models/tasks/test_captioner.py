@@ -9,7 +9,7 @@ from datamodules.coco.captions import END, START, CaptionBatch, Vocabulary, spli
 from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
-from tests.support import reference
+from tests.support import set_to_reference
 
 WORDS = Vocabulary.of(["a red cat on a mat", "two dogs"], min_count=1)
 
@@ -43,7 +43,7 @@ class Data(pl.LightningDataModule):
 
 def captioner() -> Captioner:
     def network(weights: None) -> AttentionDecoder:
-        return reference(AttentionDecoder(width=4, hidden_size=8, weights=weights))
+        return set_to_reference(AttentionDecoder(width=4, hidden_size=8, weights=weights))
 
     return Captioner(network, 0.01, 0.0, beam_width=2, max_length=6)
 

@@ -26,38 +26,38 @@ from hoconv.high_order.layer.operator import OPERATOR
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import choose
 from hoconv.testing.comparison import differentiable, output_and_gradients
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 with_ops = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if "reference" not in p.id], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if "reference" not in p.id], indirect=True
 )
 on_cpu = pytest.mark.parametrize(
-    "place", [p for p in places([OPERATOR]) if p.id.endswith("cpp-cpu")], indirect=True
+    "variant", [p for p in variants([OPERATOR]) if p.id.endswith("cpp-cpu")], indirect=True
 )
 
 
-def draw(place: Place, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(place.device, dtype)
+def draw(variant: Variant, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(variant.device, dtype)
 
 
 def inputs(
-    place: Place, B=2, C=4, H=6, W=9, k=3, s=3, G=1, dtype: torch.dtype = torch.float64
+    variant: Variant, B=2, C=4, H=6, W=9, k=3, s=3, G=1, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight = draw(place, k * k * G, C, s, s, dtype=dtype) * (C * s * s) ** -0.5
-    return draw(place, B, C, H, W, dtype=dtype), weight, draw(place, k * k * G, dtype=dtype)
+    weight = draw(variant, k * k * G, C, s, s, dtype=dtype) * (C * s * s) ** -0.5
+    return draw(variant, B, C, H, W, dtype=dtype), weight, draw(variant, k * k * G, dtype=dtype)
 
 
-def op(place: Place, name: str = "") -> torch._ops.OpOverload:
+def op(variant: Variant, name: str = "") -> torch._ops.OpOverload:
     """An op itself, past the checks of the public function."""
-    choose(OPERATOR, place.impl, place.device)  # loads it
-    return getattr(getattr(torch.ops.hoconv, f"high_order_layer{name}"), place.impl)
+    choose(OPERATOR, variant.impl, variant.device)  # loads it
+    return getattr(getattr(torch.ops.hoconv, f"high_order_layer{name}"), variant.impl)
 
 
-def skip_unless_fused(place: Place, x: Tensor, weight: Tensor, k: int) -> None:
-    if reason := why_unfused(place.impl, weight, k, 1, False):
+def skip_unless_fused(variant: Variant, x: Tensor, weight: Tensor, k: int) -> None:
+    if reason := why_unfused(variant.impl, weight, k, 1, False):
         pytest.skip(f"not fused: {reason}")
 
 
@@ -96,19 +96,19 @@ def definition(
 
 
 @everywhere
-def test_small_example_computed_by_hand(place: Place) -> None:
-    x = torch.tensor([[[[1.0, 2.0, 3.0]]]], device=place.device)
+def test_small_example_computed_by_hand(variant: Variant) -> None:
+    x = torch.tensor([[[[1.0, 2.0, 3.0]]]], device=variant.device)
     # The tap on the left is the pixel times ten, the tap below and so on nothing, that in the
     # middle a hundred.
     weight, bias = torch.zeros(9, 1, 1, 1), torch.zeros(9)
     weight[3], bias[4] = 10, 100
-    parameters = weight.to(place.device), bias.to(place.device)
-    out = place.call(x, *parameters, kernel_size=3)
+    parameters = weight.to(variant.device), bias.to(variant.device)
+    out = variant.call(x, *parameters, kernel_size=3)
     assert out.flatten().tolist() == [100, 220, 360]
-    out = place.call(x, *parameters, kernel_size=3, residual=True)
+    out = variant.call(x, *parameters, kernel_size=3, residual=True)
     assert out.flatten().tolist() == [101, 222, 363]
-    out = place.call(x, 0 * weight.to(x), kernel_size=3, normalize="softmax")
-    torch.testing.assert_close(out, torch.tensor([[[[3.0, 6.0, 5.0]]]], device=place.device) / 9)
+    out = variant.call(x, 0 * weight.to(x), kernel_size=3, normalize="softmax")
+    torch.testing.assert_close(out, torch.tensor([[[[3.0, 6.0, 5.0]]]], device=variant.device) / 9)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -126,7 +126,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_any_sizes_options_and_strides_give_the_definition(
-    place: Place, dtype: torch.dtype, data: st.DataObject
+    variant: Variant, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     B, H, W = (data.draw(st.integers(1, n), name) for name, n in (("B", 3), ("H", 40), ("W", 19)))
     k, s = data.draw(st.sampled_from((1, 2, 3, 4, 5, 7)), "k"), data.draw(st.integers(1, 5), "s")
@@ -143,12 +143,12 @@ def test_any_sizes_options_and_strides_give_the_definition(
     # Whole numbers: exact in any order. A softmax is not, and of large numbers it is flat.
     softmax = options["normalize"] is not None
     x, weight, grad = (
-        layout(torch.randint(-3, 4, shape).to(place.device, dtype) / (4 if softmax else 1))
+        layout(torch.randint(-3, 4, shape).to(variant.device, dtype) / (4 if softmax else 1))
         for layout, shape in zip(layouts, shapes, strict=True)
     )
     bias = torch.randint(-3, 4, (K * G,)).to(x) if data.draw(st.booleans(), "bias") else None
 
-    results = output_and_gradients(place.call, (x, weight, bias), options, grad)
+    results = output_and_gradients(variant.call, (x, weight, bias), options, grad)
     exact = [None if t is None else t.cpu().double() for t in (x, weight, bias)]
     expected = output_and_gradients(definition, exact, options, grad.cpu().double())
     assert results.keys() == expected.keys()
@@ -165,12 +165,12 @@ def test_any_sizes_options_and_strides_give_the_definition(
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 @pytest.mark.parametrize("dilation", [1, 3])
 def test_image_that_is_computed_in_many_pieces(
-    place: Place, dtype: torch.dtype, normalize: str | None, dilation: int
+    variant: Variant, dtype: torch.dtype, normalize: str | None, dilation: int
 ) -> None:
-    args = inputs(place, 2, 2, 150, 300, k=3, s=4, dtype=dtype)
+    args = inputs(variant, 2, 2, 150, 300, k=3, s=4, dtype=dtype)
     options: Any = {"kernel_size": 3, "normalize": normalize, "dilation": dilation}
     options["residual"] = True
-    results = output_and_gradients(place.call, args, options)
+    results = output_and_gradients(variant.call, args, options)
     expected = output_and_gradients(definition, [t.cpu().double() for t in args], options)
     for name, result in results.items():
         error = (result.cpu() - expected[name]).norm() / expected[name].norm()
@@ -181,18 +181,18 @@ def test_image_that_is_computed_in_many_pieces(
 # PyTorch pads an even kernel by hand, and says so.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("s", [1, 2, 3, 4])
-def test_is_a_convolution_and_the_high_order_convolution(place: Place, s: int) -> None:
-    x, weight, bias = inputs(place, k=3, s=s, G=2)
+def test_is_a_convolution_and_the_high_order_convolution(variant: Variant, s: int) -> None:
+    x, weight, bias = inputs(variant, k=3, s=s, G=2)
     generated = F.conv2d(x, weight, bias, padding="same").unflatten(1, (9, 2))
-    expected = hoconv.high_order_conv2d(x, generated.transpose(0, 1), impl=place.impl)
-    torch.testing.assert_close(place.call(x, weight, bias, kernel_size=3), expected)
+    expected = hoconv.high_order_conv2d(x, generated.transpose(0, 1), impl=variant.impl)
+    torch.testing.assert_close(variant.call(x, weight, bias, kernel_size=3), expected)
 
 
 @everywhere
 @pytest.mark.parametrize("dilation", [100, 2**40])
-def test_taps_far_outside_the_image_see_zeros(place: Place, dilation: int) -> None:
-    x, weight, bias = inputs(place, H=3, W=4, k=3, s=1)
-    out = place.call(x, weight, bias, kernel_size=3, dilation=dilation)
+def test_taps_far_outside_the_image_see_zeros(variant: Variant, dilation: int) -> None:
+    x, weight, bias = inputs(variant, H=3, W=4, k=3, s=1)
+    out = variant.call(x, weight, bias, kernel_size=3, dilation=dilation)
     centre = F.conv2d(x, weight[4:5], bias[4:5])
     torch.testing.assert_close(out, centre * x)
 
@@ -202,13 +202,13 @@ def test_taps_far_outside_the_image_see_zeros(place: Place, dilation: int) -> No
 
 @everywhere
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2), (0, 2)])
-def test_only_some_inputs_want_a_gradient(place: Place, wanted: tuple[int, ...]) -> None:
-    args = inputs(place, k=5, s=5)
-    every = output_and_gradients(place.call, args, {})
+def test_only_some_inputs_want_a_gradient(variant: Variant, wanted: tuple[int, ...]) -> None:
+    args = inputs(variant, k=5, s=5)
+    every = output_and_gradients(variant.call, args, {})
     leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(args)]
     cotangent = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1)).to(args[0])
-    expected = output_and_gradients(place.call, args, {}, cotangent)
-    place.call(*leaves).backward(cotangent)
+    expected = output_and_gradients(variant.call, args, {}, cotangent)
+    variant.call(*leaves).backward(cotangent)
     assert every.keys() == expected.keys()
     for i, leaf in enumerate(leaves):
         if i in wanted:
@@ -220,9 +220,9 @@ def test_only_some_inputs_want_a_gradient(place: Place, wanted: tuple[int, ...])
 
 @with_ops
 @pytest.mark.parametrize("bias_is_given", [True, False])
-def test_autograd_saves_x_and_the_parameters_only(place: Place, bias_is_given: bool) -> None:
-    x, weight, bias = differentiable(inputs(place, C=3, k=5, s=5, dtype=torch.float32))
-    skip_unless_fused(place, x, weight, 5)
+def test_autograd_saves_x_and_the_parameters_only(variant: Variant, bias_is_given: bool) -> None:
+    x, weight, bias = differentiable(inputs(variant, C=3, k=5, s=5, dtype=torch.float32))
+    skip_unless_fused(variant, x, weight, 5)
     saved: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -231,17 +231,17 @@ def test_autograd_saves_x_and_the_parameters_only(place: Place, bias_is_given: b
 
     given = (x, weight, bias) if bias_is_given else (x, weight)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        place.call(*given).sum().backward()
+        variant.call(*given).sum().backward()
     assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in given)
 
 
 @with_ops
 @pytest.mark.parametrize("dtype", HALVES)
-def test_weights_are_not_rounded_to_half_precision(place: Place, dtype: torch.dtype) -> None:
-    x, weight, bias = inputs(place, C=3, H=20, W=40, k=5, s=5, dtype=dtype)
-    skip_unless_fused(place, x, weight, 5)
+def test_weights_are_not_rounded_to_half_precision(variant: Variant, dtype: torch.dtype) -> None:
+    x, weight, bias = inputs(variant, C=3, H=20, W=40, k=5, s=5, dtype=dtype)
+    skip_unless_fused(variant, x, weight, 5)
     exact = definition(*(t.cpu().double() for t in (x, weight, bias)), kernel_size=5)
-    error = (place.call(x, weight, bias).cpu().double() - exact).abs()
+    error = (variant.call(x, weight, bias).cpu().double() - exact).abs()
     rounded = exact.abs() * torch.finfo(dtype).eps / 2  # of the output
     assert (error <= rounded + 1e-4).all()
 
@@ -261,17 +261,22 @@ def classes(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 @pytest.mark.parametrize("several", [True, False])
 def test_values_that_are_not_finite_go_where_the_definition_puts_them(
-    place: Place, dtype: torch.dtype, where: str, value: float, normalize: str | None, several: bool
+    variant: Variant,
+    dtype: torch.dtype,
+    where: str,
+    value: float,
+    normalize: str | None,
+    several: bool,
 ) -> None:
     for k, s, dilation, W in ((3, 3, 1, 5), (5, 2, 1, 37), (4, 5, 2, 18)):
-        x, weight, bias = inputs(place, H=13, W=W, k=k, s=s, G=2, dtype=dtype)
-        grad = draw(place, *x.shape, dtype=dtype)
+        x, weight, bias = inputs(variant, H=13, W=W, k=k, s=s, G=2, dtype=dtype)
+        grad = draw(variant, *x.shape, dtype=dtype)
         chosen = {"x": x, "weight": weight, "bias": bias, "grad": grad}[where]
         chosen.view(-1)[-1] = value
         if several:
             chosen.view(-1)[:: chosen.numel() // 2] = -value
         options = {"kernel_size": k, "dilation": dilation, "normalize": normalize}
-        results = output_and_gradients(place.call, (x, weight, bias), options, grad)
+        results = output_and_gradients(variant.call, (x, weight, bias), options, grad)
         exact = [t.double() for t in (x, weight, bias)]
         expected = output_and_gradients(definition, exact, options, grad.double())
         if where == "weight":  # at the edges, zeros are multiplied by it
@@ -289,12 +294,16 @@ NOTHING = [(0, 4, 6, 9), (2, 0, 6, 9), (2, 4, 0, 9), (2, 4, 6, 0), (2, 4, 0, 0)]
 @pytest.mark.parametrize("shape", NOTHING)
 @pytest.mark.parametrize(("k", "s"), [(1, 1), (2, 2), (3, 3)])
 def test_nothing_gives_nothing_and_zeros(
-    place: Place, shape: tuple[int, ...], k: int, s: int
+    variant: Variant, shape: tuple[int, ...], k: int, s: int
 ) -> None:
-    x, weight, bias = draw(place, *shape), draw(place, k * k, shape[1], s, s), draw(place, k * k)
+    x, weight, bias = (
+        draw(variant, *shape),
+        draw(variant, k * k, shape[1], s, s),
+        draw(variant, k * k),
+    )
 
     def f(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return place.call(x, weight, bias, kernel_size=k)
+        return variant.call(x, weight, bias, kernel_size=k)
 
     for args in ((x, weight, bias), (x, weight)):
         leaves = [t.requires_grad_() for t in args]
@@ -312,13 +321,15 @@ def test_nothing_gives_nothing_and_zeros(
 
 @everywhere
 @pytest.mark.parametrize("shape", NOTHING[1:])
-def test_nothing_is_compiled_exported_and_mapped_over(place: Place, shape: tuple[int, ...]) -> None:
+def test_nothing_is_compiled_exported_and_mapped_over(
+    variant: Variant, shape: tuple[int, ...]
+) -> None:
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return place.call(x, weight, kernel_size=3)
+            return variant.call(x, weight, kernel_size=3)
 
     torch.compiler.reset()  # of other cases, which are of the same code
-    x, weight = draw(place, *shape), draw(place, 9, shape[1], 3, 3)
+    x, weight = draw(variant, *shape), draw(variant, 9, shape[1], 3, 3)
     assert torch.export.export(Layer(), (x, weight)).module()(x, weight).shape == shape
     assert torch.compile(Layer(), backend="eager", fullgraph=True)(x, weight).shape == shape
     of_each = torch.func.vmap(torch.func.grad(lambda w, x: Layer()(x[None], w).sum()), (None, 0))
@@ -330,15 +341,15 @@ def test_nothing_is_compiled_exported_and_mapped_over(place: Place, shape: tuple
 
 @everywhere
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_casts_as_for_a_convolution(place: Place, dtype: torch.dtype) -> None:
-    args = inputs(place, C=3, k=5, s=5, dtype=torch.float32)
+def test_autocast_casts_as_for_a_convolution(variant: Variant, dtype: torch.dtype) -> None:
+    args = inputs(variant, C=3, k=5, s=5, dtype=torch.float32)
 
     def call(*args: Tensor) -> Tensor:
-        with torch.autocast(place.device, dtype=dtype):
-            return place.call(*args)
+        with torch.autocast(variant.device, dtype=dtype):
+            return variant.call(*args)
 
     results = output_and_gradients(call, args, {})
-    expected = output_and_gradients(place.call, [t.to(dtype) for t in args], {})
+    expected = output_and_gradients(variant.call, [t.to(dtype) for t in args], {})
     assert results["output"].dtype == dtype
     for name, result in results.items():
         assert name == "output" or result.dtype == torch.float32
@@ -347,21 +358,21 @@ def test_autocast_casts_as_for_a_convolution(place: Place, dtype: torch.dtype) -
 
 
 @with_ops
-def test_op_itself_is_cast_by_autocast(place: Place) -> None:
-    x, weight, bias = inputs(place, C=3, k=5, s=5, dtype=torch.float32)
-    skip_unless_fused(place, x, weight, 5)
-    with torch.autocast(place.device, dtype=torch.bfloat16):
-        out = op(place)(x, weight.bfloat16(), bias, 5, 1, False, False, False)
+def test_op_itself_is_cast_by_autocast(variant: Variant) -> None:
+    x, weight, bias = inputs(variant, C=3, k=5, s=5, dtype=torch.float32)
+    skip_unless_fused(variant, x, weight, 5)
+    with torch.autocast(variant.device, dtype=torch.bfloat16):
+        out = op(variant)(x, weight.bfloat16(), bias, 5, 1, False, False, False)
     cast = [t.bfloat16() for t in (x, weight, bias)]
-    assert torch.equal(out, op(place)(*cast, 5, 1, False, False, False))
+    assert torch.equal(out, op(variant)(*cast, 5, 1, False, False, False))
 
 
 @with_ops
-def test_flops_are_those_of_both_convolutions(place: Place) -> None:
-    x, weight, bias = differentiable(inputs(place, 2, 3, 6, 9, k=5, s=5, dtype=torch.float32))
-    skip_unless_fused(place, x, weight, 5)
+def test_flops_are_those_of_both_convolutions(variant: Variant) -> None:
+    x, weight, bias = differentiable(inputs(variant, 2, 3, 6, 9, k=5, s=5, dtype=torch.float32))
+    skip_unless_fused(variant, x, weight, 5)
     with FlopCounterMode(display=False) as forward:
-        out = place.call(x, weight, bias)
+        out = variant.call(x, weight, bias)
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
     generator, application = 2 * (2 * 6 * 9) * 25 * 75, 2 * (2 * 6 * 9) * 3 * 25
@@ -376,18 +387,18 @@ def test_flops_are_those_of_both_convolutions(place: Place) -> None:
 @pytest.mark.parametrize("bias_is_given", [True, False])
 @pytest.mark.parametrize("options", [(5, 1, False, False), (5, 2, True, True)])
 def test_torch_library_finds_no_fault(
-    place: Place, bias_is_given: bool, options: tuple[Any, ...]
+    variant: Variant, bias_is_given: bool, options: tuple[Any, ...]
 ) -> None:
-    x, weight, bias = inputs(place, C=3, k=5, s=5, dtype=torch.float32)
-    skip_unless_fused(place, x, weight, 5)
+    x, weight, bias = inputs(variant, C=3, k=5, s=5, dtype=torch.float32)
+    skip_unless_fused(variant, x, weight, 5)
     args = [x.to(memory_format=torch.channels_last), weight, bias if bias_is_given else None]
-    torch.library.opcheck(op(place), (*differentiable(args), *options, False))
-    args = [draw(place, *x.shape, dtype=torch.float32), *args]
+    torch.library.opcheck(op(variant), (*differentiable(args), *options, False))
+    args = [draw(variant, *x.shape, dtype=torch.float32), *args]
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if torch.__version__ >= "2.15":  # 2.11 cannot trace a convolution's second derivative so
         tests.append("test_aot_dispatch_dynamic")
     backward_args = *differentiable(args), *options, False
-    torch.library.opcheck(op(place, "_backward"), backward_args, test_utils=tests)
+    torch.library.opcheck(op(variant, "_backward"), backward_args, test_utils=tests)
 
 
 # Errors
@@ -462,17 +473,17 @@ def test_wrong_dtype_and_device_are_refused_by_name() -> None:
     ],
 )
 def test_op_called_past_the_checks_refuses_wrong_shapes(
-    place: Place, shapes: tuple[tuple[int, ...], ...], kernel_size: int
+    variant: Variant, shapes: tuple[tuple[int, ...], ...], kernel_size: int
 ) -> None:
     tensors = [torch.zeros(shape) for shape in shapes]
     with pytest.raises(RuntimeError, match=r"\b(x|weight|bias|kernel_size): "):
-        op(place)(*tensors, kernel_size, 1, False, False, False)
+        op(variant)(*tensors, kernel_size, 1, False, False, False)
     with pytest.raises(RuntimeError, match=r"\b(x|weight|bias|kernel_size): "):
-        op(place, "_backward")(tensors[0], *tensors, kernel_size, 1, False, False, False)
+        op(variant, "_backward")(tensors[0], *tensors, kernel_size, 1, False, False, False)
 
 
 @on_cpu
-def test_op_called_past_the_checks_refuses_other_tensors(place: Place) -> None:
+def test_op_called_past_the_checks_refuses_other_tensors(variant: Variant) -> None:
     x, weight, bias = torch.zeros(X), torch.zeros(WEIGHT), torch.zeros(18)
     options = 3, 1, False, False, False
     for args in (
@@ -481,13 +492,13 @@ def test_op_called_past_the_checks_refuses_other_tensors(place: Place) -> None:
         (x.double(), weight, bias),
     ):
         with pytest.raises(RuntimeError, match=r"\b(weight|bias): expected the dtype of x"):
-            op(place)(*args, *options)
+            op(variant)(*args, *options)
     with pytest.raises(RuntimeError, match="grad: expected the dtype of x"):
-        op(place, "_backward")(x.double(), x, weight, bias, *options)
+        op(variant, "_backward")(x.double(), x, weight, bias, *options)
     with pytest.raises(RuntimeError, match="grad: expected the shape of x"):
-        op(place, "_backward")(x[..., 1:], x, weight, bias, *options)
+        op(variant, "_backward")(x[..., 1:], x, weight, bias, *options)
     with pytest.raises(RuntimeError, match="dilation: expected at least 1"):
-        op(place)(x, weight, bias, 3, 0, False, False, False)
+        op(variant)(x, weight, bias, 3, 0, False, False, False)
 
 
 # CUDA graphs

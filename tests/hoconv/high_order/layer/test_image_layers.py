@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hoconv.high_order.layer.operator import OPERATOR
 from hoconv.testing.comparison import output_and_gradients
-from tests.support import Place, places
+from tests.support import Variant, variants
 
-everywhere = pytest.mark.parametrize("place", places([OPERATOR]), indirect=True)
+everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 # Largest relative error, and the dtype with PyTorch's flag.
 PRECISIONS = {
     "float32": (2e-5, torch.float32, False),
@@ -28,19 +28,19 @@ precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def inputs(
-    place: Place, B: int, C: int, H: int, W: int, k: int, dtype: torch.dtype
+    variant: Variant, B: int, C: int, H: int, W: int, k: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """x, the generator's weight and bias, and the output's gradient."""
     weight = torch.randn(k * k, C, k, k) * (C * k * k) ** -0.5
     values = torch.randn(B, C, H, W), weight, torch.randn(k * k), torch.randn(B, C, H, W)
-    return [value.to(place.device, dtype) for value in values]
+    return [value.to(variant.device, dtype) for value in values]
 
 
-def compare(place: Place, precision: str, args: list[Tensor], options: dict) -> None:
+def compare(variant: Variant, precision: str, args: list[Tensor], options: dict) -> None:
     tolerance, _, tf32 = PRECISIONS[precision]
     *args, grad = args
     with torch.backends.cudnn.flags(allow_tf32=tf32):
-        results = output_and_gradients(place.call, args, options, grad)
+        results = output_and_gradients(variant.call, args, options, grad)
     exact = [t.cpu().double() for t in args]
     reference = OPERATOR.implementations["reference"].function
     options = {"normalize": None, "residual": False, "dilation": 1, **options}
@@ -57,11 +57,11 @@ def compare(place: Place, precision: str, args: list[Tensor], options: dict) -> 
 @precisions
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=15)
-def test_images_of_any_size(place: Place, precision: str, data: st.DataObject) -> None:
+def test_images_of_any_size(variant: Variant, precision: str, data: st.DataObject) -> None:
     B, C = data.draw(st.integers(1, 3), "B"), data.draw(st.sampled_from((1, 3)), "C")
     H, W = data.draw(st.integers(1, 40), "H"), data.draw(st.integers(1, 140), "W")
     k = data.draw(st.sampled_from((3, 5, 7)), "k")
-    args = inputs(place, B, C, H, W, k, PRECISIONS[precision][1])
+    args = inputs(variant, B, C, H, W, k, PRECISIONS[precision][1])
     if data.draw(st.booleans(), "channels-last"):
         args[0] = args[0].to(memory_format=torch.channels_last)
     if data.draw(st.booleans(), "columns with gaps"):
@@ -71,7 +71,7 @@ def test_images_of_any_size(place: Place, precision: str, data: st.DataObject) -
         "normalize": data.draw(st.sampled_from((None, "softmax")), "normalize"),
         "residual": data.draw(st.booleans(), "residual"),
     }
-    compare(place, precision, args, options)
+    compare(variant, precision, args, options)
 
 
 @everywhere
@@ -79,7 +79,7 @@ def test_images_of_any_size(place: Place, precision: str, data: st.DataObject) -
 @pytest.mark.parametrize("where", ["x", "grad"])
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 def test_nan_goes_where_the_definition_puts_it(
-    place: Place,
+    variant: Variant,
     precision: str,
     where: str,
     normalize: str | None,
@@ -90,8 +90,8 @@ def test_nan_goes_where_the_definition_puts_it(
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     # Not at the border, where implementations differ in whether they multiply zeros by it.
     for k, h, w in ((3, 5, 30), (5, 7, 63), (5, 9, 8)):
-        args = inputs(place, 1, 3, 16, 70, k, PRECISIONS[precision][1])
+        args = inputs(variant, 1, 3, 16, 70, k, PRECISIONS[precision][1])
         # As a GPU computes it: all bits but the sign are ones.
         nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-        args[0 if where == "x" else 3][0, 1, h, w] = nan.to(place.device)
-        compare(place, precision, args, {"kernel_size": k, "normalize": normalize})
+        args[0 if where == "x" else 3][0, 1, h, w] = nan.to(variant.device)
+        compare(variant, precision, args, {"kernel_size": k, "normalize": normalize})

@@ -12,7 +12,7 @@ import torch
 
 from hoconv import HighOrderConv2d, jit
 from hoconv.high_order.layer import rule
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 SOURCE = jit.CSRC / "high_order" / "layer" / "cuda" / "limits.cu"
 SHARED_MEMORY = 232448  # bytes a block of an H100
@@ -107,17 +107,17 @@ def test_reference_and_cpp_on_other_devices() -> None:
     assert rule.why_unfused("cpp", meta, 3, 1, False) == "cpp is fused on a CPU only"
 
 
-@pytest.mark.parametrize("place", places([HighOrderConv2d.operator]), indirect=True)
-def test_layer_says_why_as_it_is_called(place: Place) -> None:
-    layer = HighOrderConv2d(3, 3, generator_kernel_size=3, impl=place.impl).to(place.device)
-    wide = HighOrderConv2d(24, 4, impl=place.impl).to(place.device)
+@pytest.mark.parametrize("variant", variants([HighOrderConv2d.operator]), indirect=True)
+def test_layer_says_why_as_it_is_called(variant: Variant) -> None:
+    layer = HighOrderConv2d(3, 3, generator_kernel_size=3, impl=variant.impl).to(variant.device)
+    wide = HighOrderConv2d(24, 4, impl=variant.impl).to(variant.device)
     found, of_wide = layer.why_unfused(), wide.why_unfused()
-    if (place.impl, place.device) in (("cpp", "cpu"), ("cuda", "cuda")):
+    if (variant.impl, variant.device) in (("cpp", "cpu"), ("cuda", "cuda")):
         assert found is None
     else:
         assert found == of_wide
         assert isinstance(found, str)
-    if place.impl == "cuda":
+    if variant.impl == "cuda":
         assert of_wide == "kernel size 4 (3, 5 and 7 are fused); 24 channels (up to 16 are fused)"
         seven = HighOrderConv2d(2, 7, impl="cuda").cuda()
         assert "2 passes" in str(seven.why_unfused())
