@@ -54,7 +54,7 @@ def roomy(tmp_path_factory) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("kilobytes", SIZES.tolist())
-def test_a_full_disk_costs_what_it_has_no_room_for_and_not_the_run(tmp_path, roomy, kilobytes):
+def test_a_run_survives_a_full_disk(tmp_path, roomy, kilobytes):
     """HOCONV_FULL_DISKS=40 tries forty sizes, ten seconds each."""
     metrics, every_loss = roomy
     code, out, left = train_on_a_disk(kilobytes, tmp_path / "run")

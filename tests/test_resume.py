@@ -285,7 +285,7 @@ def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):
     assert steps == whole
 
 
-def test_auto_finds_a_run_that_is_going_on_before_it_has_a_checkpoint(run, tmp_path):
+def test_auto_finds_a_run_without_a_checkpoint_that_still_runs(run, tmp_path):
     folder = tmp_path / "runs" / "run"
     reached, resumed = copies.Event(), copies.Event()
     command = (*SHORT, f"hydra.run.dir={folder}")
@@ -300,7 +300,7 @@ def test_auto_finds_a_run_that_is_going_on_before_it_has_a_checkpoint(run, tmp_p
     assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == new
 
 
-def test_sigterm_while_a_checkpoint_is_written_costs_it_nothing(run, monkeypatch, expected):
+def test_sigterm_while_a_checkpoint_is_written_does_not_damage_it(run, monkeypatch, expected):
     save, sent = torch.save, []
 
     def interrupted(contents: Any, file: Any) -> None:
@@ -317,7 +317,7 @@ def test_sigterm_while_a_checkpoint_is_written_costs_it_nothing(run, monkeypatch
     assert_same(stopped.folder, expected)
 
 
-def test_a_folder_that_vanishes_costs_what_was_in_it_and_not_the_run(run, monkeypatch, expected):
+def test_a_run_survives_the_loss_of_its_folder(run, monkeypatch, expected):
     folders: list[Path] = []
 
     def remove(model: Classifier) -> None:
@@ -350,9 +350,7 @@ def test_a_checkpoint_of_a_run_before_in_the_folder_is_not_tested(run, monkeypat
     assert second.results["metrics"] == expected
 
 
-def test_a_run_begun_anew_in_its_folder_does_not_go_on_from_what_was_there(
-    run, monkeypatch, expected
-):
+def test_a_new_run_in_a_used_folder_starts_from_scratch(run, monkeypatch, expected):
     at_step(monkeypatch, 8, fail)
     failed = run(*SHORT)
     at_step(monkeypatch, 2, fail)
@@ -362,7 +360,7 @@ def test_a_run_begun_anew_in_its_folder_does_not_go_on_from_what_was_there(
     assert_same(failed.folder, expected)
 
 
-def test_losses_that_were_lost_before_a_run_goes_on_are_counted(run, monkeypatch):
+def test_missing_losses_of_a_resumed_run_are_counted(run, monkeypatch):
     at_step(monkeypatch, 8, fail)
     failed = run(*SHORT)
     path = failed.folder / "losses.csv"
@@ -390,9 +388,7 @@ def test_what_the_disk_had_no_room_for_is_written_when_it_has(run, monkeypatch, 
     assert_same(done.folder, expected)
 
 
-def test_the_weights_of_the_last_step_are_tested_where_no_checkpoint_could_be_written(
-    run, monkeypatch
-):
+def test_without_a_checkpoint_the_last_weights_are_tested(run, monkeypatch):
     def fill(model: Classifier) -> None:
         (Path(model.trainer.default_root_dir) / "checkpoints").write_text("not a folder")
 

@@ -40,7 +40,7 @@ def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
     ]
 
 
-def test_a_job_whose_results_are_lost_is_named_and_its_metrics_are_printed(run, monkeypatch):
+def test_a_job_with_lost_results_is_named_and_its_metrics_printed(run, monkeypatch):
     replaced = disk.replaced
 
     def full(path: Path) -> Any:
@@ -95,7 +95,7 @@ def test_of_nine_jobs_eight_finish_and_one_says_why_not(run, monkeypatch, wandb_
             assert expected in content
 
 
-def test_an_objective_that_nothing_measures_is_named_after_the_first_job(run):
+def test_an_unmeasured_objective_is_named_after_the_first_job(run):
     sweep = run("-m", *SHORT, "seed=1,2", "objective=val/acc")
     assert sweep.exit_code == 0
     assert sweep.err.count("objective: 'val/acc' was not measured") == 2

@@ -48,9 +48,7 @@ def test_draws_are_the_same_for_any_number_of_processes():
 
 
 @given(length=st.integers(8, 300), world=st.integers(1, 4), batch_size=st.integers(2, 64))
-def test_evaluation_has_every_index_once_and_as_many_batches_in_every_process(
-    length, world, batch_size
-):
+def test_evaluation_gives_each_index_once_in_equally_many_batches(length, world, batch_size):
     ranks = [list(EvenBatches(length, batch_size, rank, world)) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     sizes = {len(batch) for batches in ranks for batch in batches}
@@ -72,7 +70,7 @@ def epoch(loader: TrainingLoader, number: int, batches: int | None = None) -> li
 
 
 @given(stop=st.integers(0, 5), seed=seeds)
-def test_a_loader_goes_on_with_the_batch_after_the_last_that_was_done(stop, seed):
+def test_a_loader_continues_after_the_last_finished_batch(stop, seed):
     stopped, other = (loader(TensorDataset(torch.arange(11)), Shuffle(11, seed)) for _ in range(2))
     stopped.batch_sampler.sampler.set_epoch(3)
     iterator = iter(stopped)

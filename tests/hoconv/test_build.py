@@ -230,7 +230,7 @@ print(*(path for path in torch.ops.loaded_libraries if "hoconv" in path))
 
 @needs_compiler
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_lesser_machine_that_shares_the_cache_gets_a_library_of_its_own_which_is_right(
+def test_lesser_machine_with_the_same_cache_gets_its_own_library(
     capability: str, library: Path
 ) -> None:
     here = torch.backends.cpu.get_cpu_capability()
@@ -260,7 +260,7 @@ except ImplementationError as error:
 """
 
 
-def test_without_a_compiler_auto_is_the_reference_and_cpp_an_error_with_the_fix(
+def test_missing_compiler_makes_auto_the_reference_and_cpp_an_error(
     tmp_path: Path,
 ) -> None:
     done = python(CALL_AUTO_TWICE_THEN_CPP, **without_compiler(tmp_path, tmp_path / "cache"))
@@ -276,7 +276,7 @@ def test_without_a_compiler_auto_is_the_reference_and_cpp_an_error_with_the_fix(
 
 
 @needs_compiler
-def test_with_a_broken_compiler_auto_is_the_reference_and_cpp_an_error_with_the_reason(
+def test_broken_compiler_makes_auto_the_reference_and_cpp_an_error(
     tmp_path: Path,
 ) -> None:
     compiler = tmp_path / "broken"
@@ -318,9 +318,7 @@ print(hoconv.implementations()["cpp"], choose(OPERATOR, "auto", "cpu").name)
     assert (done.stdout, done.stderr) == ("available cpp\n", "")
 
 
-def test_named_compiler_that_is_missing_is_not_replaced_by_another(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_named_compiler_is_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     reason = jit.load("cpu")
     assert reason is not None
@@ -328,7 +326,7 @@ def test_named_compiler_that_is_missing_is_not_replaced_by_another(
     assert jit.obstacle("cpu") == reason
 
 
-def test_failing_compiler_is_shown_with_its_first_errors_and_leaves_nothing(
+def test_failing_compiler_shows_its_first_errors_and_leaves_no_files(
     toy: Toy, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = 'echo note; for i in 7 8 9 10 11 12 13; do echo "t.cpp:$i: error: no x$i"; done'
@@ -479,7 +477,7 @@ def test_command_prints_the_path_of_the_library(
 
 @needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_command_compiles_by_default_what_it_can_and_says_why_not_the_rest(
+def test_command_compiles_what_it_can_and_explains_the_rest(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_module(monkeypatch)

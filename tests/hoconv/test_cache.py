@@ -123,7 +123,7 @@ def test_a_folder_that_others_can_write_to_is_refused(make: Maker, mode: int) ->
     assert "set TORCH_EXTENSIONS_DIR" in reason
 
 
-def test_a_folder_in_one_whose_contents_others_can_move_is_refused(make: Maker) -> None:
+def test_a_cache_folder_that_others_can_replace_is_refused(make: Maker) -> None:
     folder = plant(make).parent
     folder.parent.chmod(0o777)
     with pytest.raises(jit.BuildError, match=f": {folder.parent} can be written by everyone"):
@@ -148,7 +148,7 @@ def test_a_folder_of_another_user_is_refused(make: Maker, level: int) -> None:
 
 
 @as_root
-def test_a_planted_library_is_neither_loaded_nor_said_to_be_there(
+def test_a_planted_library_is_neither_loaded_nor_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a folder for all, where another was first."""

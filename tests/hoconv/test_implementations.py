@@ -135,7 +135,7 @@ def test_auto_passes_over_what_is_broken_and_says_so_once(
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_asked_for_by_name_and_broken_is_an_error_of_its_own_every_time(what: str) -> None:
+def test_broken_implementation_by_name_is_an_error_every_time(what: str) -> None:
     broken, reason = BROKEN[what]
     toy = operator(fast=broken)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_what_one_program_breaks_still_runs_the_others(capfd: pytest.CaptureFixt
     ]  # fmt: skip
 
 
-def test_what_is_broken_altogether_is_not_said_of_every_program(
+def test_a_broken_implementation_is_reported_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     toy = operator(fast=Implementation(identity, load=cannot("no such name")))
@@ -204,20 +204,20 @@ def test_auto_without_any_implementation_for_a_device_is_an_error() -> None:
         choose(toy, "auto", "xpu")
 
 
-def test_asked_for_by_name_is_taken_though_a_faster_one_is_there() -> None:
+def test_implementation_by_name_is_used_although_a_faster_one_exists() -> None:
     toy = operator(fast=Implementation(identity))
     choice = choose(toy, "reference", "cpu")
     assert (choice.name, choice.why) == ("reference", "asked for by name")
 
 
-def test_asked_for_by_name_and_cannot_run_is_an_error_with_the_reason() -> None:
+def test_unavailable_implementation_by_name_is_an_error_with_the_reason() -> None:
     toy = operator(fast=Implementation(identity, obstacle=cannot("no compiler; install one")))
     with pytest.raises(ImplementationError) as raised:
         choose(toy, "fast", "cpu")
     assert str(raised.value) == "impl=fast cannot run toy: no compiler; install one"
 
 
-def test_asked_for_by_name_on_another_device_is_an_error_with_what_can_run_there() -> None:
+def test_wrong_device_is_an_error_that_lists_what_can_run() -> None:
     toy = operator(fast=Implementation(identity, devices=("xpu",)))
     with pytest.raises(ImplementationError) as raised:
         choose(toy, "fast", "cpu")
@@ -228,7 +228,7 @@ def test_asked_for_by_name_on_another_device_is_an_error_with_what_can_run_there
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_a_gpu_says_so_rather_than_to_move_the_tensors() -> None:
+def test_cuda_on_cpu_tensors_is_an_error() -> None:
     x, weight = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2, 2)
     with pytest.raises(ImplementationError) as raised:
         hoconv.high_order_conv2d(x, weight, impl="cuda")
@@ -253,7 +253,7 @@ def test_operators_of_the_package_are_declared() -> None:
 
 
 @pytest.mark.parametrize("value", ["no_such_module", "json:no_such_name", "this.is.not:a module"])
-def test_a_package_that_cannot_be_imported_is_named_and_takes_no_other_down(
+def test_a_broken_package_is_named_and_the_others_work(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [EntryPoint("bad", value, "hoconv.operators")]
@@ -325,7 +325,7 @@ def test_set_impl_leaves_a_layer_without_that_implementation_to_auto() -> None:
         ({"0": "cdua"}, r"got 'cdua' for high_order_layer"),
     ],
 )
-def test_set_impl_says_what_it_does_not_know_and_changes_nothing(impl: Any, said: str) -> None:
+def test_set_impl_refuses_unknown_names_and_changes_nothing(impl: Any, said: str) -> None:
     made = model()
     with pytest.raises(ValueError, match=said):
         hoconv.set_impl(made, impl)

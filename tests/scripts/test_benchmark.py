@@ -140,7 +140,9 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_what_cannot_run_says_why(script: Script, toy: Operator, tmp_path: Path) -> None:
+def test_an_unavailable_implementation_says_why(
+    script: Script, toy: Operator, tmp_path: Path
+) -> None:
     def broken(*args: Any) -> Tensor:
         raise RuntimeError("a tensor is missing")
 

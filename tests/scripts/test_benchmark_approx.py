@@ -47,7 +47,7 @@ def test_rates_are_multiply_accumulates_over_the_median(script: Script, tmp_path
     assert (tmp_path / "approx_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_compiler_pytorch_is_timed_and_it_is_said_why(
+def test_without_a_compiler_only_pytorch_is_timed_with_the_reason(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unavailable(*args: object) -> None:

@@ -93,7 +93,7 @@ def test_every_precision_is_timed_on_a_gpu(
         assert row["error"] is None
 
 
-def test_floors_are_the_least_bytes_and_operations_over_what_was_measured(
+def test_floors_are_least_bytes_and_operations_over_measured_rates(
     script: Script, layer: ModuleType, contend: Callable[..., None], tmp_path: Path
 ) -> None:
     contend(layer.Way("ours", "ours", definition))

@@ -68,7 +68,7 @@ def test_cells_of_experiments_or_why_they_are_empty(
     assert f"(1) {failed['error']}" in text
 
 
-def test_what_was_measured_before_an_interruption_is_gone_on_with(
+def test_an_interrupted_measurement_is_continued(
     script: Script, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -95,7 +95,7 @@ def test_what_was_measured_before_an_interruption_is_gone_on_with(
     assert not begun.exists()
 
 
-def test_what_another_command_has_begun_is_not_gone_on_with(
+def test_a_measurement_of_another_command_is_not_continued(
     script: Script, table: ModuleType, tmp_path: Path
 ) -> None:
     begun = tmp_path / "table_cpu.begun.json"
@@ -105,14 +105,14 @@ def test_what_another_command_has_begun_is_not_gone_on_with(
     assert len(run(script, tmp_path, *arguments)["cells"]) == 2
 
 
-def test_an_experiment_that_takes_too_long_says_so(script: Script) -> None:
+def test_an_experiment_over_its_limit_says_so(script: Script) -> None:
     found = script("benchmarks.training.training_run").measure_training(
         DIGITS, 10**6, 10**6, 0.1, threads=1
     )
     assert found["error"] == "3 intervals of 1000000 steps take more than 0.1 s"
 
 
-def test_an_experiment_that_takes_too_long_is_over_with_all_its_processes(
+def test_an_experiment_over_its_limit_is_killed_with_its_processes(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"
@@ -156,7 +156,7 @@ def test_waiting_for_data_with_and_without_the_cache(script: Script, tmp_path: P
     assert record["overrides"] == list(small)
 
 
-def test_a_folder_that_cannot_be_written_is_known_before_anything_is_measured(
+def test_an_unwritable_folder_is_refused_before_measuring(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

@@ -138,7 +138,7 @@ def test_different_bits_are_reported(toy: Operator, tmp_path: Path) -> None:
     assert row_of(record, "swapped", "float32")["same_bits"]
 
 
-def test_what_cannot_run_says_why(
+def test_an_unavailable_implementation_says_why(
     toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
@@ -159,7 +159,7 @@ def raising() -> None:
     [(lambda: "t.cpp:7: error: no name\n  t.cpp:8: error: nor this", "t.cpp:7: error: no name"),
      (raising, "ImportError: no such library")],
 )  # fmt: skip
-def test_what_is_broken_is_a_failure(
+def test_a_broken_implementation_fails(
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -180,7 +180,7 @@ def test_what_is_broken_is_a_failure(
     assert "12 cases, 1 failures" in said
 
 
-def test_a_kernel_that_does_not_compile_is_a_failure_and_its_errors_are_shown_once(
+def test_a_kernel_that_does_not_compile_fails_with_its_errors_once(
     tmp_path: Path,
 ) -> None:
     compiler = tmp_path / "broken"
@@ -202,7 +202,7 @@ def test_a_kernel_that_does_not_compile_is_a_failure_and_its_errors_are_shown_on
     assert "4999" not in done.stdout + done.stderr
 
 
-def test_a_package_that_cannot_be_imported_is_a_failure_and_the_others_are_checked(
+def test_a_broken_package_fails_and_the_others_are_checked(
     toy: Operator,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

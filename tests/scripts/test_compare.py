@@ -84,7 +84,7 @@ def test_one_seed_has_no_interval_and_a_short_run_no_speed(write, compare):
     assert cpp["step_ms"] == {"mean": 5.0, "ci95": None}
 
 
-def test_what_is_varied_tells_groups_apart_and_runs_that_failed_are_counted(write, compare):
+def test_groups_differ_in_what_is_varied_and_failed_runs_are_counted(write, compare):
     for rate in ("0.1", "0.2"):
         overrides = [f"model.learning_rate={rate}", "seed=0"]
         write("cpp", 0, overrides=overrides)

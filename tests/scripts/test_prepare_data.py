@@ -102,14 +102,14 @@ def test_a_file_that_was_damaged_is_fetched_again(server, downloads, tmp_path):
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(server, downloads, tmp_path):
+def test_a_broken_connection_is_resumed(server, downloads, tmp_path):
     server.cut = [1000, 0, 500]
     downloads.download([server.url("/file")], tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert [first for _, first in server.requests] == [0, 1000, 1000, 1500]
 
 
-def test_an_interrupted_download_is_continued_by_the_next(server, downloads, tmp_path):
+def test_an_interrupted_download_is_continued(server, downloads, tmp_path):
     server.cut = [3000, 0, 0, 0, 0]
     with pytest.raises(downloads.DownloadError, match="Run the same command again"):
         downloads.download([server.url("/file")], tmp_path / "file", MD5)
@@ -168,7 +168,7 @@ def archive(files: dict[str, bytes]) -> bytes:
     return content.getvalue()
 
 
-def test_unpacking_goes_on_where_it_was(downloads, tmp_path):
+def test_unpacking_continues(downloads, tmp_path):
     files = {"a/one": b"1", "a/b/two": b"22", "empty": b""}
     (tmp_path / "x.zip").write_bytes(archive(files))
     (tmp_path / "a").mkdir()

@@ -249,7 +249,7 @@ def test_damaged_categories_make_a_damaged_file(split, tmp_path, categories, rea
         Instances(path, tmp_path / "cache")
 
 
-def test_the_last_of_as_many_categories_as_labels_can_tell_apart_is_drawn(split, tmp_path):
+def test_the_last_of_the_most_categories_is_drawn(split, tmp_path):
     split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2), category=253)
     split.write()
     path = split.file("instances")

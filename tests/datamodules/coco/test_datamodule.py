@@ -42,7 +42,7 @@ def test_images_and_labels_stay_together(both, load):
         assert torch.equal(batch.labels[row], expected)
 
 
-def test_images_of_any_shape_become_squares_that_show_all_of_them(both, load):
+def test_images_of_any_shape_become_squares_that_show_them_whole(both, load):
     val = both["val"]
     val.clear()
     pixels = torch.zeros(3, 16, 48, dtype=torch.uint8)
@@ -287,7 +287,7 @@ def test_another_image_size_is_kept_apart(both, load):
     assert batch.images.shape[2:] == batch.labels.shape[1:] == (6, 6)
 
 
-def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_whole(
+def test_an_interrupted_preparation_is_not_taken_for_a_finished_one(
     both, load, monkeypatch, tmp_path
 ):
     expected = batches(load(cache_dir=tmp_path / "other"))

@@ -61,7 +61,7 @@ def test_an_image_is_turned_upright_when_asked(tmp_path, orientation, bits):
     np.testing.assert_array_equal(pixels(path, contents, upright=True), UPRIGHT[orientation](seen))
 
 
-def test_a_photograph_whose_exif_cannot_be_written_again_is_read(tmp_path):
+def test_a_photograph_with_unwritable_exif_is_read(tmp_path):
     entries = (
         "0112 0003 00000001 00060000"  # turned
         "011A 0002 00000002 78000000"  # a resolution that is a letter

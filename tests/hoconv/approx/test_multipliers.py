@@ -232,7 +232,7 @@ def test_analytic_derivative_is_the_slope_between_jumps(multiplier: str) -> None
     torch.testing.assert_close(leaf.grad[smooth], right[smooth], rtol=2e-3, atol=0)
 
 
-def test_analytic_derivative_with_few_bits_is_the_slope_of_a_stair() -> None:
+def test_analytic_derivative_with_few_bits_is_the_slope_of_the_staircase() -> None:
     # Of mbm16 a stair is two units of its seven bits wide.
     a, b = torch.rand(2, 20_000) + 1
     here, above = (approx.multiply(a + i * 2**-6, b, "mbm16") for i in (0, 1))
@@ -244,7 +244,7 @@ def test_analytic_derivative_with_few_bits_is_the_slope_of_a_stair() -> None:
     assert (slope == leaf.grad).float().mean() > 0.85  # the others are at a jump
 
 
-def test_derivative_at_zero_lets_a_parameter_learn_and_infinity_is_ieee() -> None:
+def test_derivative_at_zero_trains_and_at_infinity_is_ieee() -> None:
     a = torch.tensor([0.0, 0.0, 1.5, torch.inf, 2.0]).requires_grad_()
     b = torch.tensor([-3.0, 0.0, 0.0, -2.5, torch.inf])
     approx.multiply(a, b, "mbm16", gradient="analytic").nan_to_num(0, 0, 0).sum().backward()

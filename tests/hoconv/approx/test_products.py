@@ -84,7 +84,7 @@ def test_sums_are_chunks_of_1024_in_ascending_order() -> None:
     assert torch.equal(bits(out.flatten()), bits(total[None]))
 
 
-def test_the_convolution_and_its_gradients_sum_in_the_order_that_is_documented() -> None:
+def test_the_convolution_and_its_gradients_sum_in_the_documented_order() -> None:
     x = torch.randn(2, 2, 5, 4).requires_grad_()
     weight = torch.randn(3, 2, 2, 3).requires_grad_()
     grad = torch.randn(2, 3, 3, 4)
@@ -197,7 +197,7 @@ def test_a_layer_of_a_network_has_the_bits_of_the_reference(
 
 @conv2d_everywhere
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
-def test_only_pixels_that_meet_an_infinite_weight_have_a_gradient_of_it(
+def test_only_pixels_that_meet_an_infinite_weight_get_its_gradient(
     variant: Variant, multiplier: str
 ) -> None:
     weight = torch.ones(1, 1, 2, 2)

@@ -266,7 +266,7 @@ def test_wrong_operands_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"stride": 2, "padding": 1, "groups": 2}, {"groups": 4, "dilation": (2, 1)}]
 )
-def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
+def test_convolution_with_the_exact_table_multiplies_quantised_numbers(
     variant: Variant, signed: bool, options: Any
 ) -> None:
     table = exact(signed)
@@ -295,7 +295,7 @@ def test_convolution_with_the_exact_table_is_that_of_the_quantised_numbers(
 @everywhere
 @signs
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
-def test_linear_with_the_exact_table_is_that_of_the_quantised_numbers(
+def test_linear_with_the_exact_table_multiplies_quantised_numbers(
     variant: Variant, signed: bool, shape: Any
 ) -> None:
     layer = TableLinear(5, 4, table=exact(signed), impl=variant.impl).to(variant.device)

@@ -184,7 +184,7 @@ def test_shared_weight_equals_its_expansion(variant: Variant, shared: tuple[str,
 
 @everywhere
 @any_sharing
-def test_gradient_of_a_shared_weight_is_the_sum_over_what_shares_it(
+def test_gradient_of_a_shared_weight_sums_over_its_uses(
     variant: Variant, shared: tuple[str, ...]
 ) -> None:
     x, weight = inputs(variant, 3, 8, 45, 5, shared=shared)
@@ -255,7 +255,7 @@ def classes(t: Tensor) -> Tensor:
 @any_sharing
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_go_where_the_definition_puts_them(
+def test_nan_and_infinity_are_where_the_definition_has_them(
     variant: Variant, shared: tuple[str, ...], where: str, value: float
 ) -> None:
     for dtype, T, K in itertools.product(OPERATOR.tolerances, (7, 150), (5, 8)):
@@ -542,7 +542,7 @@ def test_op_called_past_the_checks_refuses_what_does_not_fit(
 
 
 @with_ops
-def test_weight_gradient_called_past_the_checks_refuses_what_does_not_fit(variant: Variant) -> None:
+def test_weight_gradient_op_refuses_shapes_that_do_not_fit(variant: Variant) -> None:
     x, size, stride = torch.zeros(X, device=variant.device), list(WEIGHT), [135, 45, 9, 1]
     op = ops(variant, "_grad_weight")
     assert op(x, x, size, stride, 0).shape == WEIGHT

@@ -140,7 +140,7 @@ def test_causal_does_not_see_the_future_and_same_does(variant: Variant, kind: An
 
 
 @everywhere
-def test_lightweight_drops_normalised_weights_the_same_for_all_sequences_and_steps(
+def test_lightweight_drops_weights_alike_for_all_sequences_and_steps(
     variant: Variant,
 ) -> None:
     layer = layer_at(LightweightConv1d, variant, 64, 8, heads=64, bias=False, weight_dropout=0.25)

@@ -47,7 +47,7 @@ def classes(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_go_where_the_definition_puts_them(
+def test_nan_and_infinity_are_where_the_definition_has_them(
     variant: Variant, dtype: torch.dtype, where: str, value: float
 ) -> None:
     for k, dilation, W in ((3, 1, 5), (5, 1, 37), (4, 2, 18)):

@@ -67,7 +67,7 @@ def layer(expression: Callable[[Any, Any], Any], **arguments: Any) -> rnn.RNN:
     ],
     ids=[*AS_NUMBERS, *AS_CONDITIONS],
 )
-def test_what_stands_in_the_others_place_is_refused_by_all_implementations(
+def test_numbers_as_conditions_and_conditions_as_numbers_are_refused(
     expression: Callable[[Any, Any], Any], message: str, impl: str
 ) -> None:
     with pytest.raises(rnn.CellError, match=message):
@@ -86,7 +86,7 @@ def test_what_stands_in_the_others_place_is_refused_by_all_implementations(
         lambda x, h: rnn.where(rnn.cat(rnn.parameter("p", 2) > 0, (x > h)[:, :2]), h, x),
     ],
 )
-def test_conditions_where_they_belong_are_as_the_definition_says(
+def test_valid_conditions_agree_with_the_definition(
     expression: Callable[[Any, Any], Any],
 ) -> None:
     agree(layer(expression))

@@ -118,7 +118,7 @@ def test_options_are_those_of_when_the_layer_was_made(make: Callable[[Any], Any]
     assert not torch.allclose(changed(x)[0], before[0])
 
 
-def test_cells_that_can_be_imported_are_pickled_and_others_say_why_not() -> None:
+def test_only_importable_cells_are_pickled_and_others_say_why_not() -> None:
     made = rnn.RNN(scaled(0.5), 3, 4)
     with pytest.raises(pickle.PicklingError, match=r"the cell same_name cannot be pickled.*top of"):
         pickle.dumps(made)

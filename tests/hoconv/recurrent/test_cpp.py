@@ -134,7 +134,7 @@ def test_dtypes_are_near_the_definition_in_float64(
 @pytest.mark.parametrize("batch", [0, 16])
 @pytest.mark.parametrize("schedule", ["naive", "auto"])
 @pytest.mark.parametrize("which", ["lstm", "elman"])
-def test_large_products_which_are_onednns_are_near_the_definition_in_float64(
+def test_large_products_by_onednn_are_near_the_definition(
     which: str, schedule: str, batch: int
 ) -> None:
     cell, sizes = getattr(rnn, which), (512, 512)

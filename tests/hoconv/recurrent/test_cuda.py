@@ -56,7 +56,7 @@ def test_loops_are_exact(option: str) -> None:
 
 
 @needs_compiler
-def test_the_last_and_the_first_kernel_of_steps_wait_for_features_they_share() -> None:
+def test_kernels_fused_across_steps_wait_for_shared_features() -> None:
     @rnn.cell(state=("h",))
     def turned(x: Any, h: Any) -> Any:
         h = rnn.tanh(rnn.linear("h", rnn.cat(h[:, 300:], h[:, :300]), x))

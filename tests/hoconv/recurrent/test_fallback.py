@@ -59,9 +59,7 @@ except BrokenImplementationError as error:
 
 @needs_compiler
 @pytest.mark.parametrize("what", ["compiler", "cache"])
-def test_without_a_compiler_or_a_cache_that_works_all_layers_are_the_reference_and_say_so_once(
-    what: str, tmp_path: Path
-) -> None:
+def test_layers_fall_back_to_the_reference_with_one_warning(what: str, tmp_path: Path) -> None:
     file = tmp_path / "broken"
     file.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of order' >&2\nexit 1\n")
     file.chmod(0o755)

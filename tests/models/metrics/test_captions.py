@@ -136,7 +136,7 @@ def test_scores_are_in_their_ranges(corpus):
 
 
 @given(corpora, st.randoms())
-def test_neither_the_order_of_images_nor_that_of_references_matters(corpus, random):
+def test_the_order_of_images_and_of_references_does_not_matter(corpus, random):
     def scores() -> tuple[float, float]:
         candidates, references = zip(*corpus)
         return bleu4(candidates, references), cider_d(candidates, references)

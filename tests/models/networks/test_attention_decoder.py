@@ -21,7 +21,7 @@ def test_gives_logits_of_the_next_word_at_every_word(size):
     assert logits.shape == (2, 5, V)
 
 
-def test_a_word_depends_on_those_before_it_and_on_the_image_only():
+def test_a_word_depends_only_on_the_image_and_earlier_words():
     network = decoder().double().eval()
     images, words = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.randint(V, (2, 6))
     logits = network(images, words)
@@ -56,12 +56,12 @@ def test_everything_learns():
     assert still == []
 
 
-def test_every_kind_of_layer_has_the_implementation_that_was_asked_for():
+def test_every_kind_of_layer_gets_the_requested_implementation():
     found = {name: layer.impl for name, layer in layers(decoder())}
     assert found == dict.fromkeys(("stem", "gather", "recurrence"), "reference")
 
 
-def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder():
+def test_a_backbone_with_published_weights_replaces_the_encoder():
     network = decoder(weights="ResNet18_Weights.DEFAULT")
     assert isinstance(network.encoder, Backbone)
     assert network(torch.randn(2, 3, 64, 40), torch.randint(V, (2, 3))).shape == (2, 3, V)

@@ -56,7 +56,7 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path):
     return network
 
 
-def test_a_backbone_with_published_weights_takes_the_place_of_the_encoder(published):
+def test_a_backbone_with_published_weights_replaces_the_encoder(published):
     network = set_to_reference(EncoderDecoder(3, width=4, weights="ResNet18_Weights.DEFAULT"))
     assert network(torch.randn(2, 3, 64, 40)).shape == (2, 3, 64, 40)
     assert isinstance(network.encoder, Backbone)

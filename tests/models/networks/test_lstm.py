@@ -37,7 +37,7 @@ def test_forget_gates_start_open():
     assert bias.max() > 6
 
 
-def test_its_layer_is_among_those_that_an_implementation_is_chosen_for():
+def test_set_impl_reaches_its_layer():
     network = set_to_reference(ImageReader((1, 8, 8), 10))
     assert [(name, layer.impl) for name, layer in layers(network)] == [("recurrent", "reference")]
 

@@ -260,7 +260,7 @@ def classes(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 @pytest.mark.parametrize("several", [True, False])
-def test_values_that_are_not_finite_go_where_the_definition_puts_them(
+def test_nan_and_infinity_are_where_the_definition_has_them(
     variant: Variant,
     dtype: torch.dtype,
     where: str,
