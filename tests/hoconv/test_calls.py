@@ -14,20 +14,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hoconv.declaration import Sample, operators
 from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
-from tests.support import Place, places
+from tests.support import Variant, variants
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", places(operators()), indirect=True)
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", variants(operators()), indirect=True)
 
 
 @pytest.fixture
-def sample(place: Place) -> Sample:
+def sample(variant: Variant) -> Sample:
     """A sample whose tensors all have elements."""
     return next(
         s
-        for s in place.samples(torch.float32)
+        for s in variant.samples(torch.float32)
         if all(a.numel() for a in s.args if isinstance(a, Tensor))
     )
 
@@ -76,30 +76,30 @@ class Holder(Tensor):
 
 @pytest.mark.parametrize("mode", [Functions, Kernels])
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
-def test_mode_sees_the_call(place: Place, sample: Sample, mode: type, grad: bool) -> None:
-    if place.impl == "reference":
+def test_mode_sees_the_call(variant: Variant, sample: Sample, mode: type, grad: bool) -> None:
+    if variant.impl == "reference":
         pytest.skip("it calls PyTorch's own ops")
     args = differentiable(sample.args) if grad else sample.args
-    place.call(*args, **sample.kwargs)  # compiles what it needs
+    variant.call(*args, **sample.kwargs)  # compiles what it needs
     with mode() as seen:
-        place.call(*args, **sample.kwargs)
+        variant.call(*args, **sample.kwargs)
     assert seen.found
 
 
-def test_tensor_that_holds_another_passes_its_gradient_on(place: Place, sample: Sample) -> None:
+def test_tensor_that_holds_another_passes_its_gradient_on(variant: Variant, sample: Sample) -> None:
     def call_with_holders(*args: Any, **kwargs: Any) -> Any:
         held = (Holder.of(a) if isinstance(a, Tensor) else a for a in args)
-        return place.call(*held, **kwargs)
+        return variant.call(*held, **kwargs)
 
     got = output_and_gradients(call_with_holders, sample.args, sample.kwargs)
-    expected = output_and_gradients(place.call, sample.args, sample.kwargs)
+    expected = output_and_gradients(variant.call, sample.args, sample.kwargs)
     assert got.keys() == expected.keys()
     assert all(same_bits(got[name], expected[name]) for name in expected)
 
 
-def test_inference_mode_gives_the_same_output(place: Place, sample: Sample) -> None:
-    expected = tree_leaves(place.call(*differentiable(sample.args), **sample.kwargs))
+def test_inference_mode_gives_the_same_output(variant: Variant, sample: Sample) -> None:
+    expected = tree_leaves(variant.call(*differentiable(sample.args), **sample.kwargs))
     with torch.inference_mode():
-        got = tree_leaves(place.call(*sample.args, **sample.kwargs))
+        got = tree_leaves(variant.call(*sample.args, **sample.kwargs))
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     assert all(t.is_inference() for t in got)
