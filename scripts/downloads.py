@@ -71,8 +71,6 @@ def download(urls: Sequence[str], path: Path, md5: str) -> None:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpacks a zip archive into `folder`; keeps files that exist there in their full size.
 
-    The names in the archive are trusted: :func:`download` checked its md5.
-
     Raises:
         DownloadError: the disk is too small.
         DiskError: a file cannot be written; the next call keeps the files before it.
@@ -86,10 +84,16 @@ def unpack(archive: Path, folder: Path) -> None:
         size = sum(member.file_size for member in members)
         _require_space(folder, size)
         task = progress.add_task(f"Unpacking {archive.name}", total=size)
+        scratch = folder / f".{archive.name}.partial"
         for member in members:
-            with source.open(member) as content, disk.replaced(folder / member.filename) as file:
-                shutil.copyfileobj(content, file)
+            # Not `disk.replaced`, which waits for the disk: over 118,000 pictures for minutes.
+            with disk.named(folder / member.filename):
+                partial = Path(source.extract(member, scratch))
+                target = folder / partial.relative_to(scratch)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial, target)
             progress.advance(task, member.file_size)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fetch(url: str, part: Path) -> None:
