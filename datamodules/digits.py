@@ -7,7 +7,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from datamodules.images import ImageDataModule, LabelledImages
+from datamodules.images import ImageDataModule
+from datamodules.memory import LabelledImages
 
 VAL_SIZE = 180
 TEST_SIZE = 360

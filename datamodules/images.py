@@ -1,7 +1,7 @@
 """The base of data sets of small labelled images, which are kept in memory as uint8.
 
-A batch is made by one indexing of a tensor, moved to the device as bytes and normalised there: a
-training step takes the time of the model, not of the data.
+A batch is one selection from them, and is normalised on the device that trains: a training step
+takes the time of the model, not of the data.
 
 N images, B batch, C channels, H height, W width.
 """
@@ -11,22 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from datamodules.sampling import (
-    Epochs,
-    EvenBatches,
-    Shuffle,
-    TrainingLoader,
-    get_rank,
-    loader_options,
-)
+from datamodules.memory import Batch, EvaluationBatches, LabelledImages, TrainingBatches
+from datamodules.sampling import EvenBatches, Shuffle, get_rank
 
-Batch = tuple[Tensor, Tensor]
+DEVICES = ("auto", "gpu", "cpu")
+# The most of a GPU's free memory that a data set takes by itself: the model comes after it.
+MOST_OF_FREE = 0.1
 
 
 class CacheError(OSError):
@@ -37,39 +30,8 @@ class DataNotFoundError(FileNotFoundError):
     """The files of a data set are missing or damaged; says which, where, and what to do."""
 
 
-class LabelledImages(Dataset[Batch]):
-    """Images (N, C, H, W) uint8 and their labels (N,) int64, fetched a batch at a time.
-
-    Attributes:
-        pinned: whether batches are allocated in page-locked memory.
-    """
-
-    pinned = False
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.images[index], self.labels[index]
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        """Returns a whole batch; DataLoader calls it, where it exists, instead of `__getitem__`."""
-        return self._gather(self.images, indices), self._gather(self.labels, indices)
-
-    def _gather(self, values: Tensor, indices: list[int]) -> Tensor:
-        """Copies rows with NumPy: PyTorch would wake threads, which takes longer than the copy."""
-        shape = (len(indices), *values.shape[1:])
-        chosen = torch.empty(shape, dtype=values.dtype, pin_memory=self.pinned)
-        np.take(values.numpy(), indices, axis=0, out=chosen.numpy())
-        return chosen
-
-
-def _do_not_collate(batch: Any) -> Any:
-    return batch
+class DataDeviceError(ValueError):
+    """A data set is to be on a device that the run does not have; says which, and what to do."""
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
@@ -80,9 +42,13 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     Args:
         batch_size: images a batch; the last batch of an epoch may be smaller.
-        num_workers: processes that fetch batches; 0 fetches them in the training process, which
-            is fastest for images in memory.
         seed: of the order of the training images.
+        device: where the images are: ``"cpu"``, ``"gpu"``, the one that trains; or ``"auto"``: the
+            GPU that trains, if they take at most a tenth of its free memory.
+
+    Raises:
+        ValueError: an argument is out of range.
+        DataDeviceError: by the loaders: `device` is ``"gpu"`` and the run has none.
     """
 
     image_shape: ClassVar[tuple[int, int, int]]  # (C, H, W)
@@ -90,11 +56,15 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     pixel_mean: ClassVar[float]  # over the training set, in the units of the stored pixels
     pixel_std: ClassVar[float]
 
-    def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
+    def __init__(self, batch_size: int, seed: int = 0, device: str = "auto") -> None:
         super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        if device not in DEVICES:
+            raise ValueError(f"device: expected one of {', '.join(DEVICES)}; got {device!r}")
         self.batch_size = batch_size
-        self.num_workers = num_workers
         self.seed = seed
+        self.device = device
         self.splits: dict[str, LabelledImages] = {}
 
     @abstractmethod
@@ -104,32 +74,44 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         self.splits = self.splits or self.load()
 
-    def train_dataloader(self) -> DataLoader[Batch]:
-        data = self._split("train")
+    def train_dataloader(self) -> TrainingBatches:
+        data, pin = self._place("train")
         sampler = Shuffle(len(data), self.seed, **get_rank(self.trainer))
-        batches = Epochs(sampler, self.batch_size, drop_last=False)
-        return TrainingLoader(data, batch_sampler=batches, **self._options())
+        return TrainingBatches(data, sampler, self.batch_size, pin)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> EvaluationBatches:
         return self._evaluation("val")
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> EvaluationBatches:
         return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
         return images.float().sub_(self.pixel_mean).div_(self.pixel_std), labels
 
-    def _evaluation(self, split: str) -> DataLoader[Batch]:
-        data = self._split(split)
+    def _evaluation(self, split: str) -> EvaluationBatches:
+        data, pin = self._place(split)
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
-        return DataLoader(data, batch_sampler=batches, **self._options())
+        return EvaluationBatches(data, batches, pin)
 
-    def _split(self, name: str) -> LabelledImages:
-        data = self.splits[name]
-        # Without workers a batch is allocated pinned; the loader would wake a thread to pin it.
-        data.pinned = self.num_workers == 0 and self._options()["pin_memory"]
-        return data
+    def _place(self, split: str) -> tuple[LabelledImages, bool]:
+        """Moves a split to its device; returns it, and whether its batches are to be pinned."""
+        data = self.splits[split]
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        if device.type != "cuda":
+            if self.device == "gpu":
+                raise DataDeviceError(
+                    f"data.device: expected auto or cpu for a run on {device.type}, got 'gpu'; or "
+                    "use trainer=gpu"
+                )
+            return data, False
+        if self.device == "gpu" or (self.device == "auto" and _fits(data, device)):
+            data = self.splits[split] = data.to(device)
+        return data, data.labels.device.type == "cpu"
 
-    def _options(self) -> dict[str, Any]:
-        return loader_options(self.trainer, self.num_workers) | {"collate_fn": _do_not_collate}
+
+def _fits(data: LabelledImages, device: torch.device) -> bool:
+    if data.labels.device == device:
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return data.nbytes <= MOST_OF_FREE * free

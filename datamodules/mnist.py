@@ -15,7 +15,8 @@ from torch import Tensor
 from torchvision.datasets.mnist import read_image_file, read_label_file
 from torchvision.datasets.utils import check_md5
 
-from datamodules.images import DataNotFoundError, ImageDataModule, LabelledImages
+from datamodules.images import DataNotFoundError, ImageDataModule
+from datamodules.memory import LabelledImages
 
 MD5 = dict(torchvision.datasets.MNIST.resources)  # name of a .gz file -> its MD5 hash
 VAL_SIZE = 5_000
@@ -28,7 +29,7 @@ class MNIST(ImageDataModule):
     Args:
         data_dir: holds the four files, compressed or not, in its folder ``mnist`` or ``MNIST/raw``;
             they are only read. Where there are none, torchvision downloads them to ``MNIST/raw``.
-        batch_size, num_workers, seed: as of :class:`ImageDataModule`.
+        batch_size, seed, device: as of :class:`ImageDataModule`.
 
     Raises:
         DataNotFoundError: in `prepare_data` and `setup`: a file is damaged; or the files are
@@ -41,9 +42,9 @@ class MNIST(ImageDataModule):
     pixel_std = 78.57
 
     def __init__(
-        self, data_dir: str | Path, batch_size: int, num_workers: int = 0, seed: int = 0
+        self, data_dir: str | Path, batch_size: int, seed: int = 0, device: str = "auto"
     ) -> None:
-        super().__init__(batch_size, num_workers, seed)
+        super().__init__(batch_size, seed, device)
         self.data_dir = Path(data_dir).resolve()
 
     def prepare_data(self) -> None:

@@ -231,6 +231,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
         (("model=approx_cnn", "model.network.gradient=nonsense"), "gradient: expected one of"),
         (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
+        (("data.device=tpu",), "device: expected one of auto, gpu, cpu; got 'tpu'"),
         (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
         (("+callbacks.mine=7",), "callbacks.mine: expected the _target_ of a Lightning callback"),
@@ -241,6 +242,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         "network",
         "model",
         "data",
+        "device of the data",
         "model for other data",
         "interpolation",
         "callback",
@@ -254,6 +256,13 @@ def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
     (line,) = failed.err.splitlines()
     assert line.startswith(f"Error: {message}")
     assert failed.results["error"] == line.replace("Error", "MisconfigurationException", 1)
+
+
+def test_data_on_a_gpu_that_the_run_does_not_have_is_one_line(run):
+    failed = run(*SHORT, "trainer=cpu", "data.device=gpu")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: data.device: expected auto or cpu for a run on cpu, got 'gpu'")
 
 
 def test_null_switches_a_callback_off(run, tmp_path):

@@ -16,7 +16,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from datamodules.images import CacheError, DataNotFoundError
+from datamodules.images import CacheError, DataDeviceError, DataNotFoundError
 from hoconv.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
@@ -36,6 +36,7 @@ MODES = {"train": fit_and_test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
 USER_ERRORS = (
     CacheError,
+    DataDeviceError,
     DataNotFoundError,
     disk.DiskError,
     ImplementationError,

@@ -1,3 +1,7 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
 from datamodules.digits import Digits
@@ -58,10 +62,35 @@ def test_validation_order_is_that_of_the_split():
     assert torch.equal(labels, data.splits["val"].labels)
 
 
-def test_workers_give_the_same_batches():
-    alone, workers = load(seed=5), load(seed=5, num_workers=1)
-    for (images, labels), (images_w, labels_w) in zip(
-        alone.train_dataloader(), workers.train_dataloader(), strict=True
-    ):
-        assert torch.equal(images, images_w)
-        assert torch.equal(labels, labels_w)
+def test_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="device: expected one of auto, gpu, cpu; got 'tpu'"):
+        load(device="tpu")
+
+
+def test_batch_without_images_is_refused():
+    with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
+        Digits(batch_size=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_batches_are_the_same_on_a_gpu(split):
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda", 0)), global_rank=0, world_size=1
+    )
+
+    def batches(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        data = load(seed=5, device=device)
+        data.trainer = trainer
+        found = list(getattr(data, f"{split}_dataloader")())
+        where = {"cpu": "cpu", "gpu": "cuda", "auto": "cuda"}[device]
+        assert {t.device.type for batch in found for t in batch} == {where}
+        assert all(t.is_pinned() for batch in found for t in batch if device == "cpu")
+        on_gpu = (tuple(t.to("cuda") for t in batch) for batch in found)
+        return [data.on_after_batch_transfer(batch, 0) for batch in on_gpu]
+
+    expected = batches("cpu")
+    for device in ("gpu", "auto"):
+        for (images, labels), (images_c, labels_c) in zip(batches(device), expected, strict=True):
+            assert torch.equal(images, images_c)
+            assert torch.equal(labels, labels_c)
