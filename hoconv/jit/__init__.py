@@ -252,7 +252,12 @@ def _libraries(library: str) -> list[str]:
 
 
 def _sources(library: str) -> list[Path]:
-    return sorted({path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern)})
+    if found := sorted({path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern)}):
+        return found
+    raise BuildError(
+        f"{CSRC} has no sources; where the checkout made a text file of a symbolic link, clone "
+        "again with git clone -c core.symlinks=true"
+    )
 
 
 def _name(library: str, architectures: Sequence[str], identity: str) -> str:

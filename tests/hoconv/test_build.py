@@ -192,6 +192,15 @@ def test_changed_header_is_compiled_again(toy: Toy) -> None:
 
 
 @needs_compiler
+def test_link_to_the_sources_that_became_a_text_file_is_an_error(toy: Toy) -> None:
+    shutil.rmtree(toy.csrc)
+    toy.csrc.write_text("../csrc")
+    with pytest.raises(jit.BuildError, match=r"csrc has no sources.* core\.symlinks=true"):
+        jit.compile("cpu")
+    assert toy.compilations == 0
+
+
+@needs_compiler
 def test_other_version_of_the_compiler_makes_another_library(toy: Toy) -> None:
     first = jit.compile("cpu")
     toy.compiles_with('[ "$1" = --version ] && echo 99.0 && exit; exec c++ "$@"')
