@@ -260,7 +260,7 @@ class RNN(nn.Module):
         Raises:
             ValueError, TypeError: a shape, device or dtype that does not fit.
         """
-        own = None
+        own, device = None, x.device
         gathered: list[list[Tensor]] = []
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
             gathered.append([])
@@ -276,10 +276,10 @@ class RNN(nn.Module):
                         f"{name}: expected the dtype of the other parameters, {own}, got "
                         f"{tensor.dtype}; convert the whole layer with .to(...)"
                     )
-                if tensor.device != x.device:
+                if tensor.device != device:
                     raise ValueError(
                         f"x: expected the device of the parameters, {tensor.device} as {name}, got "
-                        f"{x.device}"
+                        f"{device}"
                     )
         return gathered
 

@@ -40,8 +40,17 @@ class Buffer:
 
     def shape(self, T: int, B: int) -> tuple[int, ...]:
         """The shape of the tensor for T steps and B rows."""
-        leading = {"sequence": (T, B), "step": (B,), "state": (2, B), "history": (T + 1, B)}
-        return (*leading.get(self.kind, ()), *self.type.shape)
+        match self.kind:
+            case "once":
+                return self.type.shape
+            case "sequence":
+                return (T, B, *self.type.shape)
+            case "step":
+                return (B, *self.type.shape)
+            case "state":
+                return (2, B, *self.type.shape)
+            case "history":
+                return (T + 1, B, *self.type.shape)
 
 
 @dataclass(frozen=True)
