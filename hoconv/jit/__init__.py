@@ -187,11 +187,16 @@ def compiler(library: str) -> str:
 
 
 def _compile(library: str, command: str, flags: list[str], folder: Path) -> Path:
+    sources = _sources(library)
+    if not sources:
+        raise BuildError(
+            f"{CSRC} has no sources; where the checkout made a text file of a symbolic link, clone "
+            "again with git clone -c core.symlinks=true"
+        )
     shown = f"hoconv: compiling the {library} library, once ({_EXPECTED_TIME[library]})"
     print(shown, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
     includes = ["-I", str(CSRC), "-isystem", f"{Path(torch.__file__).parent}/include"]
-    sources = _sources(library)
     objects = [f"{folder}/{i}.o" for i in range(len(sources))]
     commands = [
         [command, *flags, *includes, "-c", str(source), "-o", obj]
@@ -252,12 +257,7 @@ def _libraries(library: str) -> list[str]:
 
 
 def _sources(library: str) -> list[Path]:
-    if found := sorted({path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern)}):
-        return found
-    raise BuildError(
-        f"{CSRC} has no sources; where the checkout made a text file of a symbolic link, clone "
-        "again with git clone -c core.symlinks=true"
-    )
+    return sorted({path for pattern in LIBRARIES[library] for path in CSRC.glob(pattern)})
 
 
 def _name(library: str, architectures: Sequence[str], identity: str) -> str:
