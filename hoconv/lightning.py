@@ -89,8 +89,8 @@ class Throughput(pl.Callback):
         self._world_size = trainer.world_size
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
         _reset_peak_memory(self._device)
-        if _count_compilation not in callback_handler.start_callbacks:  # none is after a reset
-            callback_handler.register_start_callback(_count_compilation)
+        if leave_out_step not in callback_handler.start_callbacks:  # none is after a reset
+            callback_handler.register_start_callback(leave_out_step)
         self.warmup_seconds = 0.0
         self._fit = _Interval()  # what has been measured
         self._interval = _Interval()  # what is being counted
@@ -110,7 +110,7 @@ class Throughput(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._began = time.perf_counter(), _compilations
+        self._began = time.perf_counter(), _left_out
         self._resume()  # after a validation within the epoch
         if self._stretch_start is not None:
             self._interval.waits.append((self._waiting_since, self._clock.mark()))
@@ -124,13 +124,13 @@ class Throughput(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._steps += 1
-        seconds, compiled = time.perf_counter() - self._began[0], _compilations != self._began[1]
-        if compiled or self._stretch_start is None:
+        seconds, left_out = time.perf_counter() - self._began[0], _left_out != self._began[1]
+        if left_out or self._stretch_start is None:
             self.warmup_seconds += seconds
         if self._stretch_start is None:
             self._resume()  # the last step of the warm-up
             return
-        if compiled:
+        if left_out:
             end_of_the_step_before, _ = self._interval.waits.pop()
             self._interval.stretches.append((self._stretch_start, end_of_the_step_before))
             self._stretch_start = None
@@ -221,12 +221,14 @@ class Throughput(pl.Callback):
         }
 
 
-_compilations = 0  # that torch.compile has begun in this process
+_left_out = 0  # how often a step of this process was to be left out
 
 
-def _count_compilation(*_: Any) -> None:
-    global _compilations
-    _compilations += 1
+def leave_out_step(*_: Any) -> None:
+    """Lets every :class:`Throughput` leave out the step that is running, since it does what later
+    steps will not do."""
+    global _left_out
+    _left_out += 1
 
 
 def batch_size(batch: Any) -> int:

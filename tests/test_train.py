@@ -31,7 +31,7 @@ def test_a_run_leaves_results_losses_configuration_and_checkpoint(run):
     assert done.exit_code == 0
     results = done.results
     assert list(results) == [
-        "impl", "model", "data", "seed", "overrides", "status", "metrics", "throughput",
+        "impl", "model", "data", "seed", "overrides", "status", "metrics", "throughput", "capture",
         "environment", "commit",
     ]  # fmt: skip
     assert (results["impl"], results["model"], results["data"]) == ("reference", "cnn", "digits")

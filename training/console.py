@@ -51,6 +51,7 @@ def show_implementations(names: Mapping[str, str], reasons: Mapping[str, str]) -
 def show_results(
     metrics: Mapping[str, float],
     throughput: Mapping[str, float | None],
+    capture: Mapping[str, Any],
     paths: Mapping[str, Path | None],
 ) -> None:
     table = Table("measured", title="Results")
@@ -66,6 +67,13 @@ def show_results(
         ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
     ):
         table.add_row(label, "too short to measure" if value is None else form.format(value))
+    if capture:
+        table.add_section()
+        table.add_row("captured steps", f"{capture['replays']:,}")
+        table.add_row("CUDA graphs", f"{capture['captures']:,}")
+        for why, count in capture["eager_steps"].items():
+            table.add_row(f"eager steps: {why}", f"{count:,}")
+        table.add_row("capturing, s", f"{capture['capture_seconds']:.1f}")
     console = stdout()
     console.print(table)
     for label, path in paths.items():

@@ -11,6 +11,7 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
+from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
 from training.implementations import show_implementations
 from training.instantiation import instantiate
@@ -31,8 +32,8 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, {})
     logger = instantiate(config.logger, **logged) if config.logger else False
-    throughput = Throughput()
-    trainer = make_trainer(config, run_dir, logger, throughput)
+    throughput, capture = Throughput(), CapturedSteps(config.capture)
+    trainer = make_trainer(config, run_dir, logger, throughput, capture)
 
     results.environment["implementations"] = show_implementations(model, trainer)
 
@@ -49,6 +50,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         results.throughput |= throughput.summary()
         if results.throughput["step_ms"] is not None:
             results.throughput["warmup_seconds"] = throughput.warmup_seconds
+        results.capture = capture.summary()
     return checkpoint
 
 

@@ -21,6 +21,7 @@ from hoconv.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError
+from training.capture.steps import CaptureError
 from training.checkpoints import discard
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
@@ -36,6 +37,7 @@ MODES = {"train": fit_and_test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
 USER_ERRORS = (
     CacheError,
+    CaptureError,
     DataDeviceError,
     DataNotFoundError,
     disk.DiskError,
@@ -114,7 +116,7 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         )
         disk.settle()
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
-    console.show_results(results.metrics, results.throughput, paths)
+    console.show_results(results.metrics, results.throughput, results.capture, paths)
     return _objective(config, results)
 
 

@@ -17,6 +17,7 @@ from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
+from training.capture.steps import CapturedSteps
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.instantiation import instantiate
 
@@ -27,7 +28,7 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 def make_trainer(
-    config: DictConfig, run_dir: Path, logger: Any, throughput: Throughput
+    config: DictConfig, run_dir: Path, logger: Any, throughput: Throughput, capture: CapturedSteps
 ) -> pl.Trainer:
     """Makes the Trainer that `config` describes in ``trainer``, ``callbacks``, ``checkpoint``,
     ``step_checkpoints`` and ``find_nan``.
@@ -54,6 +55,7 @@ def make_trainer(
         logger=logger,
         callbacks=[
             throughput,
+            capture,
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             make_epoch_checkpoints(run_dir, **config.checkpoint),

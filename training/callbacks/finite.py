@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
+from training.callbacks.values import map_values
 from training.implementations import choose_implementations
 
 
@@ -115,7 +112,7 @@ class FiniteLayers(pl.Callback):
                 guarded[id(value)].register_hook(check)
             return guarded[id(value)]
 
-        return _mapped(guard, values)
+        return map_values(guard, values)
 
     def _check_gradient_of(self, parameter: str, gradient: Any) -> None:
         if self._trainer.training and not _is_finite(gradient):
@@ -137,26 +134,6 @@ class _Call:
     finite: bool  # whether its inputs are
 
 
-def _mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """Replaces every tensor in the values by `function` of it."""
-
-    def map_leaf(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if isinstance(value, PackedSequence):
-            return value._replace(data=function(value.data))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            mapped = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(
-                    mapped, field.name, _mapped(function, getattr(value, field.name))
-                )
-            return mapped
-        return value
-
-    return tree_map(map_leaf, values)
-
-
 def _is_finite(values: Any) -> bool:
     found = True
 
@@ -167,5 +144,5 @@ def _is_finite(values: Any) -> bool:
             found = found and bool(torch.isfinite(numbers).all())
         return value
 
-    _mapped(look, values)
+    map_values(look, values)
     return found

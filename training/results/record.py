@@ -36,6 +36,7 @@ class Results:
         throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
             ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
             ``warmup_seconds``, the time of the other steps; None where not measured.
+        capture: what :meth:`~training.capture.steps.CapturedSteps.summary` returns.
         identity: ``impl``, ``model``, ``data``, ``seed``.
         environment: versions, hardware, and under ``implementations`` that of each layer.
     """
@@ -55,6 +56,7 @@ class Results:
         self.error: str | None = None
         self.metrics: dict[str, float] = {}
         self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
+        self.capture: dict[str, Any] = {}
         self.environment = doctor.environment()
         self.identity = {"impl": impl, "model": model, "data": data, "seed": seed}
         self._overrides = overrides
@@ -96,6 +98,7 @@ class Results:
             **({"error": self.error} if self.error else {}),
             "metrics": self.metrics,
             "throughput": self.throughput,
+            "capture": self.capture,
             "environment": self.environment,
             "commit": self._commit,
         }

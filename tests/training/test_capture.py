@@ -1,0 +1,618 @@
+"""Captured steps against eager ones, for models as users write them.
+
+On a GPU steps are CUDA graphs; elsewhere a stand-in records the operators of the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.training.recorded_graph import RecordingCPU
+from training.capture import steps as capture
+from training.capture.steps import CapturedSteps, CaptureError
+
+CLASSES, FEATURES, BATCH, STEPS = 3, 5, 8, 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES, autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "cpu":
+        monkeypatch.setattr(capture, "Gpu", RecordingCPU)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield request.param
+
+
+class Plain(pl.LightningModule):
+    """Knows nothing of captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES)
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.network(inputs), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        # With this rate captured and eager steps round alike: it is a float32.
+        return torch.optim.AdamW(self.parameters(), lr=2**-7, fused=True)
+
+
+class Ran(NamedTuple):
+    losses: list[float]
+    parameters: list[Tensor]
+    capture: CapturedSteps
+    trainer: pl.Trainer
+    logged: dict[str, float]
+
+    @property
+    def why(self) -> str:
+        """Why steps ran eagerly that were not to be captured in the end."""
+        expected = (capture.WARMUP, capture.TRIAL)
+        return "; ".join(why for why in self.capture.eager_steps if why not in expected)
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+
+
+def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, FEATURES, generator=generator),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+@pytest.fixture
+def fit(device: str) -> Callable[..., Ran]:
+    def run(model: type[pl.LightningModule], mode: str = "auto", **options: Any) -> Ran:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        data: Any = options.pop("data", None) or batches([BATCH] * STEPS)
+        callbacks = options.pop("callbacks", [])
+        captured, losses, made = CapturedSteps(mode), Losses(), model()
+        trainer = pl.Trainer(
+            accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[captured, losses, *callbacks], **{"max_epochs": 1, **options},
+        )  # fmt: skip
+        loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # pyright: ignore
+        trainer.fit(made, loader)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values = [float(loss) for loss in losses.losses]
+        parameters = [parameter.detach().cpu() for parameter in made.parameters()]
+        return Ran(values, parameters, captured, trainer, logged)
+
+    return run
+
+
+def same(captured: Ran, eager: Ran) -> bool:
+    return captured.losses == eager.losses and all(
+        map(torch.equal, captured.parameters, eager.parameters)
+    )
+
+
+def check_captured(fit: Callable[..., Ran], model: type[pl.LightningModule], **options: Any) -> Ran:
+    """Asserts that steps are captured and give the same bits as eager ones."""
+    captured, eager = fit(model, **options), fit(model, "off", **options)
+    assert not captured.why
+    assert captured.capture.replays > 0
+    assert same(captured, eager)
+    assert captured.logged == eager.logged
+    assert captured.trainer.global_step == eager.trainer.global_step
+    return captured
+
+
+def check_eager(
+    fit: Callable[..., Ran], model: type[pl.LightningModule], why: str, **options: Any
+) -> Ran:
+    """Asserts that no step is captured, for the reason given, and that the run is as without."""
+    captured, eager = fit(model, **options), fit(model, "off", **options)
+    assert why in captured.why
+    assert captured.capture.replays == 0
+    assert same(captured, eager)
+    assert captured.logged == eager.logged
+    return captured
+
+
+# What is captured.
+
+
+def test_steps_are_captured(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Plain)
+    assert ran.capture.captures == 1
+    assert ran.capture.replays == STEPS - capture.WARMUP_STEPS - capture.TRIALS
+    assert ran.losses[-1] < ran.losses[0]
+
+
+def test_dropout_draws_anew_in_every_step(fit: Callable[..., Ran]) -> None:
+    class Dropout(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network.append(nn.Dropout(0.5))
+
+    check_captured(fit, Dropout)
+
+
+class Scheduled(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0 ** -(step % 5))
+        return {
+            "optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }  # fmt: skip
+
+
+def test_learning_rate_follows_the_schedule(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Scheduled)
+    assert all(type(group["lr"]) is float for group in ran.trainer.optimizers[0].param_groups)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped(fit: Callable[..., Ran], algorithm: str) -> None:
+    clip: Any = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    assert not same(check_captured(fit, Plain, **clip), fit(Plain))
+
+
+def test_gradients_are_accumulated(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Scheduled, accumulate_grad_batches=3, max_epochs=3)
+    assert ran.capture.captures >= 3  # the first, the middle and the last of three batches
+    assert ran.trainer.global_step == 3 * -(-STEPS // 3)
+
+
+def test_accumulation_may_change(fit: Callable[..., Ran]) -> None:
+    schedule = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    check_captured(fit, Plain, callbacks=[schedule], max_epochs=3)
+
+
+def test_short_last_batch_has_a_graph(fit: Callable[..., Ran]) -> None:
+    data = batches([BATCH] * 7 + [3])
+    ran = check_captured(fit, Plain, data=data, max_epochs=4)
+    assert ran.capture.captures == 2
+
+
+def test_bfloat16(fit: Callable[..., Ran]) -> None:
+    check_captured(fit, Plain, precision="bf16-mixed")
+
+
+@pytest.mark.gpu
+def test_float16_with_a_scaler(fit: Callable[..., Ran], device: str) -> None:
+    if device == "cpu":
+        pytest.skip("Lightning has 16-mixed on GPUs only")
+    check_captured(fit, Plain, precision="16-mixed")
+
+
+@pytest.mark.gpu
+def test_scaler_that_waits_is_eager(fit: Callable[..., Ran], device: str) -> None:
+    if device == "cpu":
+        pytest.skip("Lightning has 16-mixed on GPUs only")
+
+    class Unfused(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2**-7)
+
+    check_eager(fit, Unfused, "16-mixed", precision="16-mixed")
+
+
+def test_logged_tensors(fit: Callable[..., Ran]) -> None:
+    class Logging(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log_dict({"double": 2 * loss.detach()}, prog_bar=True, on_epoch=True)
+            return {"loss": loss, "half": loss.detach() / 2}
+
+    ran = check_captured(fit, Logging, max_epochs=2)
+    assert {"loss_step", "loss_epoch", "double_epoch"} <= ran.logged.keys()
+    assert ran.logged["loss_epoch"] == pytest.approx(np.mean(ran.losses[STEPS:]), rel=1e-5)
+
+
+def test_values_of_the_batch_that_are_not_read(fit: Callable[..., Ran]) -> None:
+    class Described(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["data"])
+
+    data = [
+        {"data": batch, "text": [f"number {i}"] * i, "none": None}
+        for i, batch in enumerate(batches([BATCH] * STEPS))
+    ]
+    assert check_captured(fit, Described, data=data).capture.captures == 1
+
+
+def test_changed_attribute_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Tempered(Plain):
+        weights = {"loss": 1.0}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = {"loss": 1.0}
+
+        def on_train_epoch_start(self) -> None:
+            self.weights["loss"] *= 0.5
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.weights["loss"]
+
+    ran = check_captured(fit, Tempered, max_epochs=3)
+    assert ran.capture.captures == 3
+
+
+def test_frozen_layers_renew_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Freezing(Plain):
+        def on_train_epoch_start(self) -> None:
+            self.network[0].requires_grad_(self.current_epoch % 2 == 0)
+            self.network[1].train(self.current_epoch % 2 == 0)
+
+    assert check_captured(fit, Freezing, max_epochs=3).capture.captures == 3
+
+
+def test_attribute_that_the_step_does_not_read_may_change(fit: Callable[..., Ran]) -> None:
+    class Counting(Plain):
+        batches = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches, self.seen = 0, []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.batches += 1
+            self.seen.append(self.batches)
+
+    assert check_captured(fit, Counting).capture.captures == 1
+
+
+def test_replaced_parameters_renew_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Moved(Plain):
+        def on_train_epoch_start(self) -> None:
+            for parameter in self.parameters():
+                parameter.data = parameter.data * 0.5
+
+    assert check_captured(fit, Moved, max_epochs=2).capture.captures == 2
+
+
+def test_replaced_optimizer_state_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Reset(Plain):
+        def on_train_epoch_start(self) -> None:
+            optimizer: Any = self.trainer.optimizers[0]
+            optimizer.load_state_dict(optimizer.state_dict())
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.5
+
+    assert check_captured(fit, Reset, max_epochs=2).capture.captures == 2
+
+
+def test_averaged_weights_follow(fit: Callable[..., Ran]) -> None:
+    class Average(pl.Callback):
+        """Reads the parameters and their gradients after every step."""
+
+        def __init__(self) -> None:
+            self.means: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for parameter in pl_module.parameters():
+                self.means.append(parameter.detach().clone().cpu())
+                self.means.append(parameter.grad.clone().cpu())
+
+    captured, eager = Average(), Average()
+    fit(Plain, callbacks=[captured])
+    fit(Plain, "off", callbacks=[eager])
+    assert len(captured.means) == len(eager.means)
+    assert all(map(torch.equal, captured.means, eager.means))
+
+
+def test_resumed_run_gives_the_same_bits(fit: Callable[..., Ran], tmp_path: Any) -> None:
+    whole = fit(Scheduled, max_epochs=4)
+    first = fit(Scheduled, max_epochs=2)
+    first.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert not saved["optimizer_states"][0]["param_groups"][0]["capturable"]
+
+    class Resumed(Scheduled):
+        def configure_optimizers(self) -> Any:
+            return super().configure_optimizers()
+
+    torch.manual_seed(0)
+    losses, model = Losses(), Resumed()
+    trainer = pl.Trainer(
+        accelerator="gpu" if model_on_gpu(first) else "cpu", devices=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[CapturedSteps(), losses], max_epochs=4,
+    )  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
+    trainer.fit(model, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert [float(loss) for loss in losses.losses] == whole.losses[2 * STEPS :]
+
+
+def model_on_gpu(ran: Ran) -> bool:
+    return ran.trainer.strategy.root_device.type == "cuda"
+
+
+# What a graph would freeze.
+
+
+def test_reads_batch_idx(fit: Callable[..., Ran]) -> None:
+    class Indexed(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (2 if batch_idx % 2 else 1)
+
+    check_eager(fit, Indexed, "training_step reads batch_idx")
+
+
+@pytest.mark.parametrize("name", ["current_epoch", "global_step"])
+def test_reads_progress(fit: Callable[..., Ran], name: str) -> None:
+    class Progressing(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) / (1 + getattr(self, name))
+
+    check_eager(fit, Progressing, f"training_step reads trainer.{name}")
+
+
+def test_logs_a_number(fit: Callable[..., Ran]) -> None:
+    class Numbered(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("number", 3.0)
+            return self.loss(batch)
+
+    check_eager(fit, Numbered, "training_step logs 'number' as a float")
+
+
+def test_metric_in_the_step(fit: Callable[..., Ran]) -> None:
+    class Measured(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(CLASSES)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.network(batch[0])
+            self.accuracy(logits, batch[1])
+            self.log("accuracy", self.accuracy, on_epoch=True)
+            return F.cross_entropy(logits, batch[1])
+
+    check_eager(fit, Measured, "training_step changes self.accuracy.")
+
+
+def test_counts(fit: Callable[..., Ran]) -> None:
+    class Counter(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = {"steps": 0}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.state["steps"] += 1
+            return self.loss(batch) / self.state["steps"]
+
+    check_eager(fit, Counter, "training_step changes self.state")
+
+
+def test_collects_outputs(fit: Callable[..., Ran]) -> None:
+    class Collector(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.losses.append(loss.detach())
+            return loss
+
+    check_eager(fit, Collector, "training_step changes self.losses")
+
+
+def test_rebinds_a_buffer(fit: Callable[..., Ran]) -> None:
+    class Averaging(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+            return loss + self.mean
+
+    check_eager(fit, Averaging, "training_step changes self._buffers")
+
+
+def test_updates_a_buffer_in_place(fit: Callable[..., Ran]) -> None:
+    class Averaging(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+            return loss * (1 + self.mean)
+
+    check_captured(fit, Averaging)
+
+
+@pytest.mark.parametrize(
+    ("draw", "generator"),
+    [(random.random, "Python's random"), (np.random.rand, "NumPy's random")],
+    ids=["python", "numpy"],
+)
+def test_draws_on_the_host(fit: Callable[..., Ran], draw: Any, generator: str) -> None:
+    class Random(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * float(draw())
+
+    check_eager(fit, Random, f"training_step draws from {generator}")
+
+
+def test_waits_for_the_device(fit: Callable[..., Ran]) -> None:
+    class Waiting(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            return loss * 2 if loss.item() > 1 else loss
+
+    why = check_eager(fit, Waiting, "it waits for the GPU or copies from the host").why
+    assert "/tests/training/" in why  # the line that waits
+
+
+def test_reads_the_hosts_part_of_a_batch(fit: Callable[..., Ran]) -> None:
+    class Weighted(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch[:2]) * batch[2]
+
+    data = [(*batch, float(i)) for i, batch in enumerate(batches([BATCH] * STEPS))]
+    check_eager(fit, Weighted, "training_step reads a float of the batch", data=data)
+
+
+def test_state_out_of_sight_is_found_by_comparing(fit: Callable[..., Ran]) -> None:
+    steps: list[int] = []
+
+    class Global(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            steps.clear()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            steps.append(1)
+            return self.loss(batch) / len(steps)
+
+    captured = fit(Global)
+    assert "a captured step differs from an eager one" in captured.why
+    assert captured.capture.replays == 0
+
+
+def test_hooks(fit: Callable[..., Ran]) -> None:
+    class Hooked(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network[0].register_forward_hook(lambda *_: None)
+
+    class Halved(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network[0].weight.register_hook(lambda gradient: gradient / 2)
+
+    class Normed(Plain):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+    class Watching(pl.Callback):
+        def on_after_backward(self, *_: Any) -> None:
+            pass
+
+    check_eager(fit, Hooked, "network.0 has a hook")
+    check_eager(fit, Halved, "network.0.weight has a hook")
+    check_eager(fit, Normed, "the model has on_before_optimizer_step")
+    check_eager(fit, Plain, "Watching has on_after_backward", callbacks=[Watching()])
+
+
+def test_anomalies_are_looked_for_eagerly(fit: Callable[..., Ran]) -> None:
+    check_eager(fit, Plain, "PyTorch looks for anomalies", detect_anomaly=True)
+
+
+def test_manual_optimization(fit: Callable[..., Ran]) -> None:
+    class Manual(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            return {"loss": loss.detach()}
+
+    assert same(fit(Manual), fit(Manual, "off"))
+
+
+def test_rate_that_the_host_reads_may_change_now_and_then(fit: Callable[..., Ran]) -> None:
+    class Stepped(Plain):
+        interval = "epoch"
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": self.interval},
+            }
+
+    class Always(Stepped):
+        interval = "step"
+
+    assert check_captured(fit, Stepped, max_epochs=2).capture.captures == 2
+    captured, eager = fit(Always, max_epochs=4), fit(Always, "off", max_epochs=4)
+    assert "optimizer.param_groups[0].lr changes again and again" in captured.why
+    assert "fused=True" in captured.why
+    assert same(captured, eager)
+
+
+def test_other_shape_every_time(fit: Callable[..., Ran]) -> None:
+    sizes = list(range(2, 2 + capture.MAX_GRAPHS + 8))
+    captured = fit(Plain, data=batches(sizes), max_epochs=2)
+    assert same(captured, fit(Plain, "off", data=batches(sizes), max_epochs=2))
+    assert f"there are more than {capture.MAX_GRAPHS} shapes of batches" in captured.why
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_returns_nothing(fit: Callable[..., Ran]) -> None:
+    class Skipping(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    class Ends(pl.Callback):
+        pass
+
+    torch.manual_seed(0)
+    captured = CapturedSteps()
+    trainer = pl.Trainer(
+        accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[captured], max_epochs=1,
+    )  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * 6), batch_size=None)  # pyright: ignore
+    trainer.fit(Skipping(), loader)
+    assert captured.replays == 0
+
+
+# The setting.
+
+
+def test_required(fit: Callable[..., Ran]) -> None:
+    class Indexed(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1 + batch_idx)
+
+    assert fit(Plain, "step").capture.replays > 0
+    with pytest.raises(CaptureError, match=r"capture=step: .*reads batch_idx; use capture=auto"):
+        fit(Indexed, "step")
+
+
+def test_mode_is_checked() -> None:
+    with pytest.raises(ValueError, match="capture: expected one of auto, step, off; got 'yes'"):
+        CapturedSteps("yes")
+
+
+def test_scaler_of_lightning_is_where_it_is_looked_for() -> None:
+    assert hasattr(MixedPrecision("bf16-mixed", "cpu"), "scaler")

@@ -1,0 +1,43 @@
+"""Walking through values that hold tensors: batches, and what modules take and return.
+
+Tensors are found in tuples, lists, dicts, dataclasses and PackedSequences.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+
+def map_values(
+    function: Callable[[Tensor], Any], values: Any, other: Callable[[Any], Any] = lambda v: v
+) -> Any:
+    """Replaces every tensor by `function` of it, and everything else by `other` of it."""
+
+    def map_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, PackedSequence):
+            return value._replace(data=function(value.data))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            mapped = copy.copy(value)
+            for field in dataclasses.fields(value):
+                item = map_values(function, getattr(value, field.name), other)
+                object.__setattr__(mapped, field.name, item)
+            return mapped
+        return other(value)
+
+    return tree_map(map_leaf, values)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Returns the tensors in values, in order."""
+    found: list[Tensor] = []
+    map_values(found.append, values)
+    return found

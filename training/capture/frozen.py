@@ -1,0 +1,323 @@
+"""Finding what a CUDA graph of a training step would freeze.
+
+A graph repeats the kernels of one step with the same host values: attributes of modules, numbers
+that are logged, random numbers of the host, and whatever was read from the trainer. What a step
+changes on the host is found by comparing before and after it. What it reads is recorded, and may
+not change while the graph is in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+# What Lightning itself keeps in a module, such as the hook that is running.
+LIGHTNINGS_OWN = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys()
+# These are what they are for a whole fit.
+CONSTANTS_OF_TRAINER = {
+    "barebones", "estimated_stepping_batches", "global_rank", "is_global_zero", "local_rank",
+    "max_epochs", "max_steps", "node_rank", "num_devices", "num_nodes", "num_training_batches",
+    "precision", "strategy", "training", "world_size",
+}  # fmt: skip
+# Attributes that are set here and, `forward`, by Lightning in every step of several processes.
+SET_BY_OBSERVERS = ("forward", "log", "training_step")
+# How deep containers and objects in an attribute are looked into, and how large they may be: of a
+# larger one only the length counts.
+MAX_DEPTH, MAX_ITEMS = 4, 1000
+
+
+class FrozenError(Exception):
+    """A step does what a graph of it would freeze; says what."""
+
+
+class Owner(NamedTuple):
+    """Something with attributes."""
+
+    path: str  # how a user would write it
+    attributes: dict[str, Any]
+    names: list[str]  # of those that are looked at
+
+
+class Attributes:
+    """The values of attributes, to be compared with what they are later.
+
+    Containers and plain objects are looked into. Of a tensor only its place in memory counts: a
+    graph reads what is there when it runs.
+    """
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        # What is compared: items of a container, its size, tensors; each with where it was found.
+        self._items: list[tuple[Callable[[Any], Any], Any, tuple[Any, ...], list[str]]] = []
+        self._sizes: list[tuple[Any, int, str]] = []
+        self._tensors: list[tuple[Tensor, int, bool, str]] = []
+        owners = list(owners)
+        seen = {id(owner.attributes) for owner in owners}
+        for path, attributes, names in owners:
+            where = [f"{path}.{name}" for name in names]
+            self._add(attributes, names, where)
+            for name, place in zip(names, where, strict=True):
+                self._look_into(attributes[name], place, seen, MAX_DEPTH)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors among them, each once."""
+        return [tensor for tensor, *_ in self._tensors]
+
+    def changed(self) -> str | None:
+        """Returns the first attribute that is no longer what it was."""
+        for items, container, values, where in self._items:
+            try:
+                now = items(container)
+            except (IndexError, KeyError):
+                return where[0]
+            if not all(map(operator.is_, now, values)):
+                return next(w for w, a, b in zip(where, now, values, strict=True) if a is not b)
+        for container, size, where in self._sizes:
+            if len(container) != size:
+                return where
+        for tensor, place, requires_grad, where in self._tensors:
+            if tensor.data_ptr() != place or tensor.requires_grad != requires_grad:
+                return where
+        return None
+
+    def _add(self, container: Any, keys: list[Any], where: list[str]) -> None:
+        if len(keys) == 1:  # itemgetter returns a tuple of two or more only
+            key = keys[0]
+            self._items.append((lambda c: (c[key],), container, (container[key],), where))
+        elif keys:
+            items = operator.itemgetter(*keys)
+            self._items.append((items, container, items(container), where))
+
+    def _look_into(self, value: Any, where: str, seen: set[int], depth: int) -> None:
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            self._tensors.append((value, _place(value), value.requires_grad, where))
+            return
+        if isinstance(value, nn.Module) or not depth:
+            return  # modules are owners themselves
+        container: Any = value
+        if type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
+            container = vars(value)
+        if isinstance(container, Mapping):
+            keys = list(container)
+        elif isinstance(container, list | tuple):
+            keys = list(range(len(container)))
+        elif isinstance(container, set):
+            keys = []
+        else:
+            return
+        self._sizes.append((container, len(container), where))
+        if len(container) <= MAX_ITEMS:
+            self._add(container, keys, [where] * len(keys))
+            for key in keys:
+                self._look_into(container[key], where, seen, depth - 1)
+
+
+def attributes_of(
+    model: nn.Module, included: Callable[[nn.Module, str], bool] = lambda *_: True
+) -> Attributes:
+    """Returns the attributes of a model and its modules, but Lightning's own.
+
+    Args:
+        included: whether an attribute of a module is looked at.
+    """
+
+    def names(module: nn.Module) -> list[str]:
+        own = LIGHTNINGS_OWN if isinstance(module, pl.LightningModule) else ()
+        return [
+            name
+            for name in vars(module)
+            if name not in own and name not in SET_BY_OBSERVERS and included(module, name)
+        ]
+
+    return Attributes(
+        Owner(".".join(filter(None, ["self", path])), vars(module), names(module))
+        for path, module in model.named_modules()
+    )
+
+
+def settings_of(optimizer: torch.optim.Optimizer, rate_may_change: list[bool]) -> Attributes:
+    """Returns the options and the state of an optimizer.
+
+    Args:
+        rate_may_change: of each group, whether its learning rate may change.
+    """
+    owners = [Owner("optimizer", vars(optimizer), ["param_groups", "state"])]
+    groups = zip(optimizer.param_groups, rate_may_change, strict=True)
+    for number, (group, may_change) in enumerate(groups):
+        names = [name for name in group if not (name == "lr" and may_change)]
+        owners.append(Owner(f"optimizer.param_groups[{number}]", group, names))
+    for state in optimizer.state.values():
+        owners.append(Owner("optimizer.state", state, list(state)))
+    return Attributes(owners)
+
+
+_ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
+_LIBRARIES = {
+    "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch", "types",
+    "weakref",
+}  # fmt: skip
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a tensor without memory of its own
+        return 0
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[set[tuple[int, str]]]:
+    """Records the attributes of modules that are read: the id of the module, the name."""
+    reads: set[tuple[int, str]] = set()
+
+    def read(module: nn.Module, name: str) -> Any:
+        reads.add((id(module), name))
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = read  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield reads
+    finally:
+        del nn.Module.__getattribute__
+
+
+def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes:
+    """Returns the attributes that were read, and all of compiled modules, whose programs read
+    attributes unseen."""
+    compiled = {
+        id(part)
+        for module in model.modules()
+        if getattr(module, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    }
+    return attributes_of(model, lambda m, name: (id(m), name) in reads or id(m) in compiled)
+
+
+class HostRandomness:
+    """The state of the host's random number generators.
+
+    Args:
+        device: that trains; where it is the CPU, PyTorch's generator of the CPU is its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._states: dict[str, Callable[[], Any]] = {
+            "Python's random": random.getstate,
+            "NumPy's random": lambda: repr(np.random.get_state(legacy=False)),  # noqa: NPY002
+        }
+        if device.type != "cpu":
+            self._states["PyTorch's generator of the CPU"] = lambda: (
+                torch.get_rng_state().numpy().tobytes()
+            )
+        self._before = {name: state() for name, state in self._states.items()}
+
+    def used(self) -> str | None:
+        """Returns the name of a generator that was used since."""
+        return next((n for n, state in self._states.items() if state() != self._before[n]), None)
+
+
+class Logged(NamedTuple):
+    """A call of ``self.log``."""
+
+    name: str
+    value: Tensor
+    arguments: dict[str, Any]
+
+
+@contextlib.contextmanager
+def watched(model: pl.LightningModule) -> Iterator[list[Logged]]:
+    """Watches a call of ``model.training_step``, and yields what it logs, which Lightning does not
+    get.
+
+    Raises:
+        FrozenError: by the step: it logs a value of the host, or reads from the trainer what
+            changes from step to step.
+    """
+    logged: list[Logged] = []
+    step, trainer = model.training_step, model.trainer
+    constant_trainer: Any = _ConstantTrainer(trainer)
+
+    def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
+        if args or not isinstance(value, Tensor):
+            kind = "with positional options" if args else f"as a {type(value).__name__}, no tensor"
+            raise FrozenError(f"training_step logs {name!r} {kind}")
+        logged.append(Logged(name, value, arguments))
+
+    @functools.wraps(step)  # Lightning reads its signature
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        model.trainer = constant_trainer
+        try:
+            return step(*args, **kwargs)
+        finally:
+            model.trainer = trainer
+
+    before = {name: vars(model).get(name) for name in ("log", "training_step")}
+    model.training_step, model.log = training_step, log
+    try:
+        yield logged
+    finally:
+        for name, value in before.items():
+            delattr(model, name)
+            if value is not None:
+                setattr(model, name, value)
+
+
+class _ConstantTrainer:
+    """A trainer of which only what is constant may be read."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CONSTANTS_OF_TRAINER:
+            raise FrozenError(f"training_step reads trainer.{name}")
+        return getattr(self._trainer, name)
+
+
+class Unread:
+    """Stands for a value of the host that a step gets and may pass on, but not read."""
+
+    def __init__(self, what: str) -> None:
+        object.__setattr__(self, "_what", what)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return Unread
+        raise FrozenError(f"training_step reads {object.__getattribute__(self, '_what')}")
+
+
+def _refuse(value: Unread, *_: Any) -> Any:
+    raise FrozenError(f"training_step reads {object.__getattribute__(value, '_what')}")
+
+
+for _name in (*vars(int), *vars(list)):  # Python looks for operators in the class
+    if _name.startswith("__") and _name not in vars(object):
+        setattr(Unread, _name, _refuse)
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__",
+              "__repr__", "__format__", "__call__"):  # fmt: skip
+    setattr(Unread, _name, _refuse)
+
+
+def hook_of(model: nn.Module) -> str | None:
+    """Returns the name of what has a hook: a module or a parameter; None where nothing has one."""
+    kinds = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    )  # fmt: skip
+    for name, module in model.named_modules():
+        if any(getattr(module, kind, None) for kind in kinds):
+            return name or "the model"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
+            return name
+    return None

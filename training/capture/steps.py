@@ -1,0 +1,608 @@
+"""Training steps as CUDA graphs: one launch runs zero_grad, forward, backward and the optimizer.
+
+The host takes longer to launch the kernels of a small model's step, one by one, than the GPU takes
+to run them. A CUDA graph is the list of a step's kernels, recorded once and launched as one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.profilers import PassThroughProfiler
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import LBFGS
+from torch.utils._pytree import tree_leaves
+
+from hoconv.lightning import leave_out_step
+from training import console
+from training.callbacks.values import map_values, tensors_of
+from training.capture.frozen import (
+    FrozenError,
+    HostRandomness,
+    Logged,
+    Unread,
+    attributes_of,
+    hook_of,
+    read_attributes,
+    recorded_reads,
+    settings_of,
+    watched,
+)
+from training.capture.gpu import Gpu
+
+# Steps that run before one is captured: the first make the optimizer's state, and libraries choose
+# algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
+WARMUP_STEPS, WARMUP_STEPS_DDP = 3, 11
+# Steps of the first graph that run twice, eagerly and as the graph, to be compared. Later graphs
+# differ from it in the shapes of the batch only: one step shows whether these are right.
+TRIALS, LATER_TRIALS = 3, 1
+MAX_GRAPHS = 32  # each keeps the memory of its batch and results
+# What graphs froze may change: then others are captured. No more, where it changed so many times
+# after at most so many steps.
+MAX_STRIKES, MIN_REPLAYS = 4, 20
+# Why steps run eagerly in the end that could be captured.
+WARMUP, TRIAL = "before a capture", "to compare"
+# Where two captured steps differ, as with kernels that add in any order, the eager one may differ
+# from them so many times as much.
+NOISE_FACTOR = 16.0
+HOOKS = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+)  # fmt: skip
+MODEL_HOOKS = (
+    *HOOKS, "backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+
+
+foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+MODES = ("auto", "step", "off")
+
+
+class CaptureError(RuntimeError):
+    """A step was to be captured and could not; says why."""
+
+
+class _Call(NamedTuple):
+    """The arguments of the loop's `run`, and what it does with them.
+
+    Attributes:
+        first: whether the gradients of the batch are the first that are accumulated.
+        last: whether the optimizer steps after it.
+        backward: whether it has gradients.
+    """
+
+    optimizer: Any
+    batch_idx: int
+    kwargs: dict[str, Any]
+    first: bool
+    last: bool
+    backward: bool
+
+
+@dataclasses.dataclass
+class _Step:
+    """What is known of the steps with batches of the same shapes.
+
+    Attributes:
+        seen: how many ran eagerly.
+        why_eager: why they cannot be captured.
+        graph: of the step, once captured; the other attributes are its:
+        trials: how many steps are still to run twice.
+        inputs: the tensors of the batch that it reads.
+        result: what Lightning gets of the step; the tensors are written by the graph.
+        logged: the values are written by the graph.
+        gradients_before: of every parameter, to which an accumulating step adds; None for a step
+            that begins with none.
+        gradients: of every parameter, after the step.
+        frozen: the attributes that were read, as :class:`Attributes`.
+        settings: of the optimizer, likewise.
+    """
+
+    seen: int = 0
+    why_eager: str | None = None
+    graph: Any = None
+    trials: int = 0
+    inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    logged: list[Logged] = dataclasses.field(default_factory=list)
+    gradients_before: list[Tensor | None] | None = None
+    gradients: list[Tensor | None] = dataclasses.field(default_factory=list)
+    frozen: Any = None
+    settings: Any = None
+
+
+class CapturedSteps(pl.Callback):
+    """Runs the training steps of any LightningModule with automatic optimization as CUDA graphs.
+
+    There is a graph for each shape of the batches. The first steps run eagerly. Then a step is
+    captured, and the next ones run twice, eagerly and as the graph on copies: the graph is used
+    where both give the same, to the last bit where two captured steps do.
+
+    A graph repeats what the step did on the GPU. A step that does something else that matters runs
+    eagerly, and one line says why: it waits for the GPU, changes attributes of the model, logs
+    numbers of the host, reads ``batch_idx``, the epoch or the step, draws random numbers on the
+    host, or calls hooks. Attributes that it reads may change later: new graphs are captured then.
+    What it reads from elsewhere, such as global variables, must stay the same.
+
+    Optimizers are made ``capturable``, and the learning rate of a step is read from the GPU, into
+    which the value of the schedule is written before. Checkpoints hold neither.
+
+    Args:
+        mode: ``"auto"``; ``"step"``, where a step that cannot be captured is an error; or
+            ``"off"``, where all run eagerly.
+
+    Attributes:
+        captures: how many graphs there were.
+        replays: how many steps ran as graphs.
+        eager_steps: why -> how many steps ran eagerly, those before a capture included.
+        seconds: what capturing and comparing took, on the host's clock.
+
+    Raises:
+        ValueError: `mode` is none of these.
+        CaptureError: while training, with ``"step"``: a step cannot be captured; says why.
+    """
+
+    def __init__(self, mode: str = "auto") -> None:
+        if mode not in MODES:
+            raise ValueError(f"capture: expected one of {', '.join(MODES)}; got {mode!r}")
+        self.mode = mode
+        self.captures = 0
+        self.replays = 0
+        self.eager_steps: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._said: set[str] = set()
+        self._capturable: list[bool | None] = []  # of the optimizer's groups, before
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the attributes, as numbers and text."""
+        return {
+            "captures": self.captures,
+            "replays": self.replays,
+            "eager_steps": dict(self.eager_steps),
+            "capture_seconds": self.seconds,
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer, self._model = trainer, pl_module
+        self._device = trainer.strategy.root_device
+        self._steps: dict[Any, _Step] = {}
+        self._strikes = self._replays_before = 0
+        self._rates: list[Tensor | None] = []
+        self._why_eager = self._find_obstacle()
+        if self._why_eager is None:
+            self._optimizer = trainer.optimizers[0]
+            self._prepare_optimizer()
+            self._parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+            self._gpu = Gpu(self._device)
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._run_step = self._loop.run
+        self._loop.run = self._run
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = {}
+        self._loop.run = self._run_step
+
+    def on_exception(self, *_: Any) -> None:
+        if hasattr(self, "_loop"):
+            self._loop.run = self._run_step
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            for group, capturable in zip(optimizer["param_groups"], self._capturable):
+                if capturable is not None:  # a CPU, on which the run may go on, refuses it
+                    group["capturable"] = capturable
+
+    def _find_obstacle(self) -> str | None:
+        """Returns why no step of the fit can be captured, or None."""
+        trainer: Any = self._trainer
+        model = self._model
+        if self.mode == "off":
+            return "capture=off"
+        if self._device.type != Gpu.type:
+            return f"the run is on a {self._device.type.upper()}"
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            return f"the strategy is {type(trainer.strategy).__name__}"
+        if not model.automatic_optimization:
+            return "the model optimizes manually"
+        if "dataloader_iter" in inspect.signature(model.training_step).parameters:
+            return "training_step takes dataloader_iter"
+        if torch.is_anomaly_enabled():
+            return "PyTorch looks for anomalies"
+        if not isinstance(trainer.profiler, PassThroughProfiler):
+            return "a profiler is on"
+        for callback in trainer.callbacks:
+            for hook in HOOKS:
+                if is_overridden(hook, callback, pl.Callback):
+                    return f"{type(callback).__name__} has {hook}"
+        for hook in MODEL_HOOKS:
+            if is_overridden(hook, model):
+                return f"the model has {hook}"
+        if (owner := hook_of(model)) is not None:
+            return f"{owner} has a hook"
+        return self._find_obstacle_of(trainer.optimizers[0])
+
+    def _find_obstacle_of(self, optimizer: Any) -> str | None:
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            return "LBFGS runs a step several times"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return f"{kind} has a hook"
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return f"precision=16-mixed waits for the GPU unless {kind} is fused"
+        return None
+
+    def _prepare_optimizer(self) -> None:
+        """Lets the optimizer run in a graph, and read its learning rate from the GPU."""
+        groups = self._optimizer.param_groups
+        self._capturable = self._capturable or [group.get("capturable") for group in groups]
+        self._rates = []  # the learning rate of each group, on the GPU
+        self._written: list[Any] = [None] * len(groups)  # what was written there
+        for group in groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            reads = "capturable" in group or group.get("fused")
+            own = isinstance(group["lr"], Tensor)  # the schedule writes into it
+            self._rates.append(None if own or not reads else torch.empty((), device=self._device))
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
+                    state["step"] = state["step"].to(self._device, torch.float32)
+
+    def _run(self, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Does what the loop's own `run` does, eagerly or by a graph."""
+        call = _Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
+        if self._why_eager is not None:
+            return self._run_eagerly(call, self._why_eager)
+        accumulated = self._trainer.accumulate_grad_batches
+        key = _describe(kwargs["batch"]), *call[3:], accumulated
+        if not call.first:
+            key += tuple(p.grad is None for p in self._parameters)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _Step()
+            if len(self._steps) > MAX_GRAPHS:
+                step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
+        if step.why_eager is not None:
+            return self._run_eagerly(call, step.why_eager)
+        if step.graph is not None:
+            changed = step.frozen.changed() or step.settings.changed()
+            if changed is not None:
+                self._renew(changed)
+                return self._run(optimizer, batch_idx, kwargs)
+            if not step.trials:
+                return self._replay(step, call)
+        leave_out_step()
+        begun = time.perf_counter()
+        result = self._prepare(step, call)
+        self.seconds += time.perf_counter() - begun
+        return result
+
+    def _position(self, batch_idx: int) -> tuple[bool, bool, bool]:
+        """Returns whether a batch is the first whose gradients are accumulated, whether it is the
+        last, after which the optimizer steps, and whether it has gradients."""
+        first = batch_idx % self._trainer.accumulate_grad_batches == 0
+        backward = not self._loop._skip_backward
+        return first, not self._trainer.fit_loop._should_accumulate(), backward
+
+    def _run_eagerly(self, call: _Call, why: str) -> dict[str, Any]:
+        self._say(why)
+        self.eager_steps[why] += 1
+        if self._why_eager is not None:
+            return self._run_step(call.optimizer, call.batch_idx, call.kwargs)
+        with self._rates_on_gpu():
+            return self._run_step(call.optimizer, call.batch_idx, call.kwargs)
+
+    def _prepare(self, step: _Step, call: _Call) -> dict[str, Any]:
+        """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
+        distributed = self._trainer.world_size > 1
+        warmup = WARMUP_STEPS_DDP if distributed else WARMUP_STEPS
+        ready = step.seen >= (1 if self.captures else warmup)
+        if distributed and not self.captures:
+            ready = self._all(ready)  # a step that runs twice must do so in all processes
+        if not ready:
+            return self._observe(step, call)
+        if step.graph is None:
+            step.trials = LATER_TRIALS if self.captures else TRIALS
+            if distributed:
+                step.trials = min(step.trials, 0 if self.captures else 1)
+            self._capture(step, call)
+            if distributed and not self.captures and not self._all(step.why_eager is None):
+                step.why_eager = step.why_eager or "another process could not capture it"
+            if step.why_eager is not None:
+                return self._run_eagerly(call, step.why_eager)
+            self.captures += 1
+        if not step.trials:
+            return self._replay(step, call)
+        return self._compare(step, call)
+
+    def _observe(self, step: _Step, call: _Call) -> dict[str, Any]:
+        """Runs a step eagerly, and finds what it changes on the host."""
+        step.seen += 1
+        attributes, randomness = attributes_of(self._model), HostRandomness(self._device)
+        with self._gpu.beside():
+            result = self._run_eagerly(call, WARMUP)
+        # The first steps fill caches, which are attributes too.
+        if step.seen >= WARMUP_STEPS or self.captures:
+            if (changed := attributes.changed()) is not None:
+                step.why_eager = f"training_step changes {changed}"
+            elif (used := randomness.used()) is not None:
+                step.why_eager = f"training_step draws from {used}"
+            elif not all(isinstance(v, Tensor) for v in tree_leaves(result)):
+                step.why_eager = "training_step returns values of the host"
+            elif not result:
+                step.why_eager = "training_step returns no loss"
+        return result
+
+    def _capture(self, step: _Step, call: _Call) -> None:
+        """Captures a step without running it; or sets `why_eager`."""
+        batch = call.kwargs["batch"]
+        step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
+        if any(tensor.device != self._device for tensor in step.inputs):
+            step.why_eager = "a tensor of the batch is not on the GPU"
+            return
+        inputs = iter(step.inputs)
+        kwargs = {name: Unread(name) for name in call.kwargs}
+        kwargs["batch"] = map_values(lambda _: next(inputs), batch, _hide)
+        progress = copy.deepcopy(self._loop.optim_progress.state_dict())
+        before = [p.grad for p in self._parameters]
+        step.gradients_before = None if call.first else before
+        attributes = attributes_of(self._model)
+        try:
+            with (
+                self._rates_on_gpu(),
+                watched(self._model) as step.logged,
+                recorded_reads() as reads,
+                self._gpu.capture() as graph,
+            ):
+                step.result = self._run_step(call.optimizer, call.batch_idx, kwargs)
+            if (changed := attributes.changed()) is not None:
+                raise FrozenError(f"training_step changes {changed}")
+            step.gradients = [p.grad for p in self._parameters]
+            step.frozen = read_attributes(self._model, reads)
+            step.settings = settings_of(self._optimizer, self._rate_may_change())
+            step.graph = graph
+        except Exception as error:
+            step.why_eager = _explain(error)
+            scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+            if scaler is not None:
+                scaler._per_optimizer_states.clear()
+        finally:
+            self._loop.optim_progress.load_state_dict(progress)
+            self._set_gradients(before)
+
+    def _compare(self, step: _Step, call: _Call) -> dict[str, Any]:
+        """Runs a step eagerly, which counts, and as its graph from the same state; compares."""
+        step.trials -= 1
+        gradients = [p.grad for p in self._parameters]
+        state = self._state([*gradients, *(step.gradients_before or ())])
+        before = _copy(state), self._gpu.random_state()
+        with self._gpu.beside():
+            result = self._run_eagerly(call, TRIAL)
+        after = _copy(state), self._gpu.random_state()
+        gradients_after = [p.grad for p in self._parameters]
+        eager = _copy([*state, *_present(gradients_after), *tensors_of(result)])
+
+        def again(run: Callable[[], Any]) -> list[Tensor]:
+            """Runs the step from the state before it; returns what is to be as in `eager`."""
+            self._restore(state, *before, gradients)
+            returned = run()
+            left = _present(p.grad for p in self._parameters)
+            return _copy([*state, *left, *tensors_of(returned)])
+
+        def replay() -> Any:
+            self._load(step, call.kwargs["batch"])
+            step.graph.replay()
+            self._set_gradients(step.gradients)
+            return step.result
+
+        error = _difference(again(replay), eager)
+        if not self._all(error == 0):
+            # Kernels may add in any order: then two replays differ, too.
+            noise = _difference(again(replay), again(replay))
+            if not self._all(error <= NOISE_FACTOR * noise):
+                step.graph = None
+                step.why_eager = (
+                    f"a captured step differs from an eager one by {error:.1g}, and from another "
+                    f"captured one by {noise:.1g}"
+                )
+        self._restore(state, *after, gradients_after)
+        return result
+
+    def _replay(self, step: _Step, call: _Call) -> dict[str, Any]:
+        self._load(step, call.kwargs["batch"])
+        progress = self._loop.optim_progress.optimizer
+        if call.last:
+            progress.step.increment_ready()
+        if call.first and call.backward:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+            progress.zero_grad.increment_completed()
+        step.graph.replay()
+        if call.last:
+            progress.step.increment_completed()
+        self._set_gradients(step.gradients)
+        if step.logged:
+            model: Any = self._model
+            hook, model._current_fx_name = model._current_fx_name, "training_step"
+            for name, value, arguments in step.logged:
+                model.log(name, value, **arguments)  # which copies it
+            model._current_fx_name = hook
+        self.replays += 1
+        return map_values(Tensor.clone, step.result)  # the next step writes there again
+
+    def _load(self, step: _Step, batch: Any) -> None:
+        """Writes what a graph reads."""
+        self._write_rates()
+        foreach_copy_(step.inputs, tensors_of(batch))
+        for parameter, gradient in zip(self._parameters, step.gradients_before or ()):
+            if gradient is not None and gradient is not parameter.grad:
+                gradient.copy_(parameter.grad)
+
+    def _renew(self, changed: str) -> None:
+        """Drops the graphs, since what they froze has changed."""
+        self._steps.clear()
+        self._strikes = (
+            0 if self.replays - self._replays_before > MIN_REPLAYS else self._strikes + 1
+        )
+        self._replays_before = self.replays
+        if self._strikes <= MAX_STRIKES:
+            self._prepare_optimizer()
+            return
+        self._why_eager = f"{changed} changes again and again"
+        if changed.endswith(".lr"):
+            self._why_eager += "; an optimizer with fused=True reads it on the GPU"
+
+    def _state(self, more: Iterable[Tensor | None]) -> list[Tensor]:
+        """Returns all tensors that a step may write, and `more`."""
+        scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
+        found = [
+            *attributes_of(self._model).tensors(),
+            *settings_of(self._optimizer, self._rate_may_change()).tensors(),
+            *(value for value in scaler.values() if isinstance(value, Tensor)),
+            *_present(more),
+        ]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    @torch.no_grad()
+    def _restore(
+        self,
+        state: list[Tensor],
+        values: list[Tensor],
+        random_state: Tensor,
+        gradients: list[Tensor | None],
+    ) -> None:
+        foreach_copy_(state, values)
+        self._gpu.set_random_state(random_state)
+        self._set_gradients(gradients)
+
+    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def _rate_may_change(self) -> list[bool]:
+        """Returns for each group whether its learning rate is read from the GPU."""
+        groups = self._optimizer.param_groups
+        return [
+            rate is not None or isinstance(group["lr"], Tensor)
+            for rate, group in zip(self._rates, groups, strict=True)
+        ]
+
+    def _write_rates(self) -> None:
+        for i, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates)):
+            if rate is not None and group["lr"] != self._written[i]:
+                self._written[i] = group["lr"]
+                rate.fill_(group["lr"])
+
+    @contextmanager
+    def _rates_on_gpu(self) -> Iterator[None]:
+        """Lets the optimizer read its learning rate from the GPU: eager steps then give the same
+        bits as captured ones."""
+        self._write_rates()
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates):
+            if rate is not None:
+                group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
+
+    def _all(self, decision: bool) -> bool:
+        """Whether the decision is true in all processes."""
+        return self._trainer.strategy.reduce_boolean_decision(decision, all=True)
+
+    def _say(self, why: str) -> None:
+        if why in (WARMUP, TRIAL) or why in self._said:
+            return
+        self._said.add(why)
+        if self.mode == "step":
+            raise CaptureError(f"capture=step: a step cannot be captured: {why}; use capture=auto")
+        if self.mode == "auto" and self._device.type == "cuda":
+            console.stdout().print(f"Steps run uncaptured: {why}", soft_wrap=True, highlight=False)
+
+
+def _describe(values: Any) -> Any:
+    """Returns what a graph depends on: the tensors' shapes, strides, types and devices, and where
+    they are; None for values without tensors."""
+    if isinstance(values, Tensor):
+        return values.shape, values.stride(), values.dtype, values.device
+    if isinstance(values, str) or values is None:
+        return None
+    if isinstance(values, Mapping):
+        names, parts = tuple(values), [_describe(value) for value in values.values()]
+    elif isinstance(values, Sequence):
+        names, parts = None, [_describe(value) for value in values]
+    elif dataclasses.is_dataclass(values):
+        names, parts = (
+            None,
+            [_describe(getattr(values, f.name)) for f in dataclasses.fields(values)],
+        )
+    else:
+        return None
+    return (type(values), names, *parts) if any(part is not None for part in parts) else None
+
+
+def _hide(value: Any) -> Any:
+    return None if value is None else Unread(f"a {type(value).__name__} of the batch")
+
+
+def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _copy(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Returns the largest difference of an element, relative to the largest of its tensor."""
+    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
+        return math.inf
+    largest = 0.0
+    for a, b in zip(found, expected, strict=True):
+        same = (a == b) | ((a != a) & (b != b))  # or both are NaN
+        if bool(same.all()):
+            continue
+        if not a.is_floating_point():
+            return math.inf
+        difference = (a.double() - b.double()).abs().max() / b.double().abs().max()
+        if not difference.isfinite():
+            return math.inf
+        largest = max(largest, float(difference))
+    return largest
+
+
+def _explain(error: BaseException) -> str:
+    """Returns why a capture failed, and the line of code that was the cause."""
+    while error.__context__ is not None:  # ending the capture fails, too
+        error = error.__context__
+    if isinstance(error, FrozenError):
+        return str(error)
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    if "capturing" in reason or "capture" in reason:
+        reason = "it waits for the GPU or copies from the host"
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not {"torch", "pytorch_lightning"} & set(Path(frame.filename).parts)
+    ]
+    return f"{reason} ({frames[-1]})" if frames else reason
