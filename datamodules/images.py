@@ -87,7 +87,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
-        return images.float().sub_(self.pixel_mean).div_(self.pixel_std), labels
+        return (images - self.pixel_mean).div_(self.pixel_std), labels  # float32, as a scalar is
 
     def _evaluation(self, split: str) -> EvaluationBatches:
         data, pin = self._place(split)

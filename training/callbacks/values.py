@@ -38,6 +38,10 @@ def map_values(
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Returns the tensors in values, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if type(values) in (tuple, list):  # most batches: a walk of ten microseconds less
+        return [tensor for value in values for tensor in tensors_of(value)]
     found: list[Tensor] = []
     map_values(found.append, values)
     return found

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import operator
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -55,10 +56,15 @@ class Attributes:
     """
 
     def __init__(self, owners: Iterable[Owner]) -> None:
-        # What is compared: items of a container, its size, tensors; each with where it was found.
-        self._items: list[tuple[Callable[[Any], Any], Any, tuple[Any, ...], list[str]]] = []
-        self._sizes: list[tuple[Any, int, str]] = []
-        self._tensors: list[tuple[Tensor, int, bool, str]] = []
+        # Items of containers, the sizes of containers, and tensors; each with where it was found.
+        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
+        self._containers: list[Any] = []
+        self._values: list[Any] = []
+        self._where_values: list[str] = []
+        self._sized: list[Any] = []
+        self._where_sized: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._where_tensors: list[str] = []
         owners = list(owners)
         seen = {id(owner.attributes) for owner in owners}
         for path, attributes, names in owners:
@@ -66,61 +72,87 @@ class Attributes:
             self._add(attributes, names, where)
             for name, place in zip(names, where, strict=True):
                 self._look_into(attributes[name], place, seen, MAX_DEPTH)
+        self._sizes, self._places, self._trained = self._measure()
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors among them, each once."""
-        return [tensor for tensor, *_ in self._tensors]
+        return list(self._tensors)
 
     def changed(self) -> str | None:
-        """Returns the first attribute that is no longer what it was."""
-        for items, container, values, where in self._items:
+        """Returns the first attribute that is no longer what it was.
+
+        It runs in every step: what does not change is compared in few calls.
+        """
+        try:
+            now = [v for get, each in zip(self._getters, self._containers) for v in get(each)]
+        except (IndexError, KeyError):
+            return self._find_missing()
+        if not all(map(operator.is_, now, self._values)):
+            return _first_difference(now, self._values, self._where_values)
+        sizes, places, trained = self._measure()
+        if sizes != self._sizes:
+            return _first_difference(sizes, self._sizes, self._where_sized)
+        if places != self._places:
+            return _first_difference(places, self._places, self._where_tensors)
+        if trained != self._trained:
+            return _first_difference(trained, self._trained, self._where_tensors)
+        return None
+
+    def _measure(self) -> tuple[list[int], list[int], list[bool]]:
+        """Returns the sizes of containers, and of tensors the place and whether it is trained."""
+        sizes, places = list(map(len, self._sized)), list(map(_place, self._tensors))
+        return sizes, places, [tensor.requires_grad for tensor in self._tensors]
+
+    def _find_missing(self) -> str | None:
+        number = 0
+        for get, container in zip(self._getters, self._containers, strict=True):
             try:
-                now = items(container)
+                number += len(get(container))
             except (IndexError, KeyError):
-                return where[0]
-            if not all(map(operator.is_, now, values)):
-                return next(w for w, a, b in zip(where, now, values, strict=True) if a is not b)
-        for container, size, where in self._sizes:
-            if len(container) != size:
-                return where
-        for tensor, place, requires_grad, where in self._tensors:
-            if tensor.data_ptr() != place or tensor.requires_grad != requires_grad:
-                return where
+                return self._where_values[number]
         return None
 
     def _add(self, container: Any, keys: list[Any], where: list[str]) -> None:
-        if len(keys) == 1:  # itemgetter returns a tuple of two or more only
-            key = keys[0]
-            self._items.append((lambda c: (c[key],), container, (container[key],), where))
-        elif keys:
-            items = operator.itemgetter(*keys)
-            self._items.append((items, container, items(container), where))
+        if not keys:
+            return
+        # itemgetter returns a tuple of two or more only
+        get = operator.itemgetter(*keys) if len(keys) > 1 else lambda c, key=keys[0]: (c[key],)
+        self._getters.append(get)
+        self._containers.append(container)
+        self._values += get(container)
+        self._where_values += where
 
     def _look_into(self, value: Any, where: str, seen: set[int], depth: int) -> None:
         if isinstance(value, _ATOMS) or id(value) in seen:
             return
         seen.add(id(value))
         if isinstance(value, Tensor):
-            self._tensors.append((value, _place(value), value.requires_grad, where))
+            self._tensors.append(value)
+            self._where_tensors.append(where)
             return
         if isinstance(value, nn.Module) or not depth:
             return  # modules are owners themselves
         container: Any = value
         if type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
             container = vars(value)
+        keys: list[Any] = []
         if isinstance(container, Mapping):
             keys = list(container)
         elif isinstance(container, list | tuple):
             keys = list(range(len(container)))
-        elif isinstance(container, set):
-            keys = []
-        else:
+        elif not isinstance(container, set):
             return
-        self._sizes.append((container, len(container), where))
+        self._sized.append(container)
+        self._where_sized.append(where)
         if len(container) <= MAX_ITEMS:
             self._add(container, keys, [where] * len(keys))
             for key in keys:
                 self._look_into(container[key], where, seen, depth - 1)
+
+
+def _first_difference(now: list[Any], before: list[Any], where: list[str]) -> str:
+    different = zip(where, now, before, strict=True)
+    return next(w for w, a, b in different if not (a is b or (isinstance(a, int) and a == b)))
 
 
 def attributes_of(
@@ -182,7 +214,9 @@ def recorded_reads() -> Iterator[set[tuple[int, str]]]:
     reads: set[tuple[int, str]] = set()
 
     def read(module: nn.Module, name: str) -> Any:
-        reads.add((id(module), name))
+        # A metric is hashed by its state, wherever all modules of a model are listed.
+        if sys._getframe(1).f_code.co_name != "__hash__":
+            reads.add((id(module), name))
         return object.__getattribute__(module, name)
 
     nn.Module.__getattribute__ = read  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,7 +235,13 @@ def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes
         if getattr(module, "_compiled_call_impl", None) is not None
         for part in module.modules()
     }
-    return attributes_of(model, lambda m, name: (id(m), name) in reads or id(m) in compiled)
+
+    def read(module: nn.Module, name: str) -> bool:
+        # Python finds parameters, buffers and modules in these by way of __dict__.
+        name = "__dict__" if name in ("_parameters", "_buffers", "_modules") else name
+        return (id(module), name) in reads or id(module) in compiled
+
+    return attributes_of(model, read)
 
 
 class HostRandomness:

@@ -444,7 +444,11 @@ class CapturedSteps(pl.Callback):
                 model.log(name, value, **arguments)  # which copies it
             model._current_fx_name = hook
         self.replays += 1
-        return map_values(Tensor.clone, step.result)  # the next step writes there again
+        # Copies, since the next step writes there again.
+        return {
+            name: value.clone() if isinstance(value, Tensor) else map_values(Tensor.clone, value)
+            for name, value in step.result.items()
+        }
 
     def _load(self, step: _Step, batch: Any) -> None:
         """Writes what a graph reads."""
