@@ -390,20 +390,22 @@ class CapturedSteps(pl.Callback):
         """Runs a step eagerly, which counts, and as its graph from the same state; compares."""
         step.trials -= 1
         gradients = [p.grad for p in self._parameters]
-        state = self._state([*gradients, *(step.gradients_before or ())])
+        written = self._state()
+        # Of the gradients before the step only those count to which it adds: graphs share memory.
+        state = [*written, *_present({*gradients, *(step.gradients_before or ())})]
         before = _copy(state), self._gpu.random_state()
         with self._gpu.beside():
             result = self._run_eagerly(call, TRIAL)
         after = _copy(state), self._gpu.random_state()
         gradients_after = [p.grad for p in self._parameters]
-        eager = _copy([*state, *_present(gradients_after), *tensors_of(result)])
+        eager = _copy([*written, *_present(gradients_after), *tensors_of(result)])
 
         def again(run: Callable[[], Any]) -> list[Tensor]:
             """Runs the step from the state before it; returns what is to be as in `eager`."""
             self._restore(state, *before, gradients)
             returned = run()
             left = _present(p.grad for p in self._parameters)
-            return _copy([*state, *left, *tensors_of(returned)])
+            return _copy([*written, *left, *tensors_of(returned)])
 
         def replay() -> Any:
             self._load(step, call.kwargs["batch"])
@@ -472,14 +474,13 @@ class CapturedSteps(pl.Callback):
         if changed.endswith(".lr"):
             self._why_eager += "; an optimizer with fused=True reads it on the GPU"
 
-    def _state(self, more: Iterable[Tensor | None]) -> list[Tensor]:
-        """Returns all tensors that a step may write, and `more`."""
+    def _state(self) -> list[Tensor]:
+        """Returns all tensors that a step may write, but gradients."""
         scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
         found = [
             *attributes_of(self._model).tensors(),
             *settings_of(self._optimizer, self._rate_may_change()).tensors(),
             *(value for value in scaler.values() if isinstance(value, Tensor)),
-            *_present(more),
         ]
         return list({id(tensor): tensor for tensor in found}.values())
 
