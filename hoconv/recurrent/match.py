@@ -8,6 +8,8 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -65,18 +67,35 @@ class CudnnLayer:
     weights: tuple[tuple[Piece, ...], ...]
     biases: tuple[tuple[Piece | None, ...], ...]
 
+    @functools.cached_property
+    def _edges(self) -> dict[str, set[int]]:
+        """Where the pieces of each parameter begin and end."""
+        edges: dict[str, set[int]] = {}
+        for piece in itertools.chain(*self.weights):
+            if piece.columns is not None:
+                edges.setdefault(piece.parameter, set()).update(piece.columns)
+        return edges
+
     def run(
         self, x: Tensor, states: list[Tensor], parameters: Mapping[str, Tensor], reverse: bool
     ) -> list[Tensor]:
         """The output (T, B, n) and the final states (B, n) of x (T, B, I) and initial states."""
 
-        def block(piece: Piece | None) -> Tensor:
-            if piece is None:
-                return x.new_zeros(states[0].shape[1])
-            whole = parameters[piece.parameter]
-            return whole if piece.columns is None else whole[:, slice(*piece.columns)]
+        # Split, not sliced: the gradients of slices would be filled with zeros and added.
+        columns = {name: _split(parameters[name], edges) for name, edges in self._edges.items()}
 
-        flat = [torch.cat([*map(block, pieces)]) for pieces in (*self.weights, *self.biases)]
+        def block(piece: Piece) -> Tensor:
+            if piece.columns is None:
+                return parameters[piece.parameter]
+            return columns[piece.parameter][piece.columns]
+
+        def blocks(pieces: tuple[Piece | None, ...]) -> Tensor:
+            n = states[0].shape[1]
+            if not any(pieces):
+                return x.new_zeros(len(pieces) * n)
+            return torch.cat([block(piece) if piece else x.new_zeros(n) for piece in pieces])
+
+        flat = [blocks(pieces) for pieces in (*self.weights, *self.biases)]
         if x.is_cuda:
             with torch.no_grad():  # contiguous in memory, which cuDNN requires
                 torch._cudnn_rnn_flatten_weight(  # pyright: ignore[reportPrivateImportUsage]
@@ -90,6 +109,12 @@ class CudnnLayer:
         )  # fmt: skip
         following = [final[self.order.index(i)][0] for i in range(len(states))]
         return [output.flip(0) if reverse else output, *following]
+
+
+def _split(parameter: Tensor, edges: set[int]) -> dict[tuple[int, int], Tensor]:
+    """Returns the columns of a parameter from each edge to the next."""
+    cuts = list(itertools.pairwise(sorted({0, *edges, parameter.shape[1]})))
+    return dict(zip(cuts, parameter.split([b - a for a, b in cuts], 1), strict=True))
 
 
 def fastest(program: Program) -> bool:

@@ -23,7 +23,14 @@ from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack, unpack
-from hoconv.registration import Op, gradients, register_gradient, register_vmap, without_autocast
+from hoconv.registration import (
+    Op,
+    gradients,
+    is_eager,
+    register_gradient,
+    register_vmap,
+    without_autocast,
+)
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -289,12 +296,10 @@ def run_compiled(impl: str, call: Call) -> list[Tensor]:
 
 def run_cuda(call: Call) -> list[Tensor]:
     """Runs a program of the plan in CUDA, or cuDNN if it computes the same at least as fast."""
+    tensors = call.x, *call.states, *call.parameters
     # torch.compile sees one op; torch.func knows how to transform it.
-    seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not seen and (made := find_plan(call.plan)).plan.cudnn:
-        return list(
-            _CudnnFunction.apply(made, len(call.states), call.x, *call.states, *call.parameters)
-        )
+    if is_eager(*tensors) and (made := find_plan(call.plan)).plan.cudnn:
+        return list(_CudnnFunction.apply(made, len(call.states), *tensors))
     return run_compiled("cuda", call)
 
 

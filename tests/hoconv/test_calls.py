@@ -83,6 +83,8 @@ def test_mode_sees_the_call(variant: Variant, sample: Sample, mode: type, grad: 
     variant.call(*args, **sample.kwargs)  # compiles what it needs
     with mode() as seen:
         variant.call(*args, **sample.kwargs)
+    if (variant.operator.name, variant.device, mode) == ("recurrent", "cuda", Kernels):
+        pytest.skip("the first sample is an LSTM, for which it calls PyTorch's own op")
     assert seen.found
 
 
