@@ -245,6 +245,18 @@ def test_values_of_the_batch_that_are_not_read(fit: Callable[..., Ran]) -> None:
     assert check_captured(fit, Described, data=data).capture.captures == 1
 
 
+def test_argument_that_is_passed_on_is_not_read(fit: Callable[..., Ran]) -> None:
+    class Passing(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not hasattr(batch_idx, "to")  # as DistributedDataParallel asks
+            return self.shared_step(batch, batch_idx)
+
+        def shared_step(self, batch: Any, number: int) -> Tensor:
+            return self.loss(batch)
+
+    check_captured(fit, Passing)
+
+
 def test_changed_attribute_renews_the_graphs(fit: Callable[..., Ran]) -> None:
     class Tempered(Plain):
         weights = {"loss": 1.0}

@@ -325,6 +325,10 @@ class _ConstantTrainer:
         return getattr(self._trainer, name)
 
 
+class _NoAttributeError(FrozenError, AttributeError):
+    """So that hasattr, with which DistributedDataParallel looks for tensors, is False."""
+
+
 class Unread:
     """Stands for a value of the host that a step gets and may pass on, but not read."""
 
@@ -334,7 +338,7 @@ class Unread:
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
             return Unread
-        raise FrozenError(f"training_step reads {object.__getattribute__(self, '_what')}")
+        raise _NoAttributeError(f"training_step reads {object.__getattribute__(self, '_what')}")
 
 
 def _refuse(value: Unread, *_: Any) -> Any:
