@@ -67,7 +67,7 @@ def show_results(
         ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
     ):
         table.add_row(label, "too short to measure" if value is None else form.format(value))
-    if capture:
+    if capture.get("captures"):
         table.add_section()
         table.add_row("captured steps", f"{capture['replays']:,}")
         table.add_row("CUDA graphs", f"{capture['captures']:,}")

@@ -23,6 +23,8 @@ from training.instantiation import instantiate
 
 # Lightning counts cores; our images are in memory, where more workers are slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+# Lightning makes DistributedDataParallel on a stream of its own, as captures of steps need it.
+warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match.*")
 # Lightning calls a function that torch 2.15 is replacing.
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 

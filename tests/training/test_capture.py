@@ -14,6 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -622,8 +623,10 @@ def test_required(fit: Callable[..., Ran]) -> None:
 
 
 def test_mode_is_checked() -> None:
-    with pytest.raises(ValueError, match="capture: expected one of auto, step, off; got 'yes'"):
+    message = "capture: expected one of auto, step, off; got 'yes'"
+    with pytest.raises(MisconfigurationException, match=message):
         CapturedSteps("yes")
+    assert CapturedSteps(False).mode == "off"  # as YAML reads it
 
 
 def test_scaler_of_lightning_is_where_it_is_looked_for() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -151,13 +152,16 @@ class CapturedSteps(pl.Callback):
         seconds: what capturing and comparing took, on the host's clock.
 
     Raises:
-        ValueError: `mode` is none of these.
+        MisconfigurationException: `mode` is none of these.
         CaptureError: while training, with ``"step"``: a step cannot be captured; says why.
     """
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str | bool = "auto") -> None:
+        mode = "off" if mode is False else mode  # as YAML reads off
         if mode not in MODES:
-            raise ValueError(f"capture: expected one of {', '.join(MODES)}; got {mode!r}")
+            raise MisconfigurationException(
+                f"capture: expected one of {', '.join(MODES)}; got {mode!r}"
+            )
         self.mode = mode
         self.captures = 0
         self.replays = 0

@@ -7,7 +7,7 @@ linear classifier, on one fixed batch. The others are experiments of train.py. W
     table_<devices>.json
         command, date, method, environment
         cells             one for each model and column:
-            model, column, device, impl, compile, batch of the simple model
+            model, column, device, impl, compile, capture, batch of the simple model
             error, step_ms, samples_per_s, peak_memory_mb, data_wait_fraction
                           error: null, or why nothing was measured; step_ms with percentiles
         batches           the same for the simple model with every `batch`
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,20 +58,35 @@ from hoconv.implementations import ImplementationError, choose
 
 SIMPLE = "simple"
 EXPERIMENTS = {
+    "mnist_cnn": (),
     "coco_segmentation": ("data=coco_tiny",),
     "coco_captions": ("data=coco_tiny",),
     "mnist_lstm": (),
     "mnist_mbm": (),
 }
-# Column -> device, implementation, torch.compile.
+
+
+class Column(NamedTuple):
+    """How a model is trained; `capture` is train.py's, and only experiments are captured."""
+
+    device: str
+    impl: str
+    compile: bool = False
+    capture: str = "off"
+
+
 COLUMNS = {
-    "reference CPU": ("cpu", "reference", False),
-    "reference GPU": ("cuda", "reference", False),
-    "cpp CPU": ("cpu", "cpp", False),
-    "cpp GPU": ("cuda", "cpp", False),
-    "cuda GPU": ("cuda", "cuda", False),
-    "torch.compile CPU": ("cpu", "reference", True),
-    "torch.compile GPU": ("cuda", "reference", True),
+    "reference CPU": Column("cpu", "reference"),
+    "reference GPU": Column("cuda", "reference"),
+    "reference GPU, captured": Column("cuda", "reference", capture="step"),
+    "cpp CPU": Column("cpu", "cpp"),
+    "cpp GPU": Column("cuda", "cpp"),
+    "cpp GPU, captured": Column("cuda", "cpp", capture="step"),
+    "cuda GPU": Column("cuda", "cuda"),
+    "cuda GPU, captured": Column("cuda", "cuda", capture="step"),
+    "torch.compile CPU": Column("cpu", "reference", compile=True),
+    "torch.compile GPU": Column("cuda", "reference", compile=True),
+    "torch.compile GPU, captured": Column("cuda", "reference", compile=True, capture="step"),
 }
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 BATCH = 64  # in the table; the nearest of --batch is taken
@@ -102,7 +117,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes the results."""
-    columns = {name: how for name, how in COLUMNS.items() if how[0] in arguments.device}
+    columns = [name for name, column in COLUMNS.items() if column.device in arguments.device]
+    eager = [name for name in columns if COLUMNS[name].capture == "off"]
     nearest = min(arguments.batch, key=lambda batch: abs(batch - BATCH))
     path = arguments.out / f"table_{'_'.join(sorted(arguments.device))}.json"
     begun = path.with_suffix(".begun.json")  # every finished cell is kept at once: cells take long
@@ -113,13 +129,13 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     if SIMPLE in arguments.model:
         done = {(cell["column"], cell["batch"]) for cell in batches}
         sizes: list[int] = arguments.batch
-        for name, batch in itertools.product(columns, sizes):
+        for name, batch in itertools.product(eager, sizes):
             if (name, batch) not in done:
                 batches.append(_simple(name, batch))
                 cells += batches[-1:] if batch == nearest else []
                 write_json(begun, measured)
-        for name in columns:
-            if COLUMNS[name][0] == "cuda" and name not in largest:
+        for name in eager:
+            if COLUMNS[name].device == "cuda" and name not in largest:
                 largest[name] = _largest_batch(name)
                 write_json(begun, measured)
     done = {(cell["model"], cell["column"]) for cell in cells}
@@ -149,15 +165,15 @@ def _continued(begun: Path, nothing: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(model: str, column: str) -> dict[str, Any]:
-    device, impl, compiled = COLUMNS[column]
-    return {"model": model, "column": column, "device": device, "impl": impl, "compile": compiled}
+    return {"model": model, "column": column, **COLUMNS[column]._asdict()}
 
 
 def _experiment(column: str, model: str, timeout_s: float) -> dict[str, Any]:
-    device, impl, compiled = COLUMNS[column]
+    device, impl, compiled, capture = COLUMNS[column]
     print(f"{model}, {column}", flush=True)
     overrides = (
         f"experiment={model}", *EXPERIMENTS[model], f"impl={impl}", f"compile={compiled}",
+        f"capture={capture}",
         f"trainer={'gpu' if device == 'cuda' else 'cpu'}",
     )  # fmt: skip
     threads = torch.get_num_threads()
@@ -166,7 +182,7 @@ def _experiment(column: str, model: str, timeout_s: float) -> dict[str, Any]:
 
 
 def _simple(column: str, batch: int) -> dict[str, Any]:
-    device = torch.device(COLUMNS[column][0])
+    device = torch.device(COLUMNS[column].device)
     print(f"{SIMPLE}, {column}, batch {batch}", flush=True)
     found: dict[str, Any] = dict.fromkeys(MEASURED)
 
@@ -206,7 +222,7 @@ def _largest_batch(column: str) -> int | None:
 
 
 def _failure(column: str, action: Callable[[], Any]) -> str | None:
-    device, impl, _ = COLUMNS[column]
+    device, impl, *_ = COLUMNS[column]
     try:
         choose(HighOrderConv2d.operator, impl, device)
     except ImplementationError as error:
@@ -218,7 +234,7 @@ def _failure(column: str, action: Callable[[], Any]) -> str | None:
 @contextmanager
 def _step(column: str, batch: int) -> Iterator[Callable[[], None]]:
     """Yields a function that trains the simple model for a step."""
-    device, impl, compiled = COLUMNS[column]
+    device, impl, compiled, _ = COLUMNS[column]
     network = NETWORKS["one layer at 224 x 224"]
     model = network.make(impl).to(device)
     if compiled:
@@ -244,8 +260,9 @@ def markdown(measured: dict[str, Any]) -> str:
     reasons = list(dict.fromkeys(cell["error"] for cell in cells.values() if cell["error"]))
     rows = [["", *columns], ["---"] * (1 + len(columns))]
     for model in dict.fromkeys(model for model, _ in cells):
-        of_model = [cells[model, column] for column in columns]
-        name = f"{model}, {of_model[0]['batch']} images" if model == SIMPLE else model
+        of_model = [cells.get((model, column)) for column in columns]
+        first = next(filter(None, of_model))
+        name = f"{model}, {first['batch']} images" if model == SIMPLE else model
         rows.append([f"{name}, ms", *(_ms(cell, reasons) for cell in of_model)])
         rows.append([f"{name}, MB", *(_mb(cell) for cell in of_model)])
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -256,7 +273,9 @@ def markdown(measured: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ms(cell: dict[str, Any], reasons: list[str]) -> str:
+def _ms(cell: dict[str, Any] | None, reasons: list[str]) -> str:
+    if cell is None:
+        return ""
     if cell["error"]:
         return f"({1 + reasons.index(cell['error'])})"
     median, low, high = (
@@ -266,8 +285,8 @@ def _ms(cell: dict[str, Any], reasons: list[str]) -> str:
     return f"{median} ({low}-{high})"
 
 
-def _mb(cell: dict[str, Any]) -> str:
-    return "" if cell["error"] else f"{cell['peak_memory_mb']:,.0f}"
+def _mb(cell: dict[str, Any] | None) -> str:
+    return "" if cell is None or cell["error"] else f"{cell['peak_memory_mb']:,.0f}"
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
