@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -188,7 +189,7 @@ def test_gradients_are_accumulated(fit: Callable[..., Ran]) -> None:
 
 
 def test_accumulation_may_change(fit: Callable[..., Ran]) -> None:
-    schedule = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
     check_captured(fit, Plain, callbacks=[schedule], max_epochs=3)
 
 
@@ -439,6 +440,8 @@ def test_collects_outputs(fit: Callable[..., Ran]) -> None:
 
 def test_rebinds_a_buffer(fit: Callable[..., Ran]) -> None:
     class Averaging(Plain):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(()))
@@ -453,6 +456,8 @@ def test_rebinds_a_buffer(fit: Callable[..., Ran]) -> None:
 
 def test_updates_a_buffer_in_place(fit: Callable[..., Ran]) -> None:
     class Averaging(Plain):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(()))
@@ -523,7 +528,8 @@ def test_hooks(fit: Callable[..., Ran]) -> None:
     class Halved(Plain):
         def __init__(self) -> None:
             super().__init__()
-            self.network[0].weight.register_hook(lambda gradient: gradient / 2)
+            layer: Any = self.network[0]
+            layer.weight.register_hook(lambda gradient: gradient / 2)
 
     class Normed(Plain):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

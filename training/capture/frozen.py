@@ -135,19 +135,19 @@ class Attributes:
         container: Any = value
         if type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
             container = vars(value)
-        keys: list[Any] = []
+        parts: list[tuple[Any, Any]] = []
         if isinstance(container, Mapping):
-            keys = list(container)
+            parts = list(container.items())
         elif isinstance(container, list | tuple):
-            keys = list(range(len(container)))
+            parts = list(enumerate(container))
         elif not isinstance(container, set):
             return
         self._sized.append(container)
         self._where_sized.append(where)
         if len(container) <= MAX_ITEMS:
-            self._add(container, keys, [where] * len(keys))
-            for key in keys:
-                self._look_into(container[key], where, seen, depth - 1)
+            self._add(container, [key for key, _ in parts], [where] * len(parts))
+            for _, part in parts:
+                self._look_into(part, where, seen, depth - 1)
 
 
 def _first_difference(now: list[Any], before: list[Any], where: list[str]) -> str:
