@@ -5,6 +5,8 @@ On a GPU steps are CUDA graphs; elsewhere a stand-in records the operators of th
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -275,6 +277,113 @@ def test_changed_attribute_renews_the_graphs(fit: Callable[..., Ran]) -> None:
 
     ran = check_captured(fit, Tempered, max_epochs=3)
     assert ran.capture.captures == 3
+
+
+def test_attribute_of_the_class_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Tempered(Plain):
+        weight = 1.0
+
+        def on_train_epoch_start(self) -> None:
+            self.weight = 0.5 * self.weight
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.weight
+
+    assert check_captured(fit, Tempered, max_epochs=3).capture.captures == 3
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "slots", "class"])
+def test_attribute_of_an_object_renews_the_graphs(fit: Callable[..., Ran], kind: str) -> None:
+    @dataclasses.dataclass
+    class Data:
+        weight: float = 1.0
+
+    class Slots:
+        __slots__ = ("weight",)
+
+        def __init__(self) -> None:
+            self.weight = 1.0
+
+    class Class:
+        weight = 1.0
+
+    class Tempered(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = {"dataclass": Data, "slots": Slots, "class": Class}[kind]()
+
+        def on_train_epoch_start(self) -> None:
+            self.options.weight *= 0.5
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.options.weight
+
+    assert check_captured(fit, Tempered, max_epochs=3).capture.captures == 3
+
+
+def test_teacher_that_is_no_submodule(fit: Callable[..., Ran]) -> None:
+    class Taught(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teachers = [copy.deepcopy(self.network)]
+
+        def on_fit_start(self) -> None:
+            self.teachers[0].to(self.device)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                pairs = zip(self.teachers[0].parameters(), self.network.parameters())
+                for theirs, own in pairs:
+                    theirs.mul_(0.9).add_(own, alpha=0.1)
+                target = self.teachers[0](batch[0])
+            return self.loss(batch) + F.mse_loss(self.network(batch[0]), target)
+
+    check_captured(fit, Taught)
+
+
+def test_parameter_group_is_added(fit: Callable[..., Ran]) -> None:
+    class Growing(Plain):
+        def configure_optimizers(self) -> Any:
+            self.network[0].requires_grad_(False)
+            return torch.optim.AdamW(self.network[1:].parameters(), lr=2**-7, fused=True)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.network[0].requires_grad_(True)
+                group = {"params": list(self.network[0].parameters()), "lr": 2**-9}
+                self.trainer.optimizers[0].add_param_group(group)
+
+    assert check_captured(fit, Growing, max_epochs=3).capture.captures == 2
+
+
+def test_gradients_that_no_optimizer_zeroes(fit: Callable[..., Ran]) -> None:
+    class Half(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.network[-1].parameters(), lr=2**-7, fused=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            layer: Any = self.network[0]
+            outputs["loss"] = layer.weight.grad.abs().sum()  # grows from step to step
+
+    check_captured(fit, Half)
+
+
+def test_callback_serves_two_fits(fit: Callable[..., Ran], device: str) -> None:
+    captured = CapturedSteps()
+    options: Any = {
+        "accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "max_epochs": 1,
+    }  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
+    for fits in (1, 2):
+        losses, model = Losses(), Plain()
+        trainer = pl.Trainer(callbacks=[captured, losses], **options)
+        trainer.fit(model, loader)
+        assert captured.captures == fits
+        assert not {"training_step", "log"} & vars(model).keys()
+        assert "run" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert captured.replays == 2 * (STEPS - capture.WARMUP_STEPS - capture.TRIALS)
 
 
 def test_frozen_layers_renew_the_graphs(fit: Callable[..., Ran]) -> None:

@@ -13,7 +13,8 @@ import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,63 +41,74 @@ class FrozenError(Exception):
     """A step does what a graph of it would freeze; says what."""
 
 
-class Owner(NamedTuple):
-    """Something with attributes."""
-
-    path: str  # how a user would write it
-    attributes: dict[str, Any]
-    names: list[str]  # of those that are looked at
-
-
 class Attributes:
     """The values of attributes, to be compared with what they are later.
 
-    Containers and plain objects are looked into. Of a tensor only its place in memory counts: a
-    graph reads what is there when it runs.
+    Containers, plain objects and modules are looked into. Of a tensor only its place in memory
+    counts: a graph reads what is there when it runs.
+
+    Args:
+        selected: whether an attribute of a module is looked at.
     """
 
-    def __init__(self, owners: Iterable[Owner]) -> None:
-        # Items of containers, the sizes of containers, and tensors; each with where it was found.
+    def __init__(self, selected: Callable[[nn.Module, str], bool] = lambda *_: True) -> None:
+        self._selected = selected
+        self._seen: set[int] = set()  # the ids of what was looked into
+        # What is compared: parts of owners, sizes of containers, tensors; each with its name.
         self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
-        self._containers: list[Any] = []
-        self._values: list[Any] = []
-        self._where_values: list[str] = []
+        self._owners: list[Any] = []
+        self._parts: list[Any] = []
+        self._part_names: list[str] = []
         self._sized: list[Any] = []
-        self._where_sized: list[str] = []
+        self._sized_names: list[str] = []
         self._tensors: list[Tensor] = []
-        self._where_tensors: list[str] = []
-        owners = list(owners)
-        seen = {id(owner.attributes) for owner in owners}
-        for path, attributes, names in owners:
-            where = [f"{path}.{name}" for name in names]
-            self._add(attributes, names, where)
-            for name, place in zip(names, where, strict=True):
-                self._look_into(attributes[name], place, seen, MAX_DEPTH)
-        self._sizes, self._places, self._trained = self._measure()
+        self._tensor_names: list[str] = []
+        self._measured: Any = None  # by `_measure`, at the first comparison
+
+    def add_modules(self, name: str, root: nn.Module) -> None:
+        """Adds a module and those within it, but what Lightning keeps in them."""
+        modules = [
+            (".".join(filter(None, [name, path])), module)
+            for path, module in root.named_modules()
+            if id(module) not in self._seen
+        ]
+        self._seen |= {id(module) for _, module in modules}
+        for path, module in modules:
+            names = [n for n in _names_of_data(module) if self._selected(module, n)]
+            self._add(module, operator.attrgetter, names, [f"{path}.{n}" for n in names])
+
+    def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
+        """Adds items of a container."""
+        self._seen.add(id(owner))
+        self._add(owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys])
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors among them, each once."""
+        """Returns the tensors that were found, each once."""
         return list(self._tensors)
 
     def changed(self) -> str | None:
-        """Returns the first attribute that is no longer what it was.
+        """Returns the name of the first part that is no longer what it was when it was added.
 
         It runs in every step: what does not change is compared in few calls.
         """
         try:
-            now = [v for get, each in zip(self._getters, self._containers) for v in get(each)]
-        except (IndexError, KeyError):
+            now = [part for get, each in zip(self._getters, self._owners) for part in get(each)]
+        except (AttributeError, IndexError, KeyError):
             return self._find_missing()
-        if not all(map(operator.is_, now, self._values)):
-            return _first_difference(now, self._values, self._where_values)
-        sizes, places, trained = self._measure()
-        if sizes != self._sizes:
-            return _first_difference(sizes, self._sizes, self._where_sized)
-        if places != self._places:
-            return _first_difference(places, self._places, self._where_tensors)
-        if trained != self._trained:
-            return _first_difference(trained, self._trained, self._where_tensors)
+        if not all(map(operator.is_, now, self._parts)):
+            return _first_difference(now, self._parts, self._part_names)
+        measured = self._measure()
+        if measured != self._measured:
+            names = self._sized_names, self._tensor_names, self._tensor_names
+            for now, before, of in zip(measured, self._measured, names, strict=True):
+                if now != before:
+                    return _first_difference(now, before, of)
         return None
+
+    def finish(self) -> Attributes:
+        """Measures what was added; returns this object."""
+        self._measured = self._measure()
+        return self
 
     def _measure(self) -> tuple[list[int], list[int], list[bool]]:
         """Returns the sizes of containers, and of tensors the place and whether it is trained."""
@@ -105,77 +117,92 @@ class Attributes:
 
     def _find_missing(self) -> str | None:
         number = 0
-        for get, container in zip(self._getters, self._containers, strict=True):
+        for get, owner in zip(self._getters, self._owners, strict=True):
             try:
-                number += len(get(container))
-            except (IndexError, KeyError):
-                return self._where_values[number]
+                number += len(get(owner))
+            except (AttributeError, IndexError, KeyError):
+                return self._part_names[number]
         return None
 
-    def _add(self, container: Any, keys: list[Any], where: list[str]) -> None:
+    def _add(
+        self, owner: Any, getter: Any, keys: list[Any], names: list[str], depth: int = 0
+    ) -> None:
+        """Adds the parts of an owner that `getter` gets by their keys."""
         if not keys:
             return
-        # itemgetter returns a tuple of two or more only
-        get = operator.itemgetter(*keys) if len(keys) > 1 else lambda c, key=keys[0]: (c[key],)
+        get = getter(*keys)
+        if len(keys) == 1:  # getters return a tuple of two or more only
+            get = functools.partial(lambda get, owner: (get(owner),), get)
+        parts = get(owner)
         self._getters.append(get)
-        self._containers.append(container)
-        self._values += get(container)
-        self._where_values += where
+        self._owners.append(owner)
+        self._parts += parts
+        self._part_names += names
+        for name, part in zip(names, parts, strict=True):
+            self._look_into(part, name, depth)
 
-    def _look_into(self, value: Any, where: str, seen: set[int], depth: int) -> None:
-        if isinstance(value, _ATOMS) or id(value) in seen:
+    def _look_into(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._seen:
             return
-        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self.add_modules(name, value)
+            return
+        self._seen.add(id(value))
         if isinstance(value, Tensor):
             self._tensors.append(value)
-            self._where_tensors.append(where)
+            self._tensor_names.append(name)
             return
-        if isinstance(value, nn.Module) or not depth:
-            return  # modules are owners themselves
+        getter: Any = operator.itemgetter
         container: Any = value
-        if type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
-            container = vars(value)
-        parts: list[tuple[Any, Any]] = []
-        if isinstance(container, Mapping):
-            parts = list(container.items())
-        elif isinstance(container, list | tuple):
-            parts = list(enumerate(container))
-        elif not isinstance(container, set):
+        if isinstance(value, Mapping):
+            keys = list(value)
+        elif isinstance(value, list | tuple):
+            keys = list(range(len(value)))
+        elif isinstance(value, set):
+            keys = []
+        elif type(value).__module__.split(".")[0] not in _LIBRARIES:
+            keys, getter, container = _names_of_data(value), operator.attrgetter, None
+        else:
             return
-        self._sized.append(container)
-        self._where_sized.append(where)
-        if len(container) <= MAX_ITEMS:
-            self._add(container, [key for key, _ in parts], [where] * len(parts))
-            for _, part in parts:
-                self._look_into(part, where, seen, depth - 1)
+        if container is not None:
+            self._sized.append(container)
+            self._sized_names.append(name)
+        if len(keys) <= MAX_ITEMS and depth < MAX_DEPTH:
+            self._add(value, getter, keys, [name] * len(keys), depth + 1)
 
 
-def _first_difference(now: list[Any], before: list[Any], where: list[str]) -> str:
-    different = zip(where, now, before, strict=True)
-    return next(w for w, a, b in different if not (a is b or (isinstance(a, int) and a == b)))
+def _names_of_data(owner: Any) -> list[str]:
+    """Returns the names of the attributes of an object that hold data: its own and those of its
+    class, but not what Lightning keeps in a module."""
+    names: dict[str, None] = dict.fromkeys(getattr(owner, "__dict__", {}))
+    for kind in type(owner).__mro__:
+        if kind.__module__.split(".")[0] in _LIBRARIES:
+            continue
+        for name, value in vars(kind).items():
+            slot = isinstance(value, types.MemberDescriptorType)
+            method = callable(value) or hasattr(type(value), "__get__")
+            if (slot and hasattr(owner, name)) or not (method or name.startswith("__")):
+                names.setdefault(name)
+    own = LIGHTNINGS_OWN if isinstance(owner, pl.LightningModule) else ()
+    return [n for n in names if n not in own and n not in SET_BY_OBSERVERS and "." not in n]
+
+
+def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str:
+    different = zip(names, now, before, strict=True)
+    return next(n for n, a, b in different if not (a is b or (isinstance(a, int) and a == b)))
 
 
 def attributes_of(
-    model: nn.Module, included: Callable[[nn.Module, str], bool] = lambda *_: True
+    model: nn.Module, selected: Callable[[nn.Module, str], bool] = lambda *_: True
 ) -> Attributes:
-    """Returns the attributes of a model and its modules, but Lightning's own.
+    """Returns the attributes of a model and its modules.
 
     Args:
-        included: whether an attribute of a module is looked at.
+        selected: whether an attribute of a module is looked at.
     """
-
-    def names(module: nn.Module) -> list[str]:
-        own = LIGHTNINGS_OWN if isinstance(module, pl.LightningModule) else ()
-        return [
-            name
-            for name in vars(module)
-            if name not in own and name not in SET_BY_OBSERVERS and included(module, name)
-        ]
-
-    return Attributes(
-        Owner(".".join(filter(None, ["self", path])), vars(module), names(module))
-        for path, module in model.named_modules()
-    )
+    attributes = Attributes(selected)
+    attributes.add_modules("self", model)
+    return attributes.finish()
 
 
 def settings_of(optimizer: torch.optim.Optimizer, rate_may_change: list[bool]) -> Attributes:
@@ -184,20 +211,21 @@ def settings_of(optimizer: torch.optim.Optimizer, rate_may_change: list[bool]) -
     Args:
         rate_may_change: of each group, whether its learning rate may change.
     """
-    owners = [Owner("optimizer", vars(optimizer), ["param_groups", "state"])]
+    settings = Attributes()
     groups = zip(optimizer.param_groups, rate_may_change, strict=True)
     for number, (group, may_change) in enumerate(groups):
-        names = [name for name in group if not (name == "lr" and may_change)]
-        owners.append(Owner(f"optimizer.param_groups[{number}]", group, names))
+        keys = [key for key in group if not (key == "lr" and may_change)]
+        settings.add_items(f"optimizer.param_groups[{number}]", group, keys)
     for state in optimizer.state.values():
-        owners.append(Owner("optimizer.state", state, list(state)))
-    return Attributes(owners)
+        settings.add_items("optimizer.state", state, list(state))
+    settings.add_items("optimizer", vars(optimizer), ["param_groups", "state"])
+    return settings.finish()
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _LIBRARIES = {
-    "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch", "types",
-    "weakref",
+    "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch",
+    "torchmetrics", "types", "weakref",
 }  # fmt: skip
 
 

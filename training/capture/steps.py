@@ -184,24 +184,26 @@ class CapturedSteps(pl.Callback):
         self._device = trainer.strategy.root_device
         self._steps: dict[Any, _Step] = {}
         self._strikes = self._replays_before = 0
-        self._rates: list[Tensor | None] = []
+        self._captured = False  # whether this fit has a graph
+        self._capturable = []
+        self._rates: list[Tensor | None] = []  # the learning rate of each group, on the GPU
+        self._written: list[Any] = []  # what was written there
         self._why_eager = self._find_obstacle()
         if self._why_eager is None:
             self._optimizer = trainer.optimizers[0]
             self._prepare_optimizer()
-            self._parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
             self._gpu = Gpu(self._device)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run_step = self._loop.run
         self._loop.run = self._run
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self._steps = {}
-        self._loop.run = self._run_step
+        vars(self._loop).pop("run", None)
 
     def on_exception(self, *_: Any) -> None:
         if hasattr(self, "_loop"):
-            self._loop.run = self._run_step
+            self.on_train_end()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -254,15 +256,18 @@ class CapturedSteps(pl.Callback):
     def _prepare_optimizer(self) -> None:
         """Lets the optimizer run in a graph, and read its learning rate from the GPU."""
         groups = self._optimizer.param_groups
-        self._capturable = self._capturable or [group.get("capturable") for group in groups]
-        self._rates = []  # the learning rate of each group, on the GPU
-        self._written: list[Any] = [None] * len(groups)  # what was written there
+        own = (p for group in groups for p in group["params"])
+        self._parameters = list(dict.fromkeys([*own, *self._model.parameters()]))
+        for group in groups[len(self._rates) :]:
+            self._capturable.append(group.get("capturable"))
+            reads = "capturable" in group or group.get("fused")
+            own_rate = isinstance(group["lr"], Tensor)  # the schedule writes into it
+            rate = None if own_rate or not reads else torch.empty((), device=self._device)
+            self._rates.append(rate)
+            self._written.append(None)
         for group in groups:
             if "capturable" in group:
                 group["capturable"] = True
-            reads = "capturable" in group or group.get("fused")
-            own = isinstance(group["lr"], Tensor)  # the schedule writes into it
-            self._rates.append(None if own or not reads else torch.empty((), device=self._device))
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
@@ -316,21 +321,22 @@ class CapturedSteps(pl.Callback):
         """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
         distributed = self._trainer.world_size > 1
         warmup = WARMUP_STEPS_DDP if distributed else WARMUP_STEPS
-        ready = step.seen >= (1 if self.captures else warmup)
-        if distributed and not self.captures:
+        ready = step.seen >= (1 if self._captured else warmup)
+        if distributed and not self._captured:
             ready = self._all(ready)  # a step that runs twice must do so in all processes
         if not ready:
             return self._observe(step, call)
         if step.graph is None:
-            step.trials = LATER_TRIALS if self.captures else TRIALS
+            step.trials = LATER_TRIALS if self._captured else TRIALS
             if distributed:
-                step.trials = min(step.trials, 0 if self.captures else 1)
+                step.trials = min(step.trials, 0 if self._captured else 1)
             self._capture(step, call)
-            if distributed and not self.captures and not self._all(step.why_eager is None):
+            if distributed and not self._captured and not self._all(step.why_eager is None):
                 step.why_eager = step.why_eager or "another process could not capture it"
             if step.why_eager is not None:
                 return self._run_eagerly(call, step.why_eager)
             self.captures += 1
+            self._captured = True
         if not step.trials:
             return self._replay(step, call)
         return self._compare(step, call)
@@ -342,7 +348,7 @@ class CapturedSteps(pl.Callback):
         with self._gpu.beside():
             result = self._run_eagerly(call, WARMUP)
         # The first steps fill caches, which are attributes too.
-        if step.seen >= WARMUP_STEPS or self.captures:
+        if step.seen >= WARMUP_STEPS or self._captured:
             if (changed := attributes.changed()) is not None:
                 step.why_eager = f"training_step changes {changed}"
             elif (used := randomness.used()) is not None:
@@ -355,6 +361,7 @@ class CapturedSteps(pl.Callback):
 
     def _capture(self, step: _Step, call: _Call) -> None:
         """Captures a step without running it; or sets `why_eager`."""
+        self._prepare_optimizer()
         batch = call.kwargs["batch"]
         step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
         if any(tensor.device != self._device for tensor in step.inputs):
@@ -461,8 +468,9 @@ class CapturedSteps(pl.Callback):
         self._write_rates()
         foreach_copy_(step.inputs, tensors_of(batch))
         for parameter, gradient in zip(self._parameters, step.gradients_before or ()):
-            if gradient is not None and gradient is not parameter.grad:
-                gradient.copy_(parameter.grad)
+            added: Any = parameter.grad  # present where it was in the capture: part of the key
+            if gradient is not None and gradient is not added:
+                gradient.copy_(added)
 
     def _renew(self, changed: str) -> None:
         """Drops the graphs, since what they froze has changed."""
