@@ -284,7 +284,8 @@ def test_attribute_of_the_class_renews_the_graphs(fit: Callable[..., Ran]) -> No
         weight = 1.0
 
         def on_train_epoch_start(self) -> None:
-            self.weight = 0.5 * self.weight
+            if self.current_epoch:  # until then it is the class's
+                self.weight = 0.5 * self.weight
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch) * self.weight
@@ -313,7 +314,8 @@ def test_attribute_of_an_object_renews_the_graphs(fit: Callable[..., Ran], kind:
             self.options = {"dataclass": Data, "slots": Slots, "class": Class}[kind]()
 
         def on_train_epoch_start(self) -> None:
-            self.options.weight *= 0.5
+            if self.current_epoch:
+                self.options.weight *= 0.5
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch) * self.options.weight
