@@ -27,8 +27,8 @@ class Throughput(pl.Callback):
     nothing waits for them before the end of the fit, so those of a GPU go there later, when it has
     come so far, all of a second at once. Validation, checkpoints and other work between epochs are
     not counted; waiting for the first batch of an epoch is. Nor is a step, with the wait for its
-    batch, in which torch.compile compiled, as it does again where a batch has another shape: what
-    is measured is how the fit runs once that is over.
+    batch, in which torch.compile compiled, as it does again where a batch has another shape, or
+    which called :func:`leave_out_step`: what is measured is how the fit runs once that is over.
 
     Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
 
@@ -56,7 +56,7 @@ class Throughput(pl.Callback):
 
     Attributes:
         warmup_seconds: what the steps that are not counted took, on the host's clock, without the
-            wait for their batches: the first ones and those that compiled.
+            wait for their batches: the first ones and those that compiled or were left out.
 
     Raises:
         ValueError: `warmup_steps` is negative; or, while training, a batch holds no tensor and

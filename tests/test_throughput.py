@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import hoconv.lightning
-from hoconv.lightning import Throughput, batch_size
+from hoconv.lightning import Throughput, batch_size, leave_out_step
 
 FETCH, STEP, VALIDATION, EPOCH_END = 0.25, 0.75, 8.0, 16.0  # seconds of each
 
@@ -155,6 +155,21 @@ def test_steps_that_compile_are_not_counted(clock):
     assert summary["samples_per_sec"] == pytest.approx((20 * 4 + 3) / 21 / (FETCH + STEP))
     assert summary["data_wait_fraction"] == pytest.approx(FETCH / (FETCH + STEP))
     assert run.throughput.warmup_seconds == pytest.approx(3 * STEP + 2 * compile_seconds)
+
+
+def test_steps_that_ask_for_it_are_left_out(clock):
+    capture_seconds = 100.0
+
+    class Capturing(Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 4:
+                clock.advance(capture_seconds)
+                leave_out_step()
+            return super().training_step(batch, batch_idx)
+
+    run = fit(clock, [4] * 10, Throughput(2), Capturing(clock), limit_val_batches=0)
+    assert run.throughput.summary()["step_ms"] == pytest.approx(1000 * (FETCH + STEP))
+    assert run.throughput.warmup_seconds == pytest.approx(3 * STEP + capture_seconds)
 
 
 @pytest.mark.parametrize("interval", [1.0, 0.5], ids=["after the epoch", "within the epoch"])

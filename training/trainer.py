@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.strategies import DDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console
@@ -52,8 +53,11 @@ def make_trainer(
             "trainer.gradient_clip_val=null or +trainer.gradient_clip_algorithm=value, or use "
             "trainer=ddp"
         )
+    options: dict[str, Any] = dict(config.trainer)
+    if options["strategy"] == "ddp":  # gradients are reduced where they are made, not copied
+        options["strategy"] = DDPStrategy(gradient_as_bucket_view=True)
     trainer = pl.Trainer(
-        **config.trainer,
+        **options,
         logger=logger,
         callbacks=[
             throughput,
