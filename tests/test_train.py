@@ -110,7 +110,8 @@ def test_steps_do_not_wait_for_the_gpu(run, monkeypatch, tmp_path, experiment, i
         done = run(
             f"experiment={name}", *overrides, f"impl={impl}", f"capture={capture}", "trainer=gpu",
             "logger=csv", "data.batch_size=8", "trainer.max_epochs=1",
-            "trainer.limit_train_batches=22", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+            "trainer.limit_train_batches=22", "trainer.limit_val_batches=1",
+            "trainer.limit_test_batches=1",
             *([f"data.cache_dir={tmp_path}"] if name.startswith("coco") else []),
         )  # fmt: skip
     finally:

@@ -14,6 +14,7 @@ cross-entropy, the backward pass and the optimizer, on one fixed batch. Writes::
             network, precision (float32; bfloat16 by autocast, on a GPU), batch, impl
             error                 null, "out of memory", or what was raised: then the rest is null
             samples_per_s         the median over runs of steps
+            captured_samples_per_s    the same of steps that are one CUDA graph each; null on a CPU
             step_ms, layers_ms    device time of one step, and of its layers: median_ms, p20_ms,
                                   p80_ms, repeats
             layers_share          the median of layers_ms over that of step_ms
@@ -66,7 +67,10 @@ CLASSES = 10
 CATEGORIES = COCO.num_classes
 WORDS, VOCABULARY = 20, 10_000
 PRECISIONS = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
-MEASURED = "samples_per_s", "step_ms", "layers_ms", "layers_share", "speed_up_limit"
+MEASURED = (
+    "samples_per_s", "captured_samples_per_s", "step_ms", "layers_ms", "layers_share",
+    "speed_up_limit",
+)  # fmt: skip
 METHOD = (
     "Samples a second: median over runs of some steps each, ended by a synchronisation, "
     "time.perf_counter, after warm-up. Share of the layers: marks are set at the begin and end of "
@@ -76,7 +80,8 @@ METHOD = (
     "the forward, so nothing else runs in between. A mark is a CUDA event, or time.perf_counter on "
     "a CPU. On a GPU these steps are queued behind reads that outlast their launch: their times "
     "exclude gaps in which the device waits for the host. Samples a second include such gaps, as "
-    "training does. torch.backends.cudnn.allow_tf32=False, as in train.py. Captions: 20 words of a "
+    "training with capture=off does. A captured step is one CUDA graph. "
+    "torch.backends.cudnn.allow_tf32=False, as in train.py. Captions: 20 words of a "
     "vocabulary of 10,000."
 )
 
@@ -196,19 +201,24 @@ def _time_steps(
 ) -> dict[str, Any]:
     model = network.make(impl).to(device)
     optimizer = network.optimizer(model.parameters(), lr=1e-3)
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = device.type == "cuda"
     images = torch.randn(network.batch, *network.image_shape, device=device)
     labels = torch.randint(network.classes, (network.batch, *network.label_shape), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        mixed = precision == "bfloat16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
 
     for _ in range(WARM_UP):
         step()
-    seconds = statistics.median(_run_s(step, device) for _ in range(RUNS)) / STEPS[device.type]
+    seconds = _step_s(step, device)
+    captured = network.batch / _step_s(_capture(step), device) if device.type == "cuda" else None
 
     marks = LayerMarks(model, device)
     steps_ms, layers_ms = [], []
@@ -221,17 +231,34 @@ def _time_steps(
         layers_ms.append(marks.milliseconds())
     step_ms, layer_ms = percentiles(steps_ms), percentiles(layers_ms)
     share = layer_ms["median_ms"] / step_ms["median_ms"]
-    found = network.batch / seconds, step_ms, layer_ms, share, 1 / (1 - share)
+    found = network.batch / seconds, captured, step_ms, layer_ms, share, 1 / (1 - share)
     return dict(zip(MEASURED, found, strict=True))
 
 
-def _run_s(step: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(STEPS[device.type]):
+def _step_s(step: Callable[[], None], device: torch.device) -> float:
+    """Returns the seconds of a step, the median over runs."""
+
+    def run_s() -> float:
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(STEPS[device.type]):
+            step()
+        synchronize(device)
+        return time.perf_counter() - begin
+
+    return statistics.median(run_s() for _ in range(RUNS)) / STEPS[device.type]
+
+
+def _capture(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that runs a step as a CUDA graph."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         step()
-    synchronize(device)
-    return time.perf_counter() - begin
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side):
+        step()
+    return graph.replay
 
 
 def synchronize(device: torch.device) -> None:
@@ -303,12 +330,22 @@ class LayerMarks:
 def _table(measured: dict[str, Any]) -> Table:
     table = Table("network", "precision", "layers", title=f"training steps, {hardware(measured)}",
                   box=SIMPLE)  # fmt: skip
-    for column in ("batch", "samples / s", "step, ms", "in the layers, ms", "share", "limit"):
+    for column in (
+        "batch",
+        "samples / s",
+        "captured",
+        "step, ms",
+        "in the layers, ms",
+        "share",
+        "limit",
+    ):
         table.add_column(column, justify="right")
     for row in measured["rows"]:
         cells = [row["network"], row["precision"], row["impl"], str(row["batch"])]
-        cells += ["[red]failed", "", "", "", ""] if row["error"] else [
+        captured = row["captured_samples_per_s"]
+        cells += ["[red]failed", "", "", "", "", ""] if row["error"] else [
             f"{row['samples_per_s']:.4g}",
+            f"{captured:.4g}" if captured else "",
             f"{row['step_ms']['median_ms']:.4g}",
             f"{row['layers_ms']['median_ms']:.4g}",
             f"{row['layers_share']:.0%}",
