@@ -84,6 +84,16 @@ def test_no_step_waits_for_the_word_of_another_process(tmp_path):
     assert int(counted.read_text()) == 0
 
 
+@pytest.mark.slow
+def test_validation_has_the_statistics_of_the_first_process(tmp_path):
+    found = tmp_path / "found"
+    watch = f"+callbacks.watch={{_target_: tests.batch_statistics.WatchStatistics, path: {found}}}"
+    train(tmp_path / "run", *TWO, "experiment=digits_cnn", "trainer.max_epochs=1", watch)
+    after_a_step, before_validation = json.loads(found.read_text())
+    assert len(set(after_a_step)) == 2  # each process has its own
+    assert before_validation == 2 * [after_a_step[0]]
+
+
 def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> list[float]:
     """Of three steps, the validation and the test, of the same global batch."""
     folder = tmp_path / str(devices)

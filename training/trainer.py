@@ -18,6 +18,7 @@ from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
+from training.callbacks.statistics import FirstStatistics
 from training.capture.steps import CapturedSteps
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.instantiation import instantiate
@@ -64,6 +65,7 @@ def make_trainer(
             capture,
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
+            FirstStatistics(),
             make_epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
