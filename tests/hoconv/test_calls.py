@@ -3,6 +3,7 @@ watches or replaces the calls of PyTorch still does."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -96,7 +97,10 @@ def test_tensor_that_holds_another_passes_its_gradient_on(variant: Variant, samp
     got = output_and_gradients(call_with_holders, sample.args, sample.kwargs)
     expected = output_and_gradients(variant.call, sample.args, sample.kwargs)
     assert got.keys() == expected.keys()
-    assert all(same_bits(got[name], expected[name]) for name in expected)
+    # cuDNN computes an LSTM, but not where a call is overridden.
+    rounds_alike = (variant.operator.name, variant.device) != ("recurrent", "cuda")
+    same = same_bits if rounds_alike else functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    assert all(same(got[name], expected[name]) for name in expected)
 
 
 def test_inference_mode_gives_the_same_output(variant: Variant, sample: Sample) -> None:
