@@ -706,6 +706,24 @@ def test_other_shape_every_time(fit: Callable[..., Ran]) -> None:
     assert f"there are more than {capture.MAX_GRAPHS} shapes of batches" in captured.why
 
 
+def test_optimizer_without_a_rate(fit: Callable[..., Ran]) -> None:
+    class Signs(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = torch.enable_grad()(closure)() if closure else None
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad.sign(), alpha=2**-9)
+            return loss
+
+    class Signed(Plain):
+        def configure_optimizers(self) -> Any:
+            return Signs(self.parameters(), {})
+
+    check_captured(fit, Signed)
+
+
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 def test_returns_nothing(fit: Callable[..., Ran]) -> None:
     class Skipping(Plain):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,3 +45,24 @@ def tensors_of(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_values(found.append, values)
     return found
+
+
+def describe(values: Any) -> Any:
+    """Returns what a graph depends on: the tensors' shapes, strides, types and devices, and where
+    they are; None for values without tensors."""
+    if isinstance(values, Tensor):
+        return values.shape, values.stride(), values.dtype, values.device
+    if isinstance(values, str) or values is None:
+        return None
+    if isinstance(values, Mapping):
+        names, parts = tuple(values), [describe(value) for value in values.values()]
+    elif isinstance(values, Sequence):
+        names, parts = None, [describe(value) for value in values]
+    elif dataclasses.is_dataclass(values):
+        names, parts = (
+            None,
+            [describe(getattr(values, f.name)) for f in dataclasses.fields(values)],
+        )
+    else:
+        return None
+    return (type(values), names, *parts) if any(part is not None for part in parts) else None

@@ -205,23 +205,6 @@ def attributes_of(
     return attributes.finish()
 
 
-def settings_of(optimizer: torch.optim.Optimizer, rate_may_change: list[bool]) -> Attributes:
-    """Returns the options and the state of an optimizer.
-
-    Args:
-        rate_may_change: of each group, whether its learning rate may change.
-    """
-    settings = Attributes()
-    groups = zip(optimizer.param_groups, rate_may_change, strict=True)
-    for number, (group, may_change) in enumerate(groups):
-        keys = [key for key in group if not (key == "lr" and may_change)]
-        settings.add_items(f"optimizer.param_groups[{number}]", group, keys)
-    for state in optimizer.state.values():
-        settings.add_items("optimizer.state", state, list(state))
-    settings.add_items("optimizer", vars(optimizer), ["param_groups", "state"])
-    return settings.finish()
-
-
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _LIBRARIES = {
     "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch",
@@ -379,17 +362,3 @@ for _name in (*vars(int), *vars(list)):  # Python looks for operators in the cla
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__",
               "__repr__", "__format__", "__call__"):  # fmt: skip
     setattr(Unread, _name, _refuse)
-
-
-def hook_of(model: nn.Module) -> str | None:
-    """Returns the name of what has a hook: a module or a parameter; None where nothing has one."""
-    kinds = (
-        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    )  # fmt: skip
-    for name, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in kinds):
-            return name or "the model"
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
-            return name
-    return None

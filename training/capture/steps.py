@@ -8,42 +8,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.profilers import PassThroughProfiler
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import LBFGS
 from torch.utils._pytree import tree_leaves
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.callbacks.values import map_values, tensors_of
+from training.callbacks.values import describe, map_values, tensors_of
+from training.capture.comparison import copies, difference, present
 from training.capture.frozen import (
     FrozenError,
     HostRandomness,
     Logged,
     Unread,
     attributes_of,
-    hook_of,
     read_attributes,
     recorded_reads,
-    settings_of,
     watched,
 )
 from training.capture.gpu import Gpu
+from training.capture.obstacles import find_obstacle
+from training.capture.optimizer import CapturedOptimizer
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
@@ -60,12 +54,6 @@ WARMUP, TRIAL = "before a capture", "to compare"
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
 # from them so many times as much.
 NOISE_FACTOR = 16.0
-HOOKS = (
-    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-)  # fmt: skip
-MODEL_HOOKS = (
-    *HOOKS, "backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad",
-)  # fmt: skip
 
 
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -168,7 +156,6 @@ class CapturedSteps(pl.Callback):
         self.eager_steps: Counter[str] = Counter()
         self.seconds = 0.0
         self._said: set[str] = set()
-        self._capturable: list[bool | None] = []  # of the optimizer's groups, before
 
     def summary(self) -> dict[str, Any]:
         """Returns the attributes, as numbers and text."""
@@ -185,13 +172,15 @@ class CapturedSteps(pl.Callback):
         self._steps: dict[Any, _Step] = {}
         self._strikes = self._replays_before = 0
         self._captured = False  # whether this fit has a graph
-        self._capturable = []
-        self._rates: list[Tensor | None] = []  # the learning rate of each group, on the GPU
-        self._written: list[Any] = []  # what was written there
-        self._why_eager = self._find_obstacle()
+        self._optimizer: Any = None
+        self._why_eager = (
+            "capture=off"
+            if self.mode == "off"
+            else find_obstacle(trainer, pl_module, device_type=Gpu.type)
+        )
         if self._why_eager is None:
-            self._optimizer = trainer.optimizers[0]
-            self._prepare_optimizer()
+            self._optimizer = CapturedOptimizer(trainer.optimizers[0], self._device)
+            self._find_parameters()
             self._gpu = Gpu(self._device)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run_step = self._loop.run
@@ -208,70 +197,9 @@ class CapturedSteps(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        for optimizer in checkpoint.get("optimizer_states", ()):
-            for group, capturable in zip(optimizer["param_groups"], self._capturable):
-                if capturable is not None:  # a CPU, on which the run may go on, refuses it
-                    group["capturable"] = capturable
-
-    def _find_obstacle(self) -> str | None:
-        """Returns why no step of the fit can be captured, or None."""
-        trainer: Any = self._trainer
-        model = self._model
-        if self.mode == "off":
-            return "capture=off"
-        if self._device.type != Gpu.type:
-            return f"the run is on a {self._device.type.upper()}"
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            return f"the strategy is {type(trainer.strategy).__name__}"
-        if not model.automatic_optimization:
-            return "the model optimizes manually"
-        if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-            return "training_step takes dataloader_iter"
-        if torch.is_anomaly_enabled():
-            return "PyTorch looks for anomalies"
-        if not isinstance(trainer.profiler, PassThroughProfiler):
-            return "a profiler is on"
-        for callback in trainer.callbacks:
-            for hook in HOOKS:
-                if is_overridden(hook, callback, pl.Callback):
-                    return f"{type(callback).__name__} has {hook}"
-        for hook in MODEL_HOOKS:
-            if is_overridden(hook, model):
-                return f"the model has {hook}"
-        if (owner := hook_of(model)) is not None:
-            return f"{owner} has a hook"
-        return self._find_obstacle_of(trainer.optimizers[0])
-
-    def _find_obstacle_of(self, optimizer: Any) -> str | None:
-        kind = type(optimizer).__name__
-        if isinstance(optimizer, LBFGS):
-            return "LBFGS runs a step several times"
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return f"{kind} has a hook"
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return f"precision=16-mixed waits for the GPU unless {kind} is fused"
-        return None
-
-    def _prepare_optimizer(self) -> None:
-        """Lets the optimizer run in a graph, and read its learning rate from the GPU."""
-        groups = self._optimizer.param_groups
-        own = (p for group in groups for p in group["params"])
-        self._parameters = list(dict.fromkeys([*own, *self._model.parameters()]))
-        for group in groups[len(self._rates) :]:
-            self._capturable.append(group.get("capturable"))
-            reads = "capturable" in group or group.get("fused")
-            own_rate = isinstance(group["lr"], Tensor)  # the schedule writes into it
-            rate = None if own_rate or not reads else torch.empty((), device=self._device)
-            self._rates.append(rate)
-            self._written.append(None)
-        for group in groups:
-            if "capturable" in group:
-                group["capturable"] = True
-            for parameter in group["params"]:
-                state = self._optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
-                    state["step"] = state["step"].to(self._device, torch.float32)
+        for state in checkpoint.get("optimizer_states", ()):
+            if getattr(self, "_optimizer", None) is not None:
+                self._optimizer.restore_options(state)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Does what the loop's own `run` does, eagerly or by a graph."""
@@ -279,7 +207,7 @@ class CapturedSteps(pl.Callback):
         if self._why_eager is not None:
             return self._run_eagerly(call, self._why_eager)
         accumulated = self._trainer.accumulate_grad_batches
-        key = _describe(kwargs["batch"]), *call[3:], accumulated
+        key = describe(kwargs["batch"]), *call[3:], accumulated
         if not call.first:
             key += tuple(p.grad is None for p in self._parameters)
         step = self._steps.get(key)
@@ -312,9 +240,9 @@ class CapturedSteps(pl.Callback):
     def _run_eagerly(self, call: _Call, why: str) -> dict[str, Any]:
         self._say(why)
         self.eager_steps[why] += 1
-        if self._why_eager is not None:
+        if self._optimizer is None:
             return self._run_step(call.optimizer, call.batch_idx, call.kwargs)
-        with self._rates_on_gpu():
+        with self._optimizer.rates_on_gpu():
             return self._run_step(call.optimizer, call.batch_idx, call.kwargs)
 
     def _prepare(self, step: _Step, call: _Call) -> dict[str, Any]:
@@ -361,7 +289,8 @@ class CapturedSteps(pl.Callback):
 
     def _capture(self, step: _Step, call: _Call) -> None:
         """Captures a step without running it; or sets `why_eager`."""
-        self._prepare_optimizer()
+        self._optimizer.prepare()
+        self._find_parameters()
         batch = call.kwargs["batch"]
         step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
         if any(tensor.device != self._device for tensor in step.inputs):
@@ -376,7 +305,7 @@ class CapturedSteps(pl.Callback):
         attributes = attributes_of(self._model)
         try:
             with (
-                self._rates_on_gpu(),
+                self._optimizer.rates_on_gpu(),
                 watched(self._model) as step.logged,
                 recorded_reads() as reads,
                 self._gpu.capture() as graph,
@@ -386,7 +315,7 @@ class CapturedSteps(pl.Callback):
                 raise FrozenError(f"training_step changes {changed}")
             step.gradients = [p.grad for p in self._parameters]
             step.frozen = read_attributes(self._model, reads)
-            step.settings = settings_of(self._optimizer, self._rate_may_change())
+            step.settings = self._optimizer.settings()
             step.graph = graph
         except Exception as error:
             step.why_eager = _explain(error)
@@ -403,20 +332,20 @@ class CapturedSteps(pl.Callback):
         gradients = [p.grad for p in self._parameters]
         written = self._state()
         # Of the gradients before the step only those count to which it adds: graphs share memory.
-        state = [*written, *_present({*gradients, *(step.gradients_before or ())})]
-        before = _copy(state), self._gpu.random_state()
+        state = [*written, *present({*gradients, *(step.gradients_before or ())})]
+        before = copies(state), self._gpu.random_state()
         with self._gpu.beside():
             result = self._run_eagerly(call, TRIAL)
-        after = _copy(state), self._gpu.random_state()
+        after = copies(state), self._gpu.random_state()
         gradients_after = [p.grad for p in self._parameters]
-        eager = _copy([*written, *_present(gradients_after), *tensors_of(result)])
+        eager = copies([*written, *present(gradients_after), *tensors_of(result)])
 
         def again(run: Callable[[], Any]) -> list[Tensor]:
             """Runs the step from the state before it; returns what is to be as in `eager`."""
             self._restore(state, *before, gradients)
             returned = run()
-            left = _present(p.grad for p in self._parameters)
-            return _copy([*written, *left, *tensors_of(returned)])
+            left = present(p.grad for p in self._parameters)
+            return copies([*written, *left, *tensors_of(returned)])
 
         def replay() -> Any:
             self._load(step, call.kwargs["batch"])
@@ -424,10 +353,10 @@ class CapturedSteps(pl.Callback):
             self._set_gradients(step.gradients)
             return step.result
 
-        error = _difference(again(replay), eager)
+        error = difference(again(replay), eager)
         if not self._all(error == 0):
             # Kernels may add in any order: then two replays differ, too.
-            noise = _difference(again(replay), again(replay))
+            noise = difference(again(replay), again(replay))
             if not self._all(error <= NOISE_FACTOR * noise):
                 step.graph = None
                 step.why_eager = (
@@ -465,7 +394,7 @@ class CapturedSteps(pl.Callback):
 
     def _load(self, step: _Step, batch: Any) -> None:
         """Writes what a graph reads."""
-        self._write_rates()
+        self._optimizer.write_rates()
         foreach_copy_(step.inputs, tensors_of(batch))
         for parameter, gradient in zip(self._parameters, step.gradients_before or ()):
             added: Any = parameter.grad  # present where it was in the capture: part of the key
@@ -480,18 +409,24 @@ class CapturedSteps(pl.Callback):
         )
         self._replays_before = self.replays
         if self._strikes <= MAX_STRIKES:
-            self._prepare_optimizer()
+            self._optimizer.prepare()
+            self._find_parameters()
             return
         self._why_eager = f"{changed} changes again and again"
         if changed.endswith(".lr"):
             self._why_eager += "; an optimizer with fused=True reads it on the GPU"
+
+    def _find_parameters(self) -> None:
+        """Finds those that may have gradients; an optimizer may have been given more."""
+        parameters = [*self._optimizer.parameters, *self._model.parameters()]
+        self._parameters = list(dict.fromkeys(parameters))
 
     def _state(self) -> list[Tensor]:
         """Returns all tensors that a step may write, but gradients."""
         scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
         found = [
             *attributes_of(self._model).tensors(),
-            *settings_of(self._optimizer, self._rate_may_change()).tensors(),
+            *self._optimizer.settings().tensors(),
             *(value for value in scaler.values() if isinstance(value, Tensor)),
         ]
         return list({id(tensor): tensor for tensor in found}.values())
@@ -513,36 +448,6 @@ class CapturedSteps(pl.Callback):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
-    def _rate_may_change(self) -> list[bool]:
-        """Returns for each group whether its learning rate is read from the GPU."""
-        groups = self._optimizer.param_groups
-        return [
-            rate is not None or isinstance(group["lr"], Tensor)
-            for rate, group in zip(self._rates, groups, strict=True)
-        ]
-
-    def _write_rates(self) -> None:
-        for i, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates)):
-            if rate is not None and group["lr"] != self._written[i]:
-                self._written[i] = group["lr"]
-                rate.fill_(group["lr"])
-
-    @contextmanager
-    def _rates_on_gpu(self) -> Iterator[None]:
-        """Lets the optimizer read its learning rate from the GPU: eager steps then give the same
-        bits as captured ones."""
-        self._write_rates()
-        groups = self._optimizer.param_groups
-        before = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self._rates):
-            if rate is not None:
-                group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, before, strict=True):
-                group["lr"] = rate
-
     def _all(self, decision: bool) -> bool:
         """Whether the decision is true in all processes."""
         return self._trainer.strategy.reduce_boolean_decision(decision, all=True)
@@ -557,55 +462,8 @@ class CapturedSteps(pl.Callback):
             console.stdout().print(f"Steps run uncaptured: {why}", soft_wrap=True, highlight=False)
 
 
-def _describe(values: Any) -> Any:
-    """Returns what a graph depends on: the tensors' shapes, strides, types and devices, and where
-    they are; None for values without tensors."""
-    if isinstance(values, Tensor):
-        return values.shape, values.stride(), values.dtype, values.device
-    if isinstance(values, str) or values is None:
-        return None
-    if isinstance(values, Mapping):
-        names, parts = tuple(values), [_describe(value) for value in values.values()]
-    elif isinstance(values, Sequence):
-        names, parts = None, [_describe(value) for value in values]
-    elif dataclasses.is_dataclass(values):
-        names, parts = (
-            None,
-            [_describe(getattr(values, f.name)) for f in dataclasses.fields(values)],
-        )
-    else:
-        return None
-    return (type(values), names, *parts) if any(part is not None for part in parts) else None
-
-
 def _hide(value: Any) -> Any:
     return None if value is None else Unread(f"a {type(value).__name__} of the batch")
-
-
-def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _copy(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest difference of an element, relative to the largest of its tensor."""
-    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
-        return math.inf
-    largest = 0.0
-    for a, b in zip(found, expected, strict=True):
-        same = (a == b) | ((a != a) & (b != b))  # or both are NaN
-        if bool(same.all()):
-            continue
-        if not a.is_floating_point():
-            return math.inf
-        difference = (a.double() - b.double()).abs().max() / b.double().abs().max()
-        if not difference.isfinite():
-            return math.inf
-        largest = max(largest, float(difference))
-    return largest
 
 
 def _explain(error: BaseException) -> str:

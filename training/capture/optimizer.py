@@ -1,0 +1,98 @@
+"""An optimizer whose steps are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.capture.frozen import Attributes
+
+
+class CapturedOptimizer:
+    """Lets an optimizer run in a graph, and read its learning rate from the GPU.
+
+    It is made ``capturable`` if it can be. The value of the schedule is written to the GPU before
+    a step, and the optimizer keeps its own, a Python number, between the steps.
+
+    Args:
+        optimizer: of any kind.
+        device: that trains.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        # Of each group: what `capturable` was, the learning rate on the GPU, and what was written.
+        self._capturable: list[bool | None] = []
+        self._rates: list[Tensor | None] = []
+        self._written: list[Any] = []
+        self.prepare()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def prepare(self) -> None:
+        """Prepares the groups and the state that are there, new ones too."""
+        groups = self._optimizer.param_groups
+        for group in groups[len(self._rates) :]:
+            self._capturable.append(group.get("capturable"))
+            reads = "capturable" in group or group.get("fused")
+            number = isinstance(group.get("lr"), float | int)  # else the schedule writes into it
+            self._rates.append(torch.empty((), device=self._device) if reads and number else None)
+            self._written.append(None)
+        for group in groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
+                    state["step"] = state["step"].to(self._device, torch.float32)
+
+    def restore_options(self, state: dict[str, Any]) -> None:
+        """Removes what `prepare` set from a state dict: a CPU, on which a run may go on, refuses
+        it."""
+        for group, capturable in zip(state["param_groups"], self._capturable):
+            if capturable is not None:
+                group["capturable"] = capturable
+
+    def write_rates(self) -> None:
+        """Writes the learning rates to the GPU."""
+        for i, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates)):
+            if rate is not None and group["lr"] != self._written[i]:
+                self._written[i] = group["lr"]
+                rate.fill_(group["lr"])
+
+    @contextmanager
+    def rates_on_gpu(self) -> Iterator[None]:
+        """Lets the optimizer read its learning rate from the GPU: eager steps then give the same
+        bits as captured ones."""
+        self.write_rates()
+        groups = [
+            (group, group["lr"], rate)
+            for group, rate in zip(self._optimizer.param_groups, self._rates)
+            if rate is not None
+        ]
+        for group, _, rate in groups:
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, number, _ in groups:
+                group["lr"] = number
+
+    def settings(self) -> Attributes:
+        """Returns the options and the state, but the learning rates that are read from the GPU."""
+        settings = Attributes()
+        for number, group in enumerate(self._optimizer.param_groups):
+            on_gpu = self._rates[number] is not None or isinstance(group.get("lr"), Tensor)
+            keys = [key for key in group if not (key == "lr" and on_gpu)]
+            settings.add_items(f"optimizer.param_groups[{number}]", group, keys)
+        for state in self._optimizer.state.values():
+            settings.add_items("optimizer.state", state, list(state))
+        settings.add_items("optimizer", vars(self._optimizer), ["param_groups", "state"])
+        return settings.finish()
