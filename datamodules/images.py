@@ -12,14 +12,10 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-import torch
 
 from datamodules.memory import Batch, EvaluationBatches, LabelledImages, TrainingBatches
+from datamodules.placement import get_training_device, is_resident, require_known
 from datamodules.sampling import EvenBatches, Shuffle, get_rank
-
-DEVICES = ("auto", "gpu", "cpu")
-# The most of a GPU's free memory that a data set takes by itself: the model comes after it.
-MOST_OF_FREE = 0.1
 
 
 class CacheError(OSError):
@@ -28,10 +24,6 @@ class CacheError(OSError):
 
 class DataNotFoundError(FileNotFoundError):
     """The files of a data set are missing or damaged; says which, where, and what to do."""
-
-
-class DataDeviceError(ValueError):
-    """A data set is to be on a device that the run does not have; says which, and what to do."""
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
@@ -60,8 +52,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-        if device not in DEVICES:
-            raise ValueError(f"device: expected one of {', '.join(DEVICES)}; got {device!r}")
+        require_known(device)
         self.batch_size = batch_size
         self.seed = seed
         self.device = device
@@ -74,44 +65,30 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         self.splits = self.splits or self.load()
 
-    def train_dataloader(self) -> TrainingBatches:
-        data, pin = self._place("train")
+    def train_dataloader(self) -> TrainingBatches[Batch]:
+        data = self._place("train")
         sampler = Shuffle(len(data), self.seed, **get_rank(self.trainer))
-        return TrainingBatches(data, sampler, self.batch_size, pin)
+        return TrainingBatches(data, sampler, self.batch_size)
 
-    def val_dataloader(self) -> EvaluationBatches:
+    def val_dataloader(self) -> EvaluationBatches[Batch]:
         return self._evaluation("val")
 
-    def test_dataloader(self) -> EvaluationBatches:
+    def test_dataloader(self) -> EvaluationBatches[Batch]:
         return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
         return (images - self.pixel_mean).div_(self.pixel_std), labels  # float32, as a scalar is
 
-    def _evaluation(self, split: str) -> EvaluationBatches:
-        data, pin = self._place(split)
+    def _evaluation(self, split: str) -> EvaluationBatches[Batch]:
+        data = self._place(split)
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
-        return EvaluationBatches(data, batches, pin)
+        return EvaluationBatches(data, batches)
 
-    def _place(self, split: str) -> tuple[LabelledImages, bool]:
-        """Moves a split to its device; returns it, and whether its batches are to be pinned."""
+    def _place(self, split: str) -> LabelledImages:
+        """Moves a split to its device, and returns it."""
         data = self.splits[split]
-        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        if device.type != "cuda":
-            if self.device == "gpu":
-                raise DataDeviceError(
-                    f"data.device: expected auto or cpu for a run on {device.type}, got 'gpu'; or "
-                    "use trainer=gpu"
-                )
-            return data, False
-        if self.device == "gpu" or (self.device == "auto" and _fits(data, device)):
+        device = get_training_device(self.trainer)
+        if is_resident(self.device, data.nbytes if data.labels.device != device else 0, device):
             data = self.splits[split] = data.to(device)
-        return data, data.labels.device.type == "cpu"
-
-
-def _fits(data: LabelledImages, device: torch.device) -> bool:
-    if data.labels.device == device:
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    return data.nbytes <= MOST_OF_FREE * free
+        return data.pinned() if device.type == "cuda" and data.labels.device.type == "cpu" else data

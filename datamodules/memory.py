@@ -5,7 +5,8 @@ N samples, B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +15,48 @@ from torch import Tensor
 from datamodules.sampling import EvenBatches, Shuffle
 
 Batch = tuple[Tensor, Tensor]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class InMemory(Protocol[T_co]):
+    """A data set on one device, of which batches are selected there."""
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Returns what the selection of samples needs, on the device of the data.
+
+        Args:
+            rows: of an order of :class:`Shuffle` or of :class:`SeededShuffle`, on the CPU. They are
+                those of an epoch, so that a batch is not the place for work on the host.
+
+        Returns:
+            Tensors with an entry for each row.
+        """
+        ...
+
+    def select(self, rows: Tensor, *columns: Tensor) -> T_co:
+        """Returns the batch of rows; `columns` has their part of each column."""
+        ...
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values of the CPU on a device; to a GPU the copy is queued, and the host goes on."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class LabelledImages:
-    """Images (N, C, H, W) uint8 and their labels (N,) int64, on one device."""
+    """Images (N, C, H, W) uint8 and their labels (N,) int64, on one device.
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
+    Args:
+        pin: whether batches on the CPU are in page-locked memory, from which a copy to a GPU does
+            not wait.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, pin: bool = False) -> None:
         self.images = images
         self.labels = labels
+        self.pin = pin
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,28 +70,32 @@ class LabelledImages:
         """Returns the same images and labels on a device."""
         return LabelledImages(self.images.to(device), self.labels.to(device))
 
-    def select(self, indices: Tensor, pin: bool = False) -> Batch:
-        """Returns the images and labels of indices (B,) on the same device.
+    def pinned(self) -> LabelledImages:
+        """Returns the same images and labels, with batches in page-locked memory."""
+        return LabelledImages(self.images, self.labels, pin=True)
 
-        Args:
-            pin: whether they are in page-locked memory, from which a copy to a GPU does not wait.
-        """
-        return _select(self.images, indices, pin), _select(self.labels, indices, pin)
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return (send(rows, self.labels.device),)
+
+    def select(self, rows: Tensor, *columns: Tensor) -> Batch:
+        """Returns the images and labels of indices (B,) on the same device."""
+        (indices,) = columns
+        return self._select(self.images, indices), self._select(self.labels, indices)
+
+    def _select(self, values: Tensor, indices: Tensor) -> Tensor:
+        if values.device.type != "cpu":
+            return values.index_select(0, indices)
+        # By NumPy: PyTorch would wake threads, which takes longer than the copy.
+        shape = (len(indices), *values.shape[1:])
+        chosen = torch.empty(shape, dtype=values.dtype, pin_memory=self.pin)
+        np.take(values.numpy(), indices.numpy(), axis=0, out=chosen.numpy())
+        return chosen
 
 
-def _select(values: Tensor, indices: Tensor, pin: bool) -> Tensor:
-    if values.device.type != "cpu":
-        return values.index_select(0, indices)
-    # By NumPy: PyTorch would wake threads, which takes longer than the copy.
-    chosen = torch.empty((len(indices), *values.shape[1:]), dtype=values.dtype, pin_memory=pin)
-    np.take(values.numpy(), indices.numpy(), axis=0, out=chosen.numpy())
-    return chosen
-
-
-class TrainingBatches:
+class TrainingBatches(Generic[T_co]):
     """The training batches of an epoch, in the order of a :class:`Shuffle`.
 
-    The order goes to the device once an epoch, and a batch is one selection there. An iteration is
+    The order goes to the device once an epoch, and a batch is a selection there. An iteration is
     one epoch, and can resume in its middle. The state, which Lightning keeps in checkpoints, is the
     epoch and the number of its batches that were used: a batch counts as used when the next one is
     asked for.
@@ -65,14 +104,12 @@ class TrainingBatches:
         data: where the batches are to be.
         sampler: whose epoch Lightning sets.
         batch_size: B; the last batch of an epoch may be smaller.
-        pin: as for :meth:`LabelledImages.select`.
     """
 
-    def __init__(self, data: LabelledImages, sampler: Shuffle, batch_size: int, pin: bool) -> None:
+    def __init__(self, data: InMemory[T_co], sampler: Shuffle, batch_size: int) -> None:
         self.data = data
         self.sampler = sampler
         self.batch_size = batch_size
-        self.pin = pin
         self._begin = 0  # how many batches the next iteration skips
         self._done = 0  # how many batches of this epoch were used
 
@@ -86,29 +123,38 @@ class TrainingBatches:
         self.sampler.set_epoch(state["epoch"])
         self._begin = state["batches"]
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0
-        order = torch.tensor(list(self.sampler), device=self.data.labels.device)
-        for indices in order.split(self.batch_size)[self._done :]:
-            yield self.data.select(indices, self.pin)
+        rows = self.sampler.order(self.sampler.epoch)
+        batches = _split(rows, self.data.columns(rows), self.batch_size)
+        for batch, *columns in batches[self._done :]:
+            yield self.data.select(batch, *columns)
             self._done += 1
 
 
-class EvaluationBatches:
+class EvaluationBatches(Generic[T_co]):
     """Batches for evaluation: of :class:`EvenBatches`, in the order of the data.
 
     Args:
-        data, pin: as for :class:`TrainingBatches`.
+        data: as for :class:`TrainingBatches`.
         batches: this process's.
     """
 
-    def __init__(self, data: LabelledImages, batches: EvenBatches, pin: bool) -> None:
+    def __init__(self, data: InMemory[T_co], batches: EvenBatches) -> None:
         self.data = data
-        self.pin = pin
-        self.batches = [indices.to(data.labels.device) for indices in batches.batches]
+        rows = torch.cat(batches.batches)
+        sizes = [len(indices) for indices in batches.batches]
+        self.batches = _split(rows, data.columns(rows), sizes)
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return (self.data.select(indices, self.pin) for indices in self.batches)
+    def __iter__(self) -> Iterator[T_co]:
+        return (self.data.select(batch, *columns) for batch, *columns in self.batches)
+
+
+def _split(
+    rows: Tensor, columns: tuple[Tensor, ...], sizes: int | list[int]
+) -> Sequence[tuple[Tensor, ...]]:
+    """Returns the part of each batch: of the rows, and of every column."""
+    return list(zip(*(values.split(sizes) for values in (rows, *columns)), strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 
@@ -47,30 +47,37 @@ class Shuffle(Sampler[Any]):
         return math.ceil(self.length / self.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.order(self.epoch)
+        return iter(self.as_items(self.order(self.epoch)))
 
-    def order(self, epoch: int) -> Iterator[Any]:
-        """Returns this process's indices in an epoch."""
+    def order(self, epoch: int) -> Tensor:
+        """Returns this process's indices in an epoch: int64, a row for each."""
         (state,) = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
-        items = self._items(torch.Generator().manual_seed(int(state)))
-        padded = itertools.islice(itertools.cycle(items), len(self) * self.world_size)
-        return itertools.islice(padded, self.rank, None, self.world_size)
+        rows = self._rows(torch.Generator().manual_seed(int(state)))
+        padded = torch.arange(self.rank, len(self) * self.world_size, self.world_size)
+        return rows[padded % self.length]
 
-    def _items(self, generator: Generator) -> list[Any]:
-        return torch.randperm(self.length, generator=generator).tolist()
+    def as_items(self, rows: Tensor) -> list[Any]:
+        """Returns rows of an order as what a data set is asked for."""
+        return rows.tolist()
+
+    def _rows(self, generator: Generator) -> Tensor:
+        return torch.randperm(self.length, generator=generator)
 
 
 class SeededShuffle(Shuffle):
     """A :class:`Shuffle` of pairs: an index, and a random seed for the augmentation of that item.
 
     The seeds are drawn here, in one process, so that a batch does not depend on how many workers
-    fetch it.
+    fetch it. A row of an order holds both, (N, 2).
     """
 
-    def _items(self, generator: Generator) -> list[tuple[int, int]]:
-        order = super()._items(generator)
+    def as_items(self, rows: Tensor) -> list[tuple[int, int]]:
+        return [(index, seed) for index, seed in rows.tolist()]
+
+    def _rows(self, generator: Generator) -> Tensor:
+        order = super()._rows(generator)
         seeds = torch.randint(2**62, (self.length,), generator=generator)
-        return list(zip(order, seeds.tolist(), strict=True))
+        return torch.stack((order, seeds), dim=1)
 
 
 class EvenBatches(Sampler[list[int]]):
@@ -109,9 +116,8 @@ class Epochs(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         begin, self.begin = self.begin, 0
         for epoch in itertools.count(self.sampler.epoch):
-            order = itertools.islice(self.sampler.order(epoch), begin * self.batch_size, None)
-            while batch := list(itertools.islice(order, self.batch_size)):
-                yield batch
+            for rows in self.sampler.order(epoch).split(self.batch_size)[begin:]:
+                yield self.sampler.as_items(rows)
             begin = 0
 
 

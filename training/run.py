@@ -16,7 +16,8 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from datamodules.images import CacheError, DataDeviceError, DataNotFoundError
+from datamodules.images import CacheError, DataNotFoundError
+from datamodules.placement import DataDeviceError
 from hoconv.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk

@@ -47,7 +47,7 @@ def test_an_epoch_is_that_of_a_loader_and_continues_after_a_stop(
     loader.batch_sampler.sampler.set_epoch(epoch)
     expected = [numbers.tolist() for (numbers,) in itertools.islice(loader, len(loader))]
 
-    batches = TrainingBatches(numbered(length), shuffle(), batch_size, pin=False)
+    batches = TrainingBatches(numbered(length), shuffle(), batch_size)
     batches.sampler.set_epoch(epoch)
     assert len(batches) == len(loader) == len(expected)
     assert labels(batches) == expected
@@ -56,7 +56,7 @@ def test_an_epoch_is_that_of_a_loader_and_continues_after_a_stop(
     iterator = iter(batches)
     for _ in range(used + 1):
         next(iterator)  # the last one is being worked on
-    resumed = TrainingBatches(numbered(length), shuffle(), batch_size, pin=False)
+    resumed = TrainingBatches(numbered(length), shuffle(), batch_size)
     resumed.load_state_dict(batches.state_dict())
     assert labels(resumed) == expected[used:]
     resumed.sampler.set_epoch(epoch + 1)
@@ -68,7 +68,7 @@ def test_evaluation_gives_every_sample_once(length: int, batch_size: int, world:
     found = []
     for rank in range(world):
         even = EvenBatches(length, batch_size, rank, world)
-        batches = EvaluationBatches(numbered(length), even, pin=False)
+        batches = EvaluationBatches(numbered(length), even)
         assert len(batches) == len(even)
         found += labels(batches)
     assert sorted(itertools.chain(*found)) == list(range(length))

@@ -1,0 +1,53 @@
+"""Where a data set is: on the GPU that trains, or in the memory of the host."""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+import torch
+
+DEVICES = ("auto", "gpu", "cpu")
+# The most of a GPU's free memory that a data set takes by itself: the model comes after it.
+MOST_OF_FREE = 0.1
+
+
+class DataDeviceError(ValueError):
+    """A data set is to be on a device where it cannot be; says which, why, and what to do."""
+
+
+def require_known(device: str) -> None:
+    """Raises ValueError for an argument `device` that is not one of `DEVICES`."""
+    if device not in DEVICES:
+        raise ValueError(f"device: expected one of {', '.join(DEVICES)}; got {device!r}")
+
+
+def get_training_device(trainer: pl.Trainer | None) -> torch.device:
+    """Returns the device that trains in this process."""
+    return torch.device("cpu") if trainer is None else trainer.strategy.root_device
+
+
+def is_resident(device: str, nbytes: int, training: torch.device) -> bool:
+    """Whether a data set is to be on the GPU that trains.
+
+    Args:
+        device: the argument of the data module, one of `DEVICES`.
+        nbytes: of the data that is still to be moved there.
+        training: the device that trains.
+
+    Raises:
+        DataDeviceError: `device` is ``"gpu"`` and the run has none.
+    """
+    if training.type != "cuda":
+        if device == "gpu":
+            raise DataDeviceError(
+                f"data.device: expected auto or cpu for a run on {training.type}, got 'gpu'; or "
+                "use trainer=gpu"
+            )
+        return False
+    return device == "gpu" or (device == "auto" and _fits(nbytes, training))
+
+
+def _fits(nbytes: int, device: torch.device) -> bool:
+    if nbytes == 0:
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return nbytes <= MOST_OF_FREE * free
