@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision import tv_tensors
-from torchvision.transforms import v2
 
+from datamodules.coco import augmentation
 from datamodules.coco.pixels import Images, LabelMaps
 
 
@@ -29,28 +28,25 @@ class SegmentationSet(Dataset[SegmentationBatch]):
     An item is an image (3, S, S) and its labels (S, S), both uint8. With `augment`, an item that is
     asked for as (index, seed) is a random crop of at least half the area, mirrored half the time;
     the seed determines both.
+
+    Attributes:
+        numbers: of the images of the items, in the annotation file, (N,) int64.
     """
 
     def __init__(self, images: Images, label_maps: LabelMaps, *, augment: bool = False) -> None:
         self.images = images
         self.label_maps = label_maps
         self.augment = augment
-        self.augmentation = v2.Compose(
-            [
-                v2.RandomResizedCrop(images.image_size, scale=(0.5, 1.0), antialias=True),
-                v2.RandomHorizontalFlip(),
-            ]
-        )
+        self.numbers = torch.from_numpy(images.usable)
 
     def __len__(self) -> int:
-        return len(self.images.usable)
+        return len(self.numbers)
 
     def __getitem__(self, item: int | tuple[int, int]) -> SegmentationBatch:
         index, seed = item if isinstance(item, tuple) else (item, None)
-        number = int(self.images.usable[index])
+        number = int(self.numbers[index])
         image, labels = self.images[number], self.label_maps[number]
         if seed is not None and self.augment:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                image, labels = self.augmentation(tv_tensors.Image(image), tv_tensors.Mask(labels))
-        return SegmentationBatch(image.as_subclass(Tensor), labels.as_subclass(Tensor))
+            (box,) = augmentation.draw_crops(torch.tensor([seed]), self.images.image_size)
+            image, labels = augmentation.crop(image, labels, box)
+        return SegmentationBatch(image, labels)

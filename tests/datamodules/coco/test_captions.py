@@ -1,7 +1,17 @@
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from datamodules.coco.captions import END, PAD, START, UNKNOWN, Vocabulary, split_words
+from datamodules.coco.captions import (
+    END,
+    LENGTH_STEP,
+    PAD,
+    START,
+    UNKNOWN,
+    Vocabulary,
+    round_length,
+    split_words,
+)
 
 TEXTS = ["A cat and a dog.", "a DOG, and a man's hat", "a cat: 2 dogs"]
 
@@ -34,7 +44,7 @@ def test_batches_are_padded_and_say_how_long_each_caption_is(both, load):
     for batch in batches:
         assert batch.images.shape[1:] == (3, 8, 8)
         assert batch.tokens.dtype == batch.lengths.dtype == torch.int64
-        assert batch.tokens.shape[1] == batch.lengths.max()
+        assert batch.tokens.shape[1] == round_length(int(batch.lengths.max()))
         for tokens, length, references in zip(*batch[1:], strict=True):
             assert tokens[0] == START
             assert tokens[length - 1] == END
@@ -47,12 +57,32 @@ def test_batches_are_padded_and_say_how_long_each_caption_is(both, load):
     assert sorted(texts) == sorted(expected)
 
 
+@pytest.mark.parametrize("words", range(1, 10))
+def test_batches_have_few_lengths(both, load, words):
+    for split in both.values():
+        for caption in split.captions:
+            caption["caption"] = " ".join(["word"] * words)
+        split.write()
+    (batch, *_) = load("captions", min_count=1).train_dataloader()
+    assert set(batch.lengths.tolist()) == {words + 2}
+    longest = batch.tokens.shape[1]
+    assert longest % LENGTH_STEP == 0
+    assert 0 <= longest - (words + 2) < LENGTH_STEP
+
+
+def test_references_are_no_part_of_what_walks_a_batch(both, load):
+    (batch, *_) = load("captions", min_count=1).train_dataloader()
+    assert len(tree_leaves(batch)) == len(batch)
+
+
 def test_evaluation_sees_each_image_once_with_all_its_captions(both, load):
     data = load("captions", min_count=1)
     (batch,) = data.val_dataloader()
     assert len(batch.images) == 3
     # Images are in the order of their ids, and these were given out from the highest.
-    assert batch.references == [[f"A cat, number {i}!", "a cat and a small dog"] for i in (2, 1, 0)]
+    assert list(batch.references) == [
+        [f"A cat, number {i}!", "a cat and a small dog"] for i in (2, 1, 0)
+    ]
 
 
 def test_words_of_validation_captions_are_not_learned(both, load):

@@ -5,7 +5,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from datamodules.coco.captions import END, START, CaptionBatch, Vocabulary, split_words
+from datamodules.coco.captions import END, START, CaptionBatch, References, Vocabulary, split_words
 from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
@@ -30,7 +30,7 @@ class Data(pl.LightningDataModule):
                 self.images[i : i + 3],
                 tokens[[0, 1, 0]][: len(self.images[i : i + 3])],
                 torch.tensor([5, 3, 5]),
-                self.references[i : i + 3],
+                References(self.references[i : i + 3]),
             )
             for i in range(0, 7, 3)
         ]
