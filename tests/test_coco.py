@@ -146,6 +146,21 @@ def test_other_data_is_one_line(run, task):
     assert f"data=coco_tiny with model={task}" in line
 
 
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (("trainer=cpu",), "trainer=gpu"),
+        (("trainer=cpu", "data.cache_images=false"), "data.cache_images=true"),
+    ],
+)
+def test_images_that_cannot_be_on_a_gpu_are_one_line(small, options, fix):
+    failed = small("data.device=gpu", "impl=reference", *options)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: data.device: expected auto or cpu")
+    assert fix in line
+
+
 def test_missing_weights_are_one_line(small, monkeypatch, tmp_path):
     import torch
 

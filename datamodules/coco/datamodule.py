@@ -17,9 +17,17 @@ from torch.utils.data import DataLoader
 from datamodules.coco.annotations import Annotations, Captions, Instances
 from datamodules.coco.captions import CaptionSet, Vocabulary, collate
 from datamodules.coco.pixels import Images, LabelMaps
+from datamodules.coco.resident import ResidentCaptions, ResidentSegmentation, move
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
+from datamodules.memory import EvaluationBatches, TrainingBatches
+from datamodules.placement import (
+    DataDeviceError,
+    get_training_device,
+    is_resident,
+    require_known,
+)
 from datamodules.sampling import (
     Epochs,
     EvenBatches,
@@ -35,6 +43,8 @@ YEARS = (2014, 2017)
 # were trained with them.
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 PIXEL_STD = (58.395, 57.12, 57.375)
+
+Resident = ResidentSegmentation | ResidentCaptions
 
 
 class COCO(pl.LightningDataModule):
@@ -62,8 +72,14 @@ class COCO(pl.LightningDataModule):
         augment: whether training images are changed at random.
         test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
-        num_workers: processes that fetch batches; the batches do not depend on it.
+        num_workers: processes that fetch batches of images that are not on the GPU; the batches do
+            not depend on it.
         seed: of the order of the training images and of their augmentation.
+        device: where images and label maps are during training: ``"cpu"``, from where a loader
+            fetches them one by one; ``"gpu"``, the one that trains, which also changes them; or
+            ``"auto"``: the GPU that trains, if `cache_images` is set and those of a split take at
+            most a tenth of its free memory. The batches are the same, but for captions' colours,
+            which differ by at most 1 of 255.
 
     Attributes:
         skipped: name of a file or folder -> reason -> names of what is left out of it.
@@ -74,6 +90,8 @@ class COCO(pl.LightningDataModule):
         DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, or
             its categories are not those of COCO.
         CacheError: in the same methods: the cache cannot be written.
+        DataDeviceError: `device` is ``"gpu"`` without `cache_images`; or, by the loaders, the run
+            has no GPU.
     """
 
     num_classes: ClassVar[int] = 81  # 80 categories and the background
@@ -92,6 +110,7 @@ class COCO(pl.LightningDataModule):
         min_count: int = 5,
         num_workers: int = 0,
         seed: int = 0,
+        device: str = "auto",
     ) -> None:
         super().__init__()
         if task not in TASKS:
@@ -108,6 +127,12 @@ class COCO(pl.LightningDataModule):
         for name, value in (("image_size", image_size), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        require_known(device)
+        if device == "gpu" and not cache_images:
+            raise DataDeviceError(
+                "data.device: expected auto or cpu with data.cache_images=false, got 'gpu'; or use "
+                "data.cache_images=true"
+            )
         self.root = Path(data_dir).resolve() / "coco"
         self.task = task
         self.image_size = image_size
@@ -120,9 +145,15 @@ class COCO(pl.LightningDataModule):
         self.min_count = min_count
         self.num_workers = num_workers
         self.seed = seed
+        self.device = device
         self.skipped: dict[str, Skipped] = {}
         self.vocabulary: Vocabulary | None = None
         self._sets: dict[str, SegmentationSet | CaptionSet] = {}
+        # What is on a device: tables of pixels, which stages share, and the sets that use them.
+        self._tables: dict[tuple[Images | LabelMaps, torch.device], Tensor] = {}
+        self._residents: dict[
+            tuple[str, torch.device], ResidentSegmentation | ResidentCaptions
+        ] = {}
 
     def prepare_data(self) -> None:
         """Fills the cache, in one process only; `setup` then finds the entries in every process."""
@@ -141,11 +172,12 @@ class COCO(pl.LightningDataModule):
             self._report(images[split].folder.name, images[split].skipped)
         evaluated = {"val": "val", "test": self.test_split}
         if self.task == "segmentation":
+            label_maps = {split: self._label_maps(split) for split in annotations}
             self._sets["train"] = SegmentationSet(
-                images["train"], self._label_maps("train"), augment=self.augment
+                images["train"], label_maps["train"], augment=self.augment
             )
             for stage, split in evaluated.items():
-                self._sets[stage] = SegmentationSet(images[split], self._label_maps(split))
+                self._sets[stage] = SegmentationSet(images[split], label_maps[split])
         else:
             texts = {split: self._captions(split) for split in annotations}
             self.vocabulary = Vocabulary.of(texts["train"].texts(), self.min_count)
@@ -162,16 +194,18 @@ class COCO(pl.LightningDataModule):
                     images[split], texts[split], self.vocabulary, per_image=True
                 )
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> TrainingLoader | TrainingBatches[Any]:
         data = self._sets["train"]
         sampler = SeededShuffle(len(data), self.seed, **get_rank(self.trainer))
+        if (resident := self._resident("train")) is not None:
+            return TrainingBatches(resident, sampler, self.batch_size)
         batches = Epochs(sampler, self.batch_size, drop_last=False)
         return TrainingLoader(data, batch_sampler=batches, **self._options())
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("val")
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -212,10 +246,38 @@ class COCO(pl.LightningDataModule):
             self.skipped[what] = skipped
             report(what, skipped)
 
-    def _evaluation(self, stage: str) -> DataLoader:
+    def _evaluation(self, stage: str) -> DataLoader | EvaluationBatches[Any]:
         data = self._sets[stage]
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
+        if (resident := self._resident(stage)) is not None:
+            return EvaluationBatches(resident, batches)
         return DataLoader(data, batch_sampler=batches, **self._options())
+
+    def _resident(self, stage: str) -> Resident | None:
+        """Returns a stage's data on the GPU that trains; None where a loader is to give it."""
+        if not self.cache_images:
+            return None
+        data, device = self._sets[stage], get_training_device(self.trainer)
+        stores: list[Images | LabelMaps] = [data.images]
+        if isinstance(data, SegmentationSet):
+            stores.append(data.label_maps)
+        nbytes = sum(s.kept.nbytes for s in stores if (s, device) not in self._tables)
+        if not is_resident(self.device, nbytes, device):
+            return None
+        if (stage, device) not in self._residents:
+            pixels = [self._table(store, device) for store in stores]
+            self._residents[stage, device] = (
+                ResidentSegmentation(data, *pixels)
+                if isinstance(data, SegmentationSet)
+                else ResidentCaptions(data, *pixels)
+            )
+        return self._residents[stage, device]
+
+    def _table(self, store: Images | LabelMaps, device: torch.device) -> Tensor:
+        """Returns pixels that are kept, on a device; moves them there once."""
+        if (store, device) not in self._tables:
+            self._tables[store, device] = move(store.kept, device)
+        return self._tables[store, device]
 
     def _options(self) -> dict[str, Any]:
         collate_fn = collate if self.task == "captions" else None

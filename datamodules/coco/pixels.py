@@ -77,9 +77,15 @@ class Images:
         if len(self.usable) == 0:
             raise self._no_image_error("can be decoded")
 
+    @property
+    def kept(self) -> np.ndarray:
+        """The images on disk, (N, 3, S, S) uint8; only with `keep`."""
+        assert self._kept is not None
+        return self._kept["images"]
+
     def __getitem__(self, index: int) -> Tensor:
         if self._kept is not None:
-            return torch.from_numpy(self._kept["images"][index].copy())
+            return torch.from_numpy(self.kept[index].copy())
         return resize(self._decode(index), self.image_size)
 
     def _hash_files(self) -> str:
@@ -165,9 +171,15 @@ class LabelMaps:
             size = len(instances) * image_size**2
             self._kept = find_or_make(cache_dir, "labels", source, self._draw_all, size)
 
+    @property
+    def kept(self) -> np.ndarray:
+        """The label maps on disk, (N, S, S) uint8; only with `keep`."""
+        assert self._kept is not None
+        return self._kept["labels"]
+
     def __getitem__(self, index: int) -> Tensor:
         if self._kept is not None:
-            return torch.from_numpy(self._kept["labels"][index].copy())
+            return torch.from_numpy(self.kept[index].copy())
         labels = torch.from_numpy(self.instances.label_map(index))
         nearest = InterpolationMode.NEAREST_EXACT
         return F.resize(labels[None], [self.image_size] * 2, interpolation=nearest)[0]

@@ -1,0 +1,116 @@
+"""Data sets of COCO of which the pixels are on one device; batches are selected and changed there.
+
+The batches are those that a loader gives of the same :class:`SegmentationSet` or
+:class:`CaptionSet`. The host draws the changes and finds the rows for an epoch at once; for a batch
+it queues some twenty kernels, and waits for none.
+
+N images of the annotation file, B batch, S image size, T tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.coco.augmentation import Crops, colour_batch, draw_colours, draw_crops
+from datamodules.coco.captions import CaptionBatch, CaptionSet, References, pad, round_length
+from datamodules.coco.segmentation import SegmentationBatch, SegmentationSet
+from datamodules.memory import send
+
+COPIED_BYTES = 2**26  # at once, by `move`
+
+
+def move(kept: np.ndarray, device: torch.device) -> Tensor:
+    """Copies an array, which may be a file that is mapped, to a device, part by part."""
+    moved = torch.empty(kept.shape, dtype=torch.uint8, device=device)
+    rows = max(1, COPIED_BYTES // kept[0].nbytes)
+    for first in range(0, len(kept), rows):
+        moved[first : first + rows] = torch.from_numpy(kept[first : first + rows].copy())
+    return moved
+
+
+class ResidentSegmentation:
+    """A :class:`SegmentationSet` on the device of its pixels; see :class:`InMemory`.
+
+    Args:
+        data: of which items are selected.
+        images: (N, 3, S, S) uint8.
+        labels: (N, S, S) uint8, on the same device.
+    """
+
+    def __init__(self, data: SegmentationSet, images: Tensor, labels: Tensor) -> None:
+        self.data = data
+        self.images = images
+        self.labels = labels
+        self._crops = Crops(images, labels)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        indices, seeds = _split(rows)
+        columns = [self.data.numbers[indices]]
+        if self.data.augment and seeds is not None:
+            columns.append(draw_crops(seeds, self.images.shape[-1]))
+        return tuple(send(column, self.images.device) for column in columns)
+
+    def select(self, rows: Tensor, *columns: Tensor) -> SegmentationBatch:
+        """Returns images (B, 3, S, S) and labels (B, S, S), both uint8, on the device."""
+        numbers, *boxes = columns
+        if boxes:
+            return SegmentationBatch(*self._crops(numbers, *boxes))
+        return SegmentationBatch(
+            self.images.index_select(0, numbers), self.labels.index_select(0, numbers)
+        )
+
+
+class ResidentCaptions:
+    """A :class:`CaptionSet` on the device of its images; see :class:`InMemory`.
+
+    The lengths of a batch are on the device too. The host has a copy of them, from which it knows
+    T without waiting.
+
+    Args:
+        data: of which items are selected.
+        images: (N, 3, S, S) uint8.
+    """
+
+    def __init__(self, data: CaptionSet, images: Tensor) -> None:
+        self.data = data
+        self.images = images
+        tokens, self._host_lengths = pad([data.tokens(index) for index in range(len(data))])
+        self._tokens, self._lengths = tokens.to(images.device), self._host_lengths.to(images.device)
+        references = {int(number): data.captions.of_image(int(number)) for number in data.numbers}
+        self._references = [references[int(number)] for number in data.numbers]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        indices, seeds = _split(rows)
+        columns = [indices, self.data.numbers[indices]]
+        if self.data.augment and seeds is not None:
+            columns.append(draw_colours(seeds))
+        return tuple(send(column, self.images.device) for column in columns)
+
+    def select(self, rows: Tensor, *columns: Tensor) -> CaptionBatch:
+        """Returns images (B, 3, S, S) uint8 with their captions, on the device."""
+        indices, numbers, *changes = columns
+        items, _ = _split(rows)
+        images = self.images.index_select(0, numbers)
+        longest = int(self._host_lengths[items].amax())
+        return CaptionBatch(
+            images=colour_batch(images, *changes) if changes else images,
+            tokens=self._tokens[:, : round_length(longest)].index_select(0, indices),
+            lengths=self._lengths.index_select(0, indices),
+            references=References([self._references[item] for item in items.tolist()]),
+        )
+
+
+def _split(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the indices of rows, and their seeds where they have some."""
+    if rows.ndim == 1:
+        return rows, None
+    indices, seeds = rows.unbind(1)
+    return indices, seeds
