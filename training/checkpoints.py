@@ -96,8 +96,8 @@ class StepCheckpoints(pl.Callback):
 
     Checkpoints are written when the next batch has been fetched: by then the step, its validation
     and its logging are over. Beside Lightning's state they hold the state of the training loader, a
-    :class:`~datamodules.sampling.TrainingLoader`, of the random number generators of every process,
-    and of the logger.
+    :class:`~datamodules.sampling.TrainingLoader` or :class:`~datamodules.memory.TrainingBatches`,
+    of the random number generators of every process, and of the logger.
 
     Args:
         run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.

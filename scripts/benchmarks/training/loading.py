@@ -1,4 +1,4 @@
-"""Times how long training on COCO waits for its data: ``python scripts/benchmark.py loading``.
+"""Times how long training on COCO waits for a loader: ``python scripts/benchmark.py loading``.
 
 Writes::
 
@@ -24,7 +24,8 @@ from hoconv.commands import write_json
 
 EXPERIMENTS = ("coco_segmentation", "coco_captions")
 OVERRIDES = (
-    "data.image_size=224", "data.num_workers=2", "data.batch_size=8", "model.network.depth=5",
+    "data.image_size=224", "data.num_workers=2", "data.device=cpu", "data.batch_size=8",
+    "model.network.depth=5",
 )  # fmt: skip
 STEPS, INTERVAL = 40, 5
 
