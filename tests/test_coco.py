@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import hoconv
-from datamodules.coco import shapes
+from datamodules.coco import datamodule, shapes
 
 METRICS = {
     "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
@@ -83,6 +83,17 @@ def test_a_sweep_ends_with_the_metrics_of_its_models(run, cache_dir):
     table = done.out[done.out.rindex("Sweep") :]
     assert "test/mean_iou" in table
     assert "test/cider_d" in table
+
+
+def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monkeypatch):
+    less = ("trainer.limit_train_batches=10", "trainer.limit_val_batches=1")
+    how = ("impl=reference", "trainer=cpu", *less)
+    loaded = small(*how)
+    monkeypatch.setattr(datamodule, "is_resident", lambda *_: True)
+    resident = small(*how)
+    assert len(loaded.losses) == len(resident.losses) > 1
+    losses = [float(loss) for loss in loaded.losses]
+    assert [float(loss) for loss in resident.losses] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("impl", ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,7 +2,7 @@
 
 The batches are those that a loader gives of the same :class:`SegmentationSet` or
 :class:`CaptionSet`. The host draws the changes and finds the rows for an epoch at once; for a batch
-it queues some twenty kernels, and waits for none.
+it queues 18 kernels for segmentation and 29 for captions, and waits for none.
 
 N images of the annotation file, B batch, S image size, T tokens.
 """
