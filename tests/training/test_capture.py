@@ -594,6 +594,40 @@ def test_draws_on_the_host(fit: Callable[..., Ran], draw: Any, generator: str) -
     check_eager(fit, Random, f"training_step draws from {generator}")
 
 
+@pytest.mark.parametrize("kind", ["iterator", "generator"])
+def test_reads_what_goes_on(fit: Callable[..., Ran], kind: str) -> None:
+    class Going(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            # The same for longer than steps are compared.
+            self.factors = iter([1.0] * 12 + [0.5] * 12)
+            self.generator = np.random.default_rng(0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if kind == "iterator":
+                return self.loss(batch) * next(self.factors)
+            return self.loss(batch) * (0.5 if self.generator.random() > 0.99 else 1.0)
+
+    check_eager(fit, Going, "which goes on with each read")
+
+
+def test_attribute_that_a_class_reads_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Tempered(Plain):
+        weight = 1.0
+
+        @property
+        def factor(self) -> float:
+            return Tempered.weight
+
+        def on_train_epoch_start(self) -> None:
+            Tempered.weight = 2.0**-self.current_epoch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.factor
+
+    assert check_captured(fit, Tempered, max_epochs=3).capture.captures == 3
+
+
 def test_waits_for_the_device(fit: Callable[..., Ran]) -> None:
     class Waiting(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -63,7 +63,8 @@ class Attributes:
         self._sized_names: list[str] = []
         self._tensors: list[Tensor] = []
         self._tensor_names: list[str] = []
-        self._measured: Any = None  # by `_measure`, at the first comparison
+        self._measured: Any = None  # by `_measure`
+        self.iterators: list[str] = []  # the names of iterators and generators, which go on unseen
 
     def add_modules(self, name: str, root: nn.Module) -> None:
         """Adds a module and those within it, but what Lightning keeps in them."""
@@ -148,6 +149,9 @@ class Attributes:
             self.add_modules(name, value)
             return
         self._seen.add(id(value))
+        if isinstance(value, _ITERATORS):
+            self.iterators.append(name)
+            return
         if isinstance(value, Tensor):
             self._tensors.append(value)
             self._tensor_names.append(name)
@@ -206,6 +210,7 @@ def attributes_of(
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
+_ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
 _LIBRARIES = {
     "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch",
     "torchmetrics", "types", "weakref",
@@ -248,6 +253,8 @@ def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes
     }
 
     def read(module: nn.Module, name: str) -> bool:
+        if name not in vars(module):
+            return True  # its class's, which is also read without the module
         # Python finds parameters, buffers and modules in these by way of __dict__.
         name = "__dict__" if name in ("_parameters", "_buffers", "_modules") else name
         return (id(module), name) in reads or id(module) in compiled

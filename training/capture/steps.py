@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,12 +274,18 @@ class CapturedSteps(pl.Callback):
         """Runs a step eagerly, and finds what it changes on the host."""
         step.seen += 1
         attributes, randomness = attributes_of(self._model), HostRandomness(self._device)
-        with self._gpu.beside():
+        # Reads are recorded where it matters only: torch.compile, which may compile in this step,
+        # would compile the recording.
+        reads: set[tuple[int, str]] = set()
+        recording = recorded_reads() if attributes.iterators else nullcontext(reads)
+        with self._gpu.beside(), recording as reads:
             result = self._run_eagerly(call, WARMUP)
         # The first steps fill caches, which are attributes too.
         if step.seen >= WARMUP_STEPS or self._captured:
             if (changed := attributes.changed()) is not None:
                 step.why_eager = f"training_step changes {changed}"
+            elif iterators := read_attributes(self._model, reads).iterators:
+                step.why_eager = f"training_step reads {iterators[0]}, which goes on with each read"
             elif (used := randomness.used()) is not None:
                 step.why_eager = f"training_step draws from {used}"
             elif not all(isinstance(v, Tensor) for v in tree_leaves(result)):

@@ -112,7 +112,7 @@ def _measure(impl: str, device: torch.device) -> list[dict[str, Any]]:
     for case in made:
         row: dict[str, Any] = {"layer": case.name, "peer": case.peer}
         for phase, times in each_us[case.name].items():
-            p20, *_, p80 = statistics.quantiles(times, n=5)
+            p20, *_, p80 = statistics.quantiles(times, n=5, method="inclusive")
             median = statistics.median(times)
             ratio = median / statistics.median(each_us[case.peer][phase])
             row[phase] = {"median_us": median, "p20_us": p20, "p80_us": p80, "ratio": ratio}
