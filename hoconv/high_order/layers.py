@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
-from hoconv.high_order.layer.ops import convolutions_allow_tf32
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import check_name, resolve
 from hoconv.registration import autocast
@@ -103,7 +102,7 @@ class HighOrderConv2d(nn.Module):
     @torch.no_grad()
     def why_unfused(self) -> str | None:
         """Returns why a call would generate and apply the kernels in two steps, in words; None if
-        a fused kernel does both.
+        a fused kernel does both. Its backward pass may still take two, where that is faster.
 
         The answer is for the device and dtype of the parameters, for autocast's dtype if that is
         on, and for the implementation that `impl` chooses there, which is compiled if necessary.
@@ -114,8 +113,7 @@ class HighOrderConv2d(nn.Module):
         device_type = self.generator.weight.device.type
         (weight,) = autocast(device_type, self.generator.weight)
         impl = resolve(OPERATOR.name, self.impl, device_type)
-        allow_tf32 = convolutions_allow_tf32()
-        return why_unfused(impl, weight, self.kernel_size, self.dilation, allow_tf32)
+        return why_unfused(impl, weight, self.kernel_size, self.dilation)
 
     def extra_repr(self) -> str:
         return (

@@ -46,8 +46,9 @@ def high_order_layer(
     ``high_order_conv2d(x, weight)`` with ``weight = conv2d(x, generator_weight, generator_bias,
     padding="same")``, its channel i * G + g being tap i of group g; see
     :func:`hoconv.high_order_conv2d` for the application. The fused implementations never write the
-    weights to memory, forward or backward: they save x and the generator's parameters only, and
-    keep the weights in float32 until they are applied.
+    weights to memory, and keep them in float32 until they are applied. For the backward pass they
+    save x and the generator's parameters only, and generate the weights again; `cuda` does so in
+    memory, in the dtype of x, where that is faster.
 
     Args:
         x: (B, C, H, W); float32, float64, float16 or bfloat16; any strides.

@@ -3,7 +3,8 @@
 `high_order_layer` never writes the generated weights to memory. `high_order_layer_backward`
 generates them again and returns the gradients of x and of the generator's parameters. Each has an
 overload per implementation (`.cpp`, `.cuda`). Tangents and gradients of higher order are computed
-by composed.py, from ops that are differentiable any number of times.
+by composed.py, from ops that are differentiable any number of times; and so is the gradient where
+`is_backward_fused` says that this is faster.
 
 Where `why_unfused` gives a reason, the layer is PyTorch's convolution and the same implementation
 of the high-order convolution.
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.high_order.layer import composed, reference
-from hoconv.high_order.layer.rule import why_unfused
+from hoconv.high_order.layer.rule import is_backward_fused, why_unfused
 from hoconv.registration import (
     LIBRARIES,
     Op,
@@ -67,7 +68,10 @@ def _register(impl: str) -> Op:
 
     def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        d_x, d_weight, d_bias = backward(grad, x, weight, bias, *ctx.options)
+        kernel_size, dilation, _, _, allow_tf32 = ctx.options
+        fused = is_backward_fused(impl, x, weight, kernel_size, dilation, allow_tf32)
+        differentiate = backward if fused else composed_backward
+        d_x, d_weight, d_bias = differentiate(grad, x, weight, bias, *ctx.options)
         return d_x, d_weight, None if bias is None else d_bias, *(None,) * 5
 
     def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -138,7 +142,7 @@ def run(
 ) -> Tensor:
     """Computes the layer by one implementation: in its fused kernel if there is one."""
     allow_tf32 = convolutions_allow_tf32()
-    if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation, allow_tf32):
+    if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation):
         apply = composed.get_application(impl)
         return reference.high_order_layer(
             x, weight, bias, kernel_size, dilation, normalize, residual, apply

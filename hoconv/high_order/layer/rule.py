@@ -1,10 +1,11 @@
-"""Says why no fused kernel computes a layer, whose generator and application then run apart."""
+"""Decides which kernels compute a layer: fused ones, or its generator and its application apart."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,19 +14,16 @@ from torch import Tensor
 from hoconv import jit
 
 
-def why_unfused(
-    impl: str, weight: Tensor, kernel_size: int, dilation: int, allow_tf32: bool
-) -> str | None:
+def why_unfused(impl: str, weight: Tensor, kernel_size: int, dilation: int) -> str | None:
     """Returns why an implementation computes a layer in two steps, in words; None if it is fused.
 
     A layer whose input has no channel or no pixel is not fused either.
 
     Args:
         impl: ``"reference"``, which is never fused; ``"cpp"``, which is on a CPU; or ``"cuda"``,
-            whose compiled library says what its kernels compute and where they are faster.
+            whose compiled library says what its kernels compute.
         weight: of the generator, (k * k * G, C, s, s), with the call's device and dtype.
         kernel_size, dilation: of the application.
-        allow_tf32: whether float32 products may be rounded to TF32.
 
     Raises:
         hoconv.jit.BuildError: `impl` is ``"cuda"`` and its library cannot be used.
@@ -35,29 +33,73 @@ def why_unfused(
     if impl == "cpp":
         return None if weight.device.type == "cpu" else "cpp is fused on a CPU only"
     sizes = kernel_size, weight.shape[2], weight.shape[1], dilation
+    return _why_cuda_unfused(*_constants(sizes), weight.dtype, weight.device)
+
+
+def is_backward_fused(
+    impl: str, x: Tensor, weight: Tensor, kernel_size: int, dilation: int, allow_tf32: bool
+) -> bool:
+    """Returns whether the backward pass of a fused layer is faster in a fused kernel.
+
+    Otherwise it generates the weights in memory again.
+
+    Args:
+        impl: ``"cpp"``, whose fused kernel always is; or ``"cuda"``.
+        x, weight: as the layer's.
+        kernel_size, dilation: of the application.
+        allow_tf32: whether float32 products may be rounded to TF32.
+    """
+    if impl == "cpp":
+        return True
+    taps, C, s, _ = weight.shape
+    sizes = kernel_size, s, C, taps // kernel_size**2, dilation
+    three_products = weight.dtype == torch.float32 and not allow_tf32
+    least = _least_width_backward(*_constants(sizes), three_products, weight.device)
+    return 0 <= least <= x.shape[3]
+
+
+def _constants(sizes: Iterable[int]) -> Iterator[int]:
     # operator.index, not int: of a number that torch.compile treats as symbolic, it makes a
     # constant.
-    return _why_cuda_unfused(*map(operator.index, sizes), weight.dtype, allow_tf32, weight.device)
+    return map(operator.index, sizes)
 
 
 def _why_cuda_unfused(*layer: Any) -> str | None:
     return _why_cuda_unfused_once(*layer)
 
 
-# torch.compile does not trace this function, and takes its result as a constant.
+def _least_width_backward(*layer: Any) -> int:
+    return _least_width_backward_once(*layer)
+
+
+# torch.compile does not trace these functions, and takes their results as constants.
 _why_cuda_unfused._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_least_width_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
 def _why_cuda_unfused_once(
     kernel_size: int, generator_size: int, channels: int, dilation: int, dtype: torch.dtype,
-    allow_tf32: bool, device: torch.device,
+    device: torch.device,
 ) -> str | None:  # fmt: skip
     explain = jit.functions("cuda").hoconv_high_order_layer_why_unfused
     explain.restype = ctypes.c_char_p
-    explain.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_bool, ctypes.c_int64]
-    gpu = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
-    shared_memory = gpu.shared_memory_per_block_optin
+    explain.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]
+    shared_memory = _gpu(device).shared_memory_per_block_optin
     sizes = kernel_size, generator_size, channels, dilation
     name = str(dtype).removeprefix("torch.").encode()
-    return explain(*sizes, name, allow_tf32, shared_memory).decode() or None
+    return explain(*sizes, name, shared_memory).decode() or None
+
+
+@functools.cache
+def _least_width_backward_once(*layer: Any) -> int:
+    *sizes, three_products, device = layer
+    find = jit.functions("cuda").hoconv_high_order_layer_least_width_backward
+    find.restype = ctypes.c_int64
+    find.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_bool, ctypes.c_bool]
+    gpu = _gpu(device)
+    return find(*sizes, three_products, (gpu.major, gpu.minor) == (9, 0))
+
+
+def _gpu(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device if device.type == "cuda" else None)

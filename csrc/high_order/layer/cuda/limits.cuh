@@ -1,5 +1,6 @@
-// What the fused CUDA kernels of the high-order layer compute, and where they are the faster way.
-// The kernels take their sizes from here, and Python the reason why a layer is not fused.
+// What the fused CUDA kernels of the high-order layer compute, and where the backward kernels are
+// the faster way; the forward kernels always are. The kernels take their sizes from here, and
+// Python learns from here which of them to call.
 //
 // C channels, k kernel size, s kernel size of the generator.
 #pragma once
@@ -28,18 +29,44 @@ constexpr int channels_a_pass(int64_t k, int64_t s) {
   return s == 3 ? 8 : s == 5 ? 3 : 1;
 }
 
-// Up to how many passes a training step was faster fused, measured on an H200 at 112 x 112 pixels.
-// float32 without TF32 takes three products of TF32 for one.
-constexpr int most_passes(int64_t k, bool three_products) {
-  if (k == 3) return 6;
-  if (k == 5) return three_products ? 3 : 6;
-  return three_products ? 1 : 4;
+// Up to how many channels and groups the backward kernel for every GPU was faster than generating
+// the weights in memory, with k = 3, 5, 7 down and s = 1, 3, 5, 7 across. Measured on an H200 at 56
+// x 56 and 160 x 160 pixels. More channels take more passes, each of which generates the weights
+// again.
+struct BackwardLimits {
+  int channels[3][4], groups;
+};
+constexpr BackwardLimits kOneProduct{{{4, 8, 8, 4}, {4, 8, 8, 4}, {4, 4, 4, 3}}, 2};
+constexpr BackwardLimits kThreeProducts{{{4, 8, 4, 4}, {8, 3, 2, 2}, {2, 2, 1, 1}}, 1};
+
+// Narrower images leave many lanes of that kernel idle. Where it is much faster, it still is then.
+constexpr int kLeastWidth = 24;
+
+// Whether Hopper has kernels of its own for a layer: a forward kernel, and a backward kernel, whose
+// sums must fit the registers.
+constexpr bool has_hopper_forward(int64_t k, int64_t s, int64_t C, int64_t G, int64_t dilation) {
+  return (C == 1 || C == 3) && G == 1 && s == k && dilation == 1;
+}
+constexpr bool has_hopper_backward(int64_t k, int64_t s, int64_t C, int64_t G, int64_t dilation) {
+  return has_hopper_forward(k, s, C, G, dilation) && (k < 7 || C == 1);
+}
+
+// The least width of images for which a fused backward kernel is the faster way: 0 if it always is,
+// -1 if it never is.
+//
+// three_products: of TF32 for each of float32, as without TF32.
+constexpr int64_t least_width_backward(int64_t k, int64_t s, int64_t C, int64_t G, int64_t dilation,
+                                       bool three_products, bool hopper) {
+  if (hopper && has_hopper_backward(k, s, C, G, dilation)) return 0;
+  const BackwardLimits& most = three_products ? kThreeProducts : kOneProduct;
+  if (C > most.channels[k / 2 - 1][s / 2] || G > most.groups) return -1;
+  return three_products || s == 1 ? kLeastWidth : 0;
 }
 
 // Why a layer is not fused, in words: every limit that it passes. Empty where it is.
 // `shared_memory` are the bytes that a block may have.
 inline std::string why_unfused(int64_t k, int64_t s, int64_t C, int64_t dilation,
-                               std::string_view dtype, bool allow_tf32, int64_t shared_memory) {
+                               std::string_view dtype, int64_t shared_memory) {
   std::string reasons;
   const auto refuse = [&reasons](const std::string& reason) {
     reasons += (reasons.empty() ? "" : "; ") + reason;
@@ -61,11 +88,6 @@ inline std::string why_unfused(int64_t k, int64_t s, int64_t C, int64_t dilation
   if (needed > shared_memory)
     refuse(text(needed) + " bytes of shared memory for " + text(C) + " channels with a reach of " +
            text(reach) + " pixels (this GPU has " + text(shared_memory) + " a block)");
-  const int64_t at_once = channels_a_pass(k, s), passes = (C + at_once - 1) / at_once;
-  const int most = most_passes(k, dtype == "float32" && !allow_tf32);
-  if (passes > most)
-    refuse(text(passes) + " passes for the gradient of " + text(C) + " channels (up to " +
-           text(most) + " are faster fused)");
   return reasons;
 }
 

@@ -57,7 +57,7 @@ def op(variant: Variant, name: str = "") -> torch._ops.OpOverload:
 
 
 def skip_unless_fused(variant: Variant, x: Tensor, weight: Tensor, k: int) -> None:
-    if reason := why_unfused(variant.impl, weight, k, 1, False):
+    if reason := why_unfused(variant.impl, weight, k, 1):
         pytest.skip(f"not fused: {reason}")
 
 

@@ -1,4 +1,4 @@
-// The layer's kernels for Hopper (compute capability 9.0): see layer.cuh for what they serve.
+// The layer's kernels for Hopper (compute capability 9.0): see limits.cuh for what they compute.
 #pragma once
 
 #include <optional>
@@ -7,15 +7,20 @@
 
 namespace hoconv::high_order::layer::sm90 {
 
-// Whether these kernels compute the forward pass of a layer on the current device.
-inline bool serves(const Layer& l) {
+// Whether the current device is Hopper.
+inline bool is_hopper() {
   return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0 && (l.C == 1 || l.C == 3) &&
-         l.G == 1 && l.s == l.k && l.dilation == 1;
+         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
-// Whether they also compute its backward pass: the sums must fit the registers.
-inline bool serves_backward(const Layer& l) { return serves(l) && (l.k < 7 || l.C == 1); }
+// Whether these kernels compute the forward pass of a layer on the current device, and the backward
+// pass.
+inline bool serves(const Layer& l) {
+  return is_hopper() && has_hopper_forward(l.k, l.s, l.C, l.G, l.dilation);
+}
+inline bool serves_backward(const Layer& l) {
+  return is_hopper() && has_hopper_backward(l.k, l.s, l.C, l.G, l.dilation);
+}
 
 // Writes `out`.
 void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
