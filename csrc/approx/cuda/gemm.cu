@@ -28,7 +28,7 @@ namespace {
 // blockIdx.x counts the tiles of all matrices. If chunks are divided among blocks, blockIdx.y
 // counts those, and each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, T::blocks)
     multiply_matrices(const __grid_constant__ Product p,
                       const typename Lane<Multiplier>::Left* left_words,
                       const typename Lane<Multiplier>::Right* right_words,
@@ -183,7 +183,7 @@ int64_t tiles_of(const Product& p) {
 template <typename T>
 bool divides(const Product& p, int multiprocessors) {
   const int64_t chunks = ceil_div(p.K, kChunk);
-  return chunks > 1 && tiles_of<T>(p) < 2 * kBlocks * multiprocessors && chunks <= kMaxGridYZ;
+  return chunks > 1 && tiles_of<T>(p) < 2 * T::blocks * multiprocessors && chunks <= kMaxGridYZ;
 }
 
 // Instructions of a thread: for a product and its addition; for the loop over one depth, around the
@@ -191,8 +191,10 @@ bool divides(const Product& p, int multiprocessors) {
 // (about).
 constexpr double kProductCost = 3, kLoopCost = 25, kCopyCost = 10;
 
-// What a matrix product costs with a tile: the instructions of the multiprocessor that has the most
-// to do. Blocks start in rounds; those of a last chunk, which is shorter, start where others ended.
+// What a matrix product costs with a tile: the time of the multiprocessor that has the most to do.
+// Blocks start in rounds; those of a last chunk, which is shorter, start where others ended. A
+// round of n blocks takes about as long as the instructions of n + 1: they wait for each other and
+// for memory, the more of the time the fewer they are (measured on an H200).
 template <typename T>
 double cost(const Product& p, int multiprocessors) {
   const double of_depth = double(T::rows) * T::columns *
@@ -200,10 +202,10 @@ double cost(const Product& p, int multiprocessors) {
                           kCopyCost * (T::rows + T::columns);
   const bool divided = divides<T>(p, multiprocessors);
   const int64_t blocks = tiles_of<T>(p) * (divided ? p.K / kChunk : 1);
-  const int64_t together = std::min<int64_t>(kBlocks, ceil_div(blocks, multiprocessors));
-  const int64_t rounds = ceil_div(blocks, together * multiprocessors);
-  const double share = double(tiles_of<T>(p)) * p.K / multiprocessors;
-  return of_depth * std::max(share, double(rounds * together * (divided ? kChunk : p.K)));
+  const int64_t at_once = int64_t{T::blocks} * multiprocessors;
+  const int64_t rounds = blocks / at_once, left = ceil_div(blocks % at_once, multiprocessors);
+  const int64_t waits = rounds * (T::blocks + 1) + (left == 0 ? 0 : left + 1);
+  return of_depth * waits * (divided ? kChunk : p.K);
 }
 
 Tensor floats(const Tensor& like, int64_t count) {
@@ -291,7 +293,8 @@ void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStre
     std::swap(p.out.row_digits, p.out.column_digits);
   }
   with_multiplier(multiplier, [&](auto definition) {
-    with_tile<Tile<16, 4, 4>, Tile<8, 4, 4>, Tile<4, 4, 4>>(p, multiprocessors, [&](auto tile) {
+    with_tile<Tile<16, 4, 4, 3>, Tile<8, 4, 4, 3>, Tile<8, 4, 4, 4>, Tile<4, 4, 4, 3>,
+              Tile<2, 1, 4, 4>>(p, multiprocessors, [&](auto tile) {
       launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
     });
   });

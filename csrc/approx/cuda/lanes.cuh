@@ -49,8 +49,9 @@ struct Lane<Exact> {
   __device__ static bool large(const Left&) { return false; }
   __device__ static bool fast(const Range&, const Range&) { return true; }
   __device__ static float original(const Left& a) { return a.value; }
-  template <bool>
-  __device__ static void add(float& sum, const Left& a, const Right& b, bool) {
+  __device__ static float unit(Left&) { return 1; }
+  template <bool, bool>
+  __device__ static void add(float& sum, const Left& a, float, const Right& b, bool) {
     sum = __fadd_rn(sum, __fmul_rn(a.value, b.value));
   }
 };
@@ -121,10 +122,17 @@ struct Lane<Logarithmic<keep, corrected>> {
   __device__ static bool large(const Left& a) {
     return kCorrection != 0 && (float_bits(a.power) & 1);
   }
-  // Adds a product to the sum. `a` is not zero, and large only if `may_be_large`. `exists` is false
-  // where b is zero; then nothing is added.
-  template <bool may_be_large>
-  __device__ static void add(float& sum, const Left& a, const Right& b, bool exists) {
+  // Returns 0 for a zero, which is replaced by 1.0 so that its products are finite; else 1.
+  __device__ static float unit(Left& a) {
+    const bool none = zero(a);
+    a.bits = none ? kOne : a.bits;
+    return none ? 0 : 1;
+  }
+  // Adds a product, times `unit`, to the sum. `a` is large only if `may_be_large`, and its unit is
+  // 0 only if `may_be_zero`: a fused multiply-add costs what an addition costs, a branch more.
+  // `exists` is false where b is zero; then nothing is added.
+  template <bool may_be_large, bool may_be_zero>
+  __device__ static void add(float& sum, const Left& a, float unit, const Right& b, bool exists) {
     int bits;
     asm("{\n.reg .s32 t;\nadd.s32 t, %1, %2;\nadd.s32 %0, t, %3;\n}"  // of three terms, see kOff
         : "=r"(bits)
@@ -138,7 +146,7 @@ struct Lane<Logarithmic<keep, corrected>> {
     } else if constexpr (kCorrection != 0) {
       product = __fmaf_rz(a.power, b.power, product);
     }
-    if (exists) sum = __fadd_rn(sum, product);
+    if (exists) sum = may_be_zero ? __fmaf_rn(product, unit, sum) : __fadd_rn(sum, product);
   }
 };
 

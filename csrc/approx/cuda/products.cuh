@@ -78,43 +78,38 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
       constexpr int rows = Groups<T>::rows;
       const bool last = group + rows == T::R;
       const auto* following = left + (last ? S::left_pitch : T::row(group + rows));
-      const auto add_rows = [&](auto some_large) {
+      const auto add_rows = [&](auto some_zero, auto some_large) {
 #pragma unroll
         for (int i = 0; i < rows; i += 2) {
           const bool end = i + 2 == rows;
           const Rows next =
               *reinterpret_cast<const Rows*>(end ? following : left + T::row(group + i + 2));
+          if (!some_zero.value || !T::skips || !L::zero(x.row[0]) || !L::zero(x.row[1])) {
+            float units[2] = {1, 1};
+            if constexpr (some_zero.value)
+              units[0] = L::unit(x.row[0]), units[1] = L::unit(x.row[1]);
 #pragma unroll
-          for (int j = 0; j < T::C; ++j) {
+            for (int j = 0; j < T::C; ++j)
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-              L::template add<some_large.value>(sum[group + i + r][j], x.row[r], y[j].word,
-                                                y[j].exists);
-            if (last && end) y[j] = Column<L>(right[T::column(j)]);
+              for (int r = 0; r < 2; ++r)
+                L::template add<some_large.value, some_zero.value>(
+                    sum[group + i + r][j], x.row[r], units[r], y[j].word, y[j].exists);
           }
+          if (last && end)
+#pragma unroll
+            for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
           x = next;
         }
       };
       // All lanes take the same branch.
       const unsigned here = Groups<T>::bits(group);
-      if (((groups.zeros | groups.large) & here) == 0) {
-        add_rows(std::false_type{});
-      } else if ((groups.zeros & here) == 0) {
-        add_rows(std::true_type{});
-      } else {
-#pragma unroll
-        for (int i = 0; i < rows; ++i) {
-          const typename L::Left row = left[T::row(group + i)];
-          if (L::zero(row)) continue;
-#pragma unroll
-          for (int j = 0; j < T::C; ++j)
-            L::template add<true>(sum[group + i][j], row, y[j].word, y[j].exists);
-        }
-        x = *reinterpret_cast<const Rows*>(following);
-        if (last)
-#pragma unroll
-          for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
-      }
+      const bool some_zero = groups.zeros & here, some_large = groups.large & here;
+      constexpr std::true_type yes;
+      constexpr std::false_type no;
+      if (some_zero)
+        some_large ? add_rows(yes, yes) : add_rows(yes, no);
+      else
+        some_large ? add_rows(no, yes) : add_rows(no, no);
     }
     groups.next_depth();
     left += S::left_pitch;

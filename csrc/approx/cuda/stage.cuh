@@ -12,11 +12,15 @@ constexpr int kDepth = 16;
 constexpr int kPrefetchedDepths = 32;  // depths whose coordinates are computed at a time
 
 constexpr int kThreads = 128;
-constexpr int kBlocks = 3;  // of a multiprocessor, so that some multiply while others wait
 
-// A tile of rows x columns. The lanes of a warp share its rows, and each owns every 32nd column.
-template <int thread_rows, int thread_columns, int warp_rows>
+// A tile of rows x columns. The lanes of a warp share its rows, and each owns every 32nd column. A
+// multiprocessor runs several blocks, of which some multiply while others wait.
+template <int thread_rows, int thread_columns, int warp_rows, int blocks_at_once>
 struct Tile {
+  static constexpr int blocks = blocks_at_once;
+  // Whether two rows are skipped where both are zero. The branch costs tiles that own more
+  // registers more than it saves.
+  static constexpr bool skips = blocks > 3;
   static constexpr int R = thread_rows, C = thread_columns;
   static constexpr int warp_columns = kThreads / 32 / warp_rows;
   static constexpr int rows = R * warp_rows, columns = 32 * C * warp_columns;
