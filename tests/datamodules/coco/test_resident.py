@@ -201,14 +201,16 @@ def test_batches_are_the_same_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @both_tasks
 def test_a_batch_waits_for_no_gpu(both: dict[str, Split], load: Load, task: str) -> None:
     data = load(task, cache_images=True, batch_size=2)
     data.trainer = trainer("cuda:0")
     loader = data.train_dataloader()
-    list(loader)
-    torch.cuda.set_sync_debug_mode("error")
+    for batch in loader:  # the first copy constants to the GPU
+        data.on_after_batch_transfer(batch, 0)
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(2):
             for batch in loader:
                 data.on_after_batch_transfer(batch, 0)
