@@ -44,7 +44,7 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
     chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
     if plan.cudnn:
         name = plan.cudnn.function
-        yield f"cuDNN's {name}, which {chip}; with lengths or torch.compile, the following"
+        yield f"cuDNN's {name}, which {chip}; with lengths, resets or torch.compile, the following"
     elif plan.schedule != "auto":
         yield "not cuDNN, which schedule auto alone calls"
     elif known := match(plan.common[0][1]):

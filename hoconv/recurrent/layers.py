@@ -148,6 +148,7 @@ class RNN(nn.Module):
         x: Tensor | PackedSequence,
         state: State | None = None,
         lengths: Tensor | Sequence[int] | None = None,
+        reset: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, State]:
         """Runs all layers.
 
@@ -159,6 +160,11 @@ class RNN(nn.Module):
                 cut backpropagation through time.
             lengths: (B) int, the steps of each sequence of a padded x, in any order. Past its
                 length a sequence's outputs are 0; its final states are those after its last step.
+            reset: (T, B) bool, or (B, T) with `batch_first`, or (T) of one sequence: where it is
+                true, a new sequence begins at that step, and its states are zero before it. Each
+                gives what it would give by itself, in both directions. `state` is the one before
+                the first step, unless that is reset, and before the last one of the second
+                direction. For a PackedSequence, pad it.
 
         Returns:
             The outputs (T, B, D * n), as x is; and the final states, as `state` is.
@@ -170,6 +176,8 @@ class RNN(nn.Module):
         """
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
+            if reset is not None:
+                raise ValueError("reset: not for a PackedSequence; pad it, and give its lengths")
             if lengths is not None:
                 raise ValueError("lengths: a PackedSequence has its own; leave them out")
             x, lengths = pad_packed_sequence(packed)
@@ -187,10 +195,11 @@ class RNN(nn.Module):
             )
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
+        begins = self._begins(reset, x, single)
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = self._valid(lengths, x)
-        outputs, final = self._layers(x, states, parameters, valid)
+        outputs, final = self._layers(x, states, parameters, valid, begins)
 
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
@@ -207,9 +216,11 @@ class RNN(nn.Module):
         states: list[Tensor],
         parameters: list[list[Tensor]],
         valid: Tensor | None,
+        begins: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
         directions = 1 + self.bidirectional
+        resets = (begins, _ends(begins, valid)) if begins is not None else (None, None)
         first = [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
@@ -226,9 +237,10 @@ class RNN(nn.Module):
                 noise = self.training and traced.draws
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
                 text = traced.training if self.training else traced.evaluation
-                plan = request(text, x.dtype, self.schedule, valid is not None, reverse)
+                plan = request(text, x.dtype, self.schedule, valid is not None,
+                               begins is not None, reverse)  # fmt: skip
                 call = Call(self.runs[at][0], traced.names, plan, x, first[at], parameters[at],
-                            valid, self.training, seed, reverse)  # fmt: skip
+                            valid, resets[direction], self.training, seed, reverse)  # fmt: skip
                 name = resolve(OPERATOR.name, self.impl, x.device.type, plan, call.program)
                 output, *following = RUNS[name](call)
                 outputs.append(output)
@@ -323,6 +335,25 @@ class RNN(nn.Module):
             raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
         return (torch.arange(T, device=x.device)[:, None] < steps.to(x.device)).unsqueeze(2)
 
+    def _begins(self, reset: Tensor | None, x: Tensor, single: bool) -> Tensor | None:
+        """(T, B, 1), whether a sequence begins at a step; x is (T, B, I)."""
+        if reset is None:
+            return None
+        if not isinstance(reset, Tensor) or reset.dtype != torch.bool:
+            got = reset.dtype if isinstance(reset, Tensor) else repr(reset)
+            raise TypeError(f"reset: expected a bool tensor, got {got}; compare it with 0")
+        T, B = x.shape[:2]
+        shape = (T,) if single else (B, T) if self.batch_first else (T, B)
+        if reset.shape != shape:
+            raise ValueError(
+                f"reset: expected shape {shape}, one for each step of x, got {tuple(reset.shape)}"
+            )
+        if reset.device != x.device:
+            raise ValueError(f"reset: expected the device of x, {x.device}, got {reset.device}")
+        if single:
+            return reset[:, None, None]
+        return (reset.t() if self.batch_first else reset).unsqueeze(2)
+
     def explain(self) -> str:
         """Explains in words how each layer is compiled.
 
@@ -386,6 +417,15 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
             f"{name}: expected float32, float64, bfloat16 or float16, got {dtype}; convert the "
             "layer and its input with .to(...)"
         )
+
+
+def _ends(begins: Tensor, valid: Tensor | None) -> Tensor:
+    """Whether a sequence ends at a step (T, B, 1), as the next one begins at the following step.
+
+    Nothing ends at the last step: backwards in time, that one begins with the initial state.
+    """
+    within = begins if valid is None else begins & valid
+    return torch.cat((within[1:], torch.zeros_like(within[:1])))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

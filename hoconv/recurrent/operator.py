@@ -88,7 +88,7 @@ def _call(
 ) -> ops.Call:
     bound = _bind(cell, x.shape[2], hidden_size)
     names, text = _trace(cell, x.shape[2], hidden_size)
-    plan = request(text, x.dtype, schedule, False, reverse)
+    plan = request(text, x.dtype, schedule, False, False, reverse)
     n = len(bound.state_sizes)
     states, parameters = list(tensors[:n]), list(tensors[n:])
     return ops.Call(bound, names, plan, x, states, parameters, reverse=reverse)

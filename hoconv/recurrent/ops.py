@@ -239,12 +239,13 @@ class Call:
     Attributes:
         cell: the cell with its sizes.
         names: of its parameters, in the order of `parameters`.
-        plan: the text of :func:`hoconv.recurrent.plans.request`; it agrees with `valid`, `training`
-            and `reverse`.
+        plan: the text of :func:`hoconv.recurrent.plans.request`; it agrees with `valid`, `reset`,
+            `training` and `reverse`.
         x: (T, B, I).
         states: (B, n) of each state, before the first step.
         parameters: in the dtype of x.
         valid: (T, B, 1) bool, whether a step is within its sequence; None where all are.
+        reset: (T, B, 1) bool, whether a step begins with states of zero; None where none does.
         training: whether noise is drawn.
         seed: int64 scalar, of the random masks, where there are any.
         reverse: whether the first step is the last of x.
@@ -257,6 +258,7 @@ class Call:
     states: list[Tensor]
     parameters: list[Tensor]
     valid: Tensor | None = None
+    reset: Tensor | None = None
     training: bool = False
     seed: Tensor | None = None
     reverse: bool = False
@@ -277,7 +279,8 @@ def run_reference(call: Call) -> list[Tensor]:
     """Calls the cell at every step; returns the output and the final states."""
     output, final = reference.recurrent(
         call.cell, call.x, call.states, dict(zip(call.names, call.parameters, strict=True)),
-        valid=call.valid, training=call.training, seed=call.seed, reverse=call.reverse,
+        valid=call.valid, reset=call.reset, training=call.training, seed=call.seed,
+        reverse=call.reverse,
     )  # fmt: skip
     return [output, *final]
 
@@ -286,7 +289,7 @@ def run_compiled(impl: str, call: Call) -> list[Tensor]:
     """Runs a program of the plan in C++ or CUDA; returns the output and the final states."""
     x, states = call.x, call.states
     wide = accumulate_dtype(x.dtype)
-    sequences = [x] if call.valid is None else [x, call.valid]
+    sequences = [s for s in (x, call.reset, call.valid) if s is not None]
     found = compiled_op(
         sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,
         call.program, impl,

@@ -25,33 +25,40 @@ _KEPT = 256
 class _Request(NamedTuple):
     dtype: str
     schedule: str
-    masked: bool
-    reverse: bool
+    options: dict[str, bool]
     cell: str
 
 
-def request(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse: bool) -> str:
+def request(
+    cell: str, dtype: torch.dtype, schedule: str, masked: bool, resets: bool, reverse: bool
+) -> str:
     """Writes a plan as a text. Arguments and result are constants: torch.compile does not trace it.
 
     Args:
         cell: the text of its trace, by :func:`hoconv.recurrent.frontend.serialize.to_text`.
-        dtype, schedule, masked, reverse: as in :func:`hoconv.recurrent.schedule.plan_trace`.
+        dtype, schedule, masked, resets, reverse: as in
+            :func:`hoconv.recurrent.schedule.plan_trace`.
     """
-    return _request_once(cell, dtype, schedule, masked, reverse)
+    return _request_once(cell, dtype, schedule, masked, resets, reverse)
+
+
+_OPTIONS = ("masked", "resets", "reverse")
 
 
 @functools.lru_cache(_KEPT)
-def _request_once(cell: str, dtype: torch.dtype, schedule: str, masked: bool, reverse: bool) -> str:
+def _request_once(cell: str, dtype: torch.dtype, schedule: str, *options: bool) -> str:
+    chosen = (name for name, wanted in zip(_OPTIONS, options, strict=True) if wanted)
     name = str(dtype).removeprefix("torch.")
-    return "/".join((name, schedule, str(masked), str(reverse), cell))
+    return "/".join((name, schedule, "+".join(chosen) or "plain", cell))
 
 
 request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _parse(text: str) -> _Request:
-    dtype, schedule, masked, reverse, cell = text.split("/", 4)
-    return _Request(dtype, schedule, masked == "True", reverse == "True", cell)
+    dtype, schedule, options, cell = text.split("/", 3)
+    chosen = options.split("+")
+    return _Request(dtype, schedule, {name: name in chosen for name in _OPTIONS}, cell)
 
 
 class CompiledPlan:
@@ -65,11 +72,10 @@ class CompiledPlan:
     def __init__(self, text: str) -> None:
         r = _parse(text)
         self.plan: Plan = plan_trace(
-            from_text(r.cell), getattr(torch, r.dtype), r.schedule,
-            masked=r.masked, reverse=r.reverse,
-        )  # fmt: skip
+            from_text(r.cell), getattr(torch, r.dtype), r.schedule, **r.options
+        )
         self.names = tuple(d.name for d in self.plan.declarations)
-        self.reverse = r.reverse
+        self.reverse = r.options["reverse"]
         self._cuda_loop = functools.cache(self._cuda)
         self._cpp_loops = functools.cache(self._cpp)
 

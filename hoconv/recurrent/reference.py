@@ -69,6 +69,7 @@ def recurrent(
     parameters: Mapping[str, Tensor],
     *,
     valid: Tensor | None = None,
+    reset: Tensor | None = None,
     training: bool = False,
     seed: Tensor | None = None,
     reverse: bool = False,
@@ -80,6 +81,7 @@ def recurrent(
         states: (B, n) of each state, before the first step.
         parameters: by the names that the cell declares, in the dtype of x.
         valid: (T, B, 1) bool: where it is false the states stay as they are and the output is 0.
+        reset: (T, B, 1) bool: where it is true the step begins with states of zero.
         training: whether dropout and zoneout draw.
         seed: int64 scalar on the device of x, of the random masks, where there are any.
         reverse: whether the first step is the last of x.
@@ -94,7 +96,8 @@ def recurrent(
     outputs: list[Tensor] = []
     for t in reversed(range(T)) if reverse else range(T):
         frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)
-        output, following = cell.step(frame, x[t].to(dtype), now)
+        begin = now if reset is None else [torch.where(reset[t], 0.0, state) for state in now]
+        output, following = cell.step(frame, x[t].to(dtype), begin)
         if valid is None:
             now = list(following.values())
         else:

@@ -30,6 +30,7 @@ from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.mask import mask
+from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
 
@@ -108,22 +109,30 @@ def plan(
     *,
     training: bool = False,
     masked: bool = False,
+    resets: bool = False,
     reverse: bool = False,
 ) -> Plan:
     """Compiles a cell by a schedule.
 
     Args:
         training: whether dropout and zoneout draw.
-        dtype, schedule, masked, reverse: as in :func:`plan_trace`.
+        dtype, schedule, masked, resets, reverse: as in :func:`plan_trace`.
 
     Raises:
         CellError: the cell leaves the language.
     """
-    return plan_trace(trace(cell, training), dtype, schedule, masked=masked, reverse=reverse)
+    traced = trace(cell, training)
+    return plan_trace(traced, dtype, schedule, masked=masked, resets=resets, reverse=reverse)
 
 
 def plan_trace(
-    traced: Trace, dtype: torch.dtype, schedule: str, *, masked: bool = False, reverse: bool = False
+    traced: Trace,
+    dtype: torch.dtype,
+    schedule: str,
+    *,
+    masked: bool = False,
+    resets: bool = False,
+    reverse: bool = False,
 ) -> Plan:
     """Compiles the trace of a cell by a schedule.
 
@@ -131,6 +140,7 @@ def plan_trace(
         dtype: of sequences and parameters.
         schedule: one of :data:`SCHEDULES`.
         masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
+        resets: whether states are reset: the program reads ``reset`` (T, B, 1) bool.
         reverse: whether the first step is the last of the sequence.
     """
     common = [("trace", replace(traced.program, reverse=reverse))]
@@ -138,7 +148,9 @@ def plan_trace(
     def then(name: str, run: Callable[[Program], Program]) -> None:
         common.append((name, run(common[-1][1])))
 
-    if masked:
+    if resets:
+        then("reset", reset)
+    if masked:  # after the resets: past its end a sequence keeps its states
         then("mask", mask)
     then("infer dtypes", lambda program: infer_dtypes(program, dtype))
     then("simplify", simplify)

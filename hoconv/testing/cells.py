@@ -64,6 +64,7 @@ class CellCase:
 
     Args:
         masked: whether the three sequences have different lengths.
+        resets: whether states are reset at some steps.
         reverse: whether the first step is the last of the sequences.
     """
 
@@ -74,11 +75,14 @@ class CellCase:
         /,
         *,
         masked: bool = False,
+        resets: bool = False,
         reverse: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.cell = cell
-        self.options = {"training": True, "masked": masked, "reverse": reverse}
+        self.options = {
+            "training": True, "masked": masked, "resets": resets, "reverse": reverse
+        }  # fmt: skip
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
@@ -90,11 +94,15 @@ class CellCase:
         self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
         lengths = torch.tensor([2, 4, 1])
         valid = (torch.arange(T)[:, None] < lengths)[..., None].to(device)
-        self.sequences = {"x": self.x, **({"valid": valid} if masked else {})}
+        reset = torch.zeros(T, B, 1, dtype=torch.bool, device=device)
+        reset[0, 0] = reset[1, 0] = reset[2, 1] = reset[3, 2] = True  # one past the end, if masked
+        self.sequences = {"x": self.x, **({"reset": reset} if resets else {}),
+                          **({"valid": valid} if masked else {})}  # fmt: skip
         self.seed = torch.tensor(1234567890123, device=device)
         output, final = reference.recurrent(
             self.cell, self.x, list(self.states.values()), self.parameters,
-            valid=valid if masked else None, training=True, seed=self.seed, reverse=reverse,
+            valid=valid if masked else None, reset=reset if resets else None, training=True,
+            seed=self.seed, reverse=reverse,
         )  # fmt: skip
         self.exact = {"output": output, **dict(zip(self.states, final))}
         self.cotangents = {name: draw(*t.shape).detach() for name, t in self.exact.items()}

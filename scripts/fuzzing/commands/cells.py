@@ -81,20 +81,20 @@ def row(key: Key) -> dict[str, str]:
 def run(key: Key, folder: Path, tell: Callable[[str], None]) -> Verdict:
     """Judges one cell."""
     draw = random.Random(f"{key.seed} {key.number}")
-    wild, masked, reverse = (draw.random() < 0.5 for _ in range(3))
-    tell(f"{'wild' if wild else 'tame'}: masked={masked}, reverse={reverse}")
+    wild, masked, resets, reverse = (draw.random() < 0.5 for _ in range(4))
+    tell(f"{'wild' if wild else 'tame'}: masked={masked}, resets={resets}, reverse={reverse}")
     cell = random_cell(draw.randrange(2**31), wild)
     torch.manual_seed(key.number)
     judge = _interpreted if key.impl == INTERPRET else _run
     try:
-        return judge(cell, key, masked, reverse)
+        return judge(cell, key, masked, resets, reverse)
     except AssertionError as error:
         return Verdict("wrong", " ".join(str(error).split())[:400])
 
 
-def _interpreted(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
+def _interpreted(cell: BoundCell, key: Key, masked: bool, resets: bool, reverse: bool) -> Verdict:
     try:
-        case = CellCase(cell, key.device, masked=masked, reverse=reverse)
+        case = CellCase(cell, key.device, masked=masked, resets=resets, reverse=reverse)
     except rnn.CellError as error:
         return Verdict("refused", str(error))
     for schedule in SCHEDULES:
@@ -102,7 +102,7 @@ def _interpreted(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verd
     return Verdict("equal")
 
 
-def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
+def _run(cell: BoundCell, key: Key, masked: bool, resets: bool, reverse: bool) -> Verdict:
     """Runs the cell as a layer, bidirectional if `reverse`."""
     found: dict[str, dict[str, Tensor] | str] = {}
     for impl in ("reference", key.impl):
@@ -113,7 +113,7 @@ def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
             found[impl] = str(error)
             continue
         torch.manual_seed(key.number)  # parameters, inputs and noise
-        found[impl] = _results(layer, masked)
+        found[impl] = _results(layer, masked, resets)
     exact, got = found["reference"], found[key.impl]
     if isinstance(exact, str) or isinstance(got, str):
         if exact == got:
@@ -123,7 +123,7 @@ def _run(cell: BoundCell, key: Key, masked: bool, reverse: bool) -> Verdict:
     return Verdict("equal")
 
 
-def _results(layer: rnn.RNN, masked: bool) -> dict[str, Tensor]:
+def _results(layer: rnn.RNN, masked: bool, resets: bool) -> dict[str, Tensor]:
     """Computes output, final states and all gradients of a layer with random parameters."""
     device = next(layer.parameters()).device
     T, B = 4, 3
@@ -137,7 +137,8 @@ def _results(layer: rnn.RNN, masked: bool) -> dict[str, Tensor]:
     x = drawn(T, B, layer.input_size)
     sizes = layer.runs[0][0].state_sizes
     states = tuple(drawn(len(layer.runs), B, n) for n in sizes.values())
-    output, final = layer(x, states, [2, 4, 1] if masked else None)
+    reset = torch.rand(T, B, device=device) < 0.3 if resets else None
+    output, final = layer(x, states, [2, 4, 1] if masked else None, reset)
     finals = final if isinstance(final, tuple) else (final,)
     outputs = {"output": output, **dict(zip(sizes, finals, strict=True))}
     leaves = {"d_x": x, **{f"d_{name}": s for name, s in zip(sizes, states, strict=True)},

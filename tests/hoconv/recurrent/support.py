@@ -66,11 +66,11 @@ def agree(
         torch.testing.assert_close(mine, exact, rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
 
 
-def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any) -> list[Tensor]:
+def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any, **named: Any) -> list[Tensor]:
     """The output, the final states and all gradients, of a function that uses all of them."""
     x = x.detach().requires_grad_()
     parameters = made.parameters() if isinstance(made, nn.Module) else ()
-    output, state = made(x, *arguments)
+    output, state = made(x, *arguments, **named)
     states = state if isinstance(state, tuple) else (state,)
     loss = sum(t.sin().sum() * (i + 1) for i, t in enumerate((output, *states)))
     assert isinstance(loss, Tensor)

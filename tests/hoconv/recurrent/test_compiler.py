@@ -74,7 +74,8 @@ def test_wild_random_cells_are_exact_or_refused(first: int) -> None:
     refused = 0
     for seed in range(first, first + 20):
         try:
-            case = cell_case(random_cell(seed, wild=True), masked=seed % 3 == 0)
+            cell = random_cell(seed, wild=True)
+            case = cell_case(cell, masked=seed % 3 == 0, resets=seed % 2 == 0)
         except rnn.CellError:
             refused += 1
             continue
@@ -86,7 +87,8 @@ def test_wild_random_cells_are_exact_or_refused(first: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("which", READY)
 def test_every_schedule_gives_the_same(which: str, schedule: str) -> None:
-    for options in ({"masked": True}, {"reverse": True}):
+    everything = {"masked": True, "resets": True, "reverse": True}
+    for options in ({"masked": True}, {"reverse": True}, {"resets": True}, everything):
         case = cell_case(which, **options)
         case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
 
@@ -248,7 +250,7 @@ def test_explanations_say_what_a_plan_does() -> None:
         "112 bytes a step and row",
         "  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch",
         "  cuda: cuDNN's lstm, which keeps the weights on the chip in float32 with up to 192 "
-        "hidden units; with lengths or torch.compile, the following",
+        "hidden units; with lengths, resets or torch.compile, the following",
         "  cuda: graphs of up to 32 steps; each step 1 product and 1 kernel, backwards 1 product "
         "and 1 kernel",
     ]

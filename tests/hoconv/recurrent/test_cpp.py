@@ -26,7 +26,9 @@ pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 def test_compiled_loops_are_exact() -> None:
-    cases = [*(cell_case(which, masked=True) for which in READY), cell_case(0), cell_case(9)]
+    cases = [cell_case(which, masked=True) for which in READY]
+    cases += [cell_case("lstm", resets=True), cell_case("gru", resets=True, masked=True)]
+    cases += [cell_case(0), cell_case(9)]
     check_loops(cases, "auto", compile_loops)
 
 
@@ -198,7 +200,7 @@ def test_torch_compile_sees_one_op_a_layer_and_direction() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("which", ["inference", "forward"])
 def test_torch_library_finds_no_fault(which: str) -> None:
-    plan = request(to_text(trace(bound("lstm"))), torch.float64, "auto", True, True)
+    plan = request(to_text(trace(bound("lstm"))), torch.float64, "auto", True, False, True)
     parameters = [t.detach().requires_grad_() for t in layer("lstm").parameters()]
     valid = torch.tensor([[1, 1], [1, 0], [1, 0]], dtype=torch.bool)[..., None]
     sequences = [sequence(3, 2, 3).requires_grad_(which == "forward"), valid]

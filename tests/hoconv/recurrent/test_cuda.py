@@ -50,7 +50,7 @@ def lstm() -> Program:
 
 
 @needs_compiler
-@pytest.mark.parametrize("option", ["masked", "reverse"])
+@pytest.mark.parametrize("option", ["masked", "reverse", "resets"])
 def test_loops_are_exact(option: str) -> None:
     check_loops([cell_case(which, **{option: True}) for which in READY], "auto", shim_loops)
 

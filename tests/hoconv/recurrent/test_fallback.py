@@ -120,7 +120,7 @@ def test_a_cell_that_does_not_compile_falls_back_alone_and_says_so_once(
         torch.testing.assert_close(gradients(layer, x), exact_of(layer, x), rtol=0, atol=0)
         other(x)
     (said,) = [s for s in capfd.readouterr().err.splitlines() if s.startswith("hoconv: rec")]
-    assert said.startswith("hoconv: recurrent (float64/auto/False/False/hard, forward) uses")
+    assert said.startswith("hoconv: recurrent (float64/auto/plain/hard, forward) uses")
     assert said.endswith(
         "uses reference on cpu; cpp is broken: the compiler failed: hard to compile"
     )
@@ -158,12 +158,12 @@ def test_kernels_are_compiled_before_a_call_with_those_of_the_gradient(
     assert [architecture for *_, architecture in compiled] == ["sm_80", "sm_90"]
     compiled.clear()
     cell = to_text(trace(bound("peephole_lstm", 5, 7)))
-    plan = plans.request(cell, torch.float64, "auto", False, False)
+    plan = plans.request(cell, torch.float64, "auto", False, False, False)
     plans.prepare("cuda", "cuda", plan, "forward")
     assert len({text for _, text, _ in compiled}) == 2
     assert len(compiled) == 4
     compiled.clear()
-    small = plans.request(to_text(trace(bound("lstm"))), torch.float32, "auto", False, False)
+    small = plans.request(to_text(trace(bound("lstm"))), torch.float32, "auto", False, False, False)
     assert plans.find_plan(small).plan.cudnn
     plans.prepare("cuda", "cuda", small, "forward")
     assert compiled == []  # cuDNN's is called

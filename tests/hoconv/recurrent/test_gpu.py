@@ -45,6 +45,7 @@ def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
 def test_ready_cells_are_exact(which: str) -> None:
     check(which, masked=True)
     check(which, reverse=True)
+    check(which, masked=True, resets=True, reverse=True)
 
 
 @pytest.mark.parametrize("which", range(12))

@@ -306,7 +306,7 @@ def test_the_op_reads_no_memory_that_is_not_there() -> None:
     from hoconv.recurrent.plans import request
 
     cell = rnn.elman.bind(3, 4, {})
-    plan = request(to_text(trace(cell)), torch.float32, "auto", False, False)
+    plan = request(to_text(trace(cell)), torch.float32, "auto", False, False, False)
     x, h = torch.randn(2, 1, 3), torch.zeros(1, 4)
     weight, bias = torch.randn(4, 7), torch.randn(4)
     assert compiled_op([x], [h], [weight, bias], None, plan, "inference", "cpp")
