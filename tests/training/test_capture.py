@@ -279,6 +279,22 @@ def test_changed_attribute_renews_the_graphs(fit: Callable[..., Ran]) -> None:
     assert ran.capture.captures == 3
 
 
+def test_attribute_that_is_set_to_an_equal_value_changes_nothing(fit: Callable[..., Ran]) -> None:
+    class Limited(Plain):
+        limit, weight, name = 1000, 0.5, "loss"
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            # New objects in every step, before and after the capture.
+            self.limit, self.weight, self.name = int("1000"), float("0.5"), "".join(["lo", "ss"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {self.name: self.loss(batch).clamp(max=self.limit) * self.weight}
+
+    ran = check_captured(fit, Limited, max_epochs=2)
+    assert ran.capture.captures == 1
+    assert ran.trainer.global_step == 2 * STEPS
+
+
 def test_attribute_of_the_class_renews_the_graphs(fit: Callable[..., Ran]) -> None:
     class Tempered(Plain):
         weight = 1.0

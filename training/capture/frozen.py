@@ -96,8 +96,10 @@ class Attributes:
             now = [part for get, each in zip(self._getters, self._owners) for part in get(each)]
         except (AttributeError, IndexError, KeyError):
             return self._find_missing()
-        if not all(map(operator.is_, now, self._parts)):
-            return _first_difference(now, self._parts, self._part_names)
+        if not all(map(operator.is_, now, self._parts)) and (
+            changed := _first_difference(now, self._parts, self._part_names)
+        ):
+            return changed
         measured = self._measure()
         if measured != self._measured:
             names = self._sized_names, self._tensor_names, self._tensor_names
@@ -191,9 +193,14 @@ def _names_of_data(owner: Any) -> list[str]:
     return [n for n in names if n not in own and n not in SET_BY_OBSERVERS and "." not in n]
 
 
-def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str:
-    different = zip(names, now, before, strict=True)
-    return next(n for n, a, b in different if not (a is b or (isinstance(a, int) and a == b)))
+def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str | None:
+    pairs = zip(names, now, before, strict=True)
+    return next((name for name, a, b in pairs if not _is_same(a, b)), None)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether they are one object, or equal numbers or texts."""
+    return a is b or (type(a) is type(b) and isinstance(a, _ATOMS) and a == b)
 
 
 def attributes_of(
