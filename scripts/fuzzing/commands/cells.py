@@ -28,11 +28,11 @@ from hoconv.testing.random_cells import random_cell
 METHOD = (
     "Each case is a cell drawn from the whole language: expressions of parameters alone, "
     "conditions in every position, constants with infinities and NaN, common subexpressions, one "
-    "to four states of several sizes; with lengths or without, forwards or backwards. Outputs, "
-    "final states and all gradients are compared in float64, to 1e-9, with the cell on tensors, "
-    "differentiated by autograd. NaN is expected where the cell has NaN, and allowed where "
-    "infinite values meet a state that no step reads. Refused: values used as conditions, or "
-    "conditions as numbers, with the same message in all implementations."
+    "to four states of several sizes; with lengths and resets or without, forwards or backwards. "
+    "Outputs, final states and all gradients are compared in float64, to 1e-9, with the cell on "
+    "tensors, differentiated by autograd. NaN is expected where the cell has NaN, and allowed "
+    "where infinite values meet a state that no step reads. Refused: values used as conditions, "
+    "or conditions as numbers, with the same message in all implementations."
 )
 INTERPRET = "interpret"
 
