@@ -17,6 +17,7 @@ from hoconv.lightning import Throughput
 from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
+from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
 from training.callbacks.statistics import FirstStatistics
 from training.capture.steps import CapturedSteps
@@ -63,6 +64,7 @@ def make_trainer(
         callbacks=[
             throughput,
             capture,
+            OverriddenHooks(),
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),
