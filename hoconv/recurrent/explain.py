@@ -20,6 +20,7 @@ _WHY = {
     "graph": "and the whole loop is one call",
     "auto": "the same as graph: every rung of the ladder, none of which costs anything",
 }
+_WHOLE = "one kernel for all steps"
 
 
 def explain(plan: Plan) -> str:
@@ -52,13 +53,21 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
     else:
         yield "not cuDNN: the cell is not exactly its LSTM, GRU or tanh cell"
     steps = f"graphs of up to {CHUNK} steps" if plan.recorded else "launches one by one"
-    forward, backward = map(_count_launches, (plan.forward, plan.backward))
-    yield f"{steps}; each step {forward}, backwards {backward}"
+    forward, backward = (
+        _count_launches(program, plan.recorded) for program in (plan.forward, plan.backward)
+    )
+    if forward and backward:
+        yield f"{steps}; each step {forward}, backwards {backward}"
+    else:
+        ways = (f"{steps}, each {each}" if each else _WHOLE for each in (forward, backward))
+        yield "{}; backwards {}".format(*ways)
 
 
-def _count_launches(program: Program) -> str:
-    """Counts the products and kernels of a step."""
-    launches = emit_cuda(program).launches
+def _count_launches(program: Program, recorded: bool) -> str | None:
+    """Counts the products and kernels of a step; None where one kernel runs all steps."""
+    launches = emit_cuda(program, whole=recorded).launches
+    if not launches:
+        return None
     products = sum(isinstance(each, Op) for each in launches)
     return f"{_count(products, 'product')} and {_count(len(launches) - products, 'kernel')}"
 

@@ -4,6 +4,7 @@ A kernel reads the number of its step and the addresses of its tensors from memo
 several steps can therefore be launched again for later steps and for other tensors. A kernel past
 the last step returns at once. The last kernel of a step and the first kernel of the next step are
 fused across the loop's back edge: a step with n products then launches n kernels instead of n + 1.
+A loop without products may be one kernel (whole.py).
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
@@ -18,6 +19,7 @@ from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
+from hoconv.recurrent.codegen.whole import own_size, write_own, write_rows
 from hoconv.recurrent.ir.program import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 
@@ -67,8 +69,8 @@ class CudaSource:
             the address of the scratch. Two more kernels have one thread each: ``start(call,
             given)`` writes a whole ``Call``; ``advance(call, steps)`` adds to its `begin`.
         steps: the lowered steps. Products read and write fixed addresses.
-        before: the kernels to launch before the first step.
-        launches: the products of a step and the kernels between them, in order.
+        before: the kernels to launch before the first step; or the one that runs all steps.
+        launches: the products of a step and the kernels between them, in order; or nothing.
     """
 
     text: str
@@ -77,8 +79,12 @@ class CudaSource:
     launches: tuple[Op | Launch, ...]
 
 
-def emit_cuda(program: Program) -> CudaSource:
-    """Writes the kernels of a program for NVRTC."""
+def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
+    """Writes the kernels of a program for NVRTC.
+
+    Args:
+        whole: whether one kernel runs all steps, if they have no product.
+    """
     program = stage(program)
     fixed = {v for op in products(program) for v in (op.values[0], op.result)}
     steps = lower_steps(program, fixed)
@@ -91,7 +97,13 @@ def emit_cuda(program: Program) -> CudaSource:
     )
     lines.append('extern "C" __global__ void advance(Call* call, const int64_t steps) {')
     lines += ["  call->begin += steps;", "}"]
-    for name, kernel in steps.kernels.values():
+    parts = list(steps.kernels.values())
+    size = own_size([kernel for _, kernel in parts]) if whole and not products(program) else None
+    if size is not None:
+        made = _choose_launch("run_all", parts, alone=True)
+        lines += ["", *write_own(program, steps, size, made.name, made.threads)]
+        return CudaSource("\n".join(lines) + "\n", steps, (made,), ())
+    for name, kernel in parts:
         lines += ["", *_write_kernel(program, steps, name, kernel)]
 
     def launch(*parts: tuple[str, Kernel]) -> Launch:
@@ -100,6 +112,11 @@ def emit_cuda(program: Program) -> CudaSource:
         made = _choose_launch("_".join(["run", *(name for name, _ in parts)]), parts, alone)
         lines.extend(["", *_write_entry(made, [name for name, _ in parts], alone)])
         return made
+
+    if whole and not products(program):
+        made = _choose_launch("run_all", parts, alone=False)
+        lines += ["", *write_rows([name for name, _ in parts], made.name, made.threads)]
+        return CudaSource("\n".join(lines) + "\n", steps, (made,), ())
 
     before: list[Launch] = []
     launches: list[Op | Launch] = []

@@ -57,12 +57,12 @@ class CudaLoop:
 
     Args:
         program: the only one that it is called with.
-        recorded: whether CUDA graphs record chunks of steps; otherwise kernels are launched one by
-            one.
+        recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
+            product; otherwise kernels are launched one by one.
     """
 
     def __init__(self, program: Program, recorded: bool) -> None:
-        self.source = emit_cuda(program)
+        self.source = emit_cuda(program, whole=recorded)
         self.recorded = recorded
         self._code = functools.cache(functools.partial(compile_cuda, "recurrent", self.source.text))
         self._kernels = functools.cache(self._load)

@@ -67,7 +67,8 @@ class Workspace:
             for parity in (0, 1)
         ]  # fmt: skip
 
-        if record:  # a first run loads kernels and sets libraries up, which graphs cannot record
+        # A first run loads kernels and sets libraries up, which graphs cannot record.
+        if record and source.launches:
             self._start(0, None, {})
             self._chunk(2)
 
@@ -79,6 +80,8 @@ class Workspace:
             tensors: the tensors of all buffers; the initial states are written.
         """
         self._start(T, seed, tensors)
+        if not self.source.launches:
+            return  # all steps ran
         if self.record is None:
             self._steps(T)
             return

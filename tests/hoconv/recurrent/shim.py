@@ -81,9 +81,9 @@ extern "C" int cuGetErrorName(int status, const char** name) {{
 """
 
 
-def shim_loops(programs: Mapping[str, Program]) -> dict[str, ShimLoop]:
+def shim_loops(programs: Mapping[str, Program], whole: bool = True) -> dict[str, ShimLoop]:
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of generated CUDA."""
-    sources = {name: emit_cuda(program) for name, program in programs.items()}
+    sources = {name: emit_cuda(program, whole) for name, program in programs.items()}
     libraries = ", ".join(f'{{"{name}", {name}::kernels}}' for name in sources)
     parts = (_namespace(name, source) for name, source in sources.items())
     text = "".join((_HEADER, *parts, _DRIVER.format(libraries=libraries)))

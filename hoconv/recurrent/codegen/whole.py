@@ -1,0 +1,202 @@
+"""Writes a loop whose steps have no product as one CUDA kernel: rows depend on no other row.
+
+Where a feature depends on no other feature either, a thread runs all steps of a feature with its
+states in registers. It loads what it reads of sequences several steps ahead, since no step has to
+wait for the one before to know what to load. Otherwise a block runs all steps of a row, and its
+threads wait for each other.
+
+B batch, T time steps, i the number of steps already done, t the time step that is computed, j the
+feature that a thread computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from hoconv.recurrent.codegen.expressions import TYPES, expression
+from hoconv.recurrent.codegen.loops import Compute, Kernel, Load, Statement, Store
+from hoconv.recurrent.codegen.steps import LoweredSteps, offset
+from hoconv.recurrent.codegen.storage import Buffer
+from hoconv.recurrent.ir.program import Program, Value
+
+# Registers for what is loaded ahead, and the most steps ahead: what memory takes to answer.
+_AHEAD_VALUES, _AHEAD_STEPS = 24, 8
+
+
+def own_size(kernels: Sequence[Kernel]) -> int | None:
+    """The number of features if each of them depends on no other one, else None."""
+    sizes = {size for kernel in kernels for section in kernel.sections for size in section.loops}
+    if len(sizes) != 1 or any(
+        len(kernel.sections) > 1 or any(section.scalars for section in kernel.sections)
+        for kernel in kernels
+    ):
+        return None
+    (size,) = sizes
+    scalars = [s for kernel in kernels for s in kernel.first]
+    if all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in _body(kernels, size)):
+        return size
+    return None
+
+
+def _body(kernels: Sequence[Kernel], size: int) -> Iterator[Statement]:
+    for kernel in kernels:
+        for section in kernel.sections:
+            yield from section.loops.get(size, ())
+
+
+def _is_own_scalar(s: Statement) -> bool:
+    """Whether a scalar of a row is read or computed, but belongs to no state and is not stored."""
+    return isinstance(s, Compute) or (isinstance(s, Load) and _kind(s) in ("once", "sequence"))
+
+
+def _is_own(s: Statement, size: int) -> bool:
+    """Whether a statement touches, of what the loop writes, its own feature only."""
+    if isinstance(s, Compute):
+        return True
+    if not isinstance(s, Load | Store) or s.memory.location is None:
+        return False
+    location = s.memory.location
+    if location.buffer.kind in ("state", "history"):
+        own = s.offset == 0 and location.buffer.type.size == size
+        return own and location.after == isinstance(s, Store)
+    if isinstance(s, Store):
+        return location.buffer.kind == "sequence" and s.offset + size <= location.buffer.type.size
+    return location.buffer.kind == "once" or location.buffer.name.startswith(("read", "made"))
+
+
+def _kind(s: Load | Store) -> str:
+    return "" if s.memory.location is None else s.memory.location.buffer.kind
+
+
+class _Registers:
+    """Writes statements that find states, parameters and what was loaded ahead in registers.
+
+    Attributes:
+        constants: the declarations of parameters.
+        ahead: what is loaded ahead: type, name, buffer, and index within a row.
+    """
+
+    def __init__(self, reverse: bool) -> None:
+        self.reverse = reverse
+        self.constants: list[str] = []
+        self.ahead: list[tuple[str, str, Buffer, str]] = []
+        self._names: dict[Value, str] = {}
+        self._loaded: set[Value] = set()
+
+    def write(self, s: Statement, feature: str) -> list[str]:
+        """Writes a statement of the feature ``j``, or of a scalar if `feature` is empty."""
+        if isinstance(s, Compute):
+            operands = {v: self._name(v) for v in s.op.values}
+            given = expression(s.op, operands, feature or "0")
+            return [f"const {TYPES[s.op.result.type.dtype]} {self._name(s.op.result)} = {given};"]
+        assert isinstance(s, Load | Store) and s.memory.location is not None  # noqa: PT018
+        buffer, name = s.memory.location.buffer, self._name(s.value)
+        index = " + ".join(filter(None, (feature, str(s.offset) if s.offset else ""))) or "0"
+        if isinstance(s, Store):
+            lines = []
+            if buffer.kind != "sequence":
+                lines.append(f"{buffer.name}_next = {name};")
+            if buffer.kind != "state":
+                lines.append(f"{self._address(buffer)}[{index}] = {name};")
+            return lines
+        if s.value in self._loaded:
+            return []
+        self._loaded.add(s.value)
+        own = TYPES[s.value.type.dtype]
+        if buffer.kind == "once":
+            self.constants.append(f"const {own} {name} = c.{buffer.name}[{index}];")
+            return []
+        if buffer.kind in ("state", "history"):
+            return [f"const {own} {name} = {buffer.name}_now;"]
+        self.ahead.append((own, name, buffer, index))
+        return [f"const {own} {name} = {name}_ahead[d];"]
+
+    def _name(self, value: Value) -> str:
+        return self._names.setdefault(value, f"v{len(self._names)}")
+
+    def _address(self, buffer: Buffer) -> str:
+        rows = offset(buffer, buffer.kind == "history", self.reverse)
+        return f"(c.{buffer.name}{rows} + row * {buffer.type.size})"
+
+
+def write_own(
+    program: Program, steps: LoweredSteps, size: int, name: str, threads: int
+) -> list[str]:
+    """Writes the kernel in which a thread runs all steps of a feature; its grid is (B, blocks).
+
+    Args:
+        size: the number of features, as by :func:`own_size`.
+    """
+    kernels = [kernel for _, kernel in steps.kernels.values()]
+    writer = _Registers(program.reverse)
+    step = [line for k in kernels for s in k.first for line in writer.write(s, "")]
+    step += [line for s in _body(kernels, size) for line in writer.write(s, "j")]
+    states = dict.fromkeys(buffer for of in steps.storage.initial for buffer in of)
+    ahead = max(1, min(_AHEAD_STEPS, _AHEAD_VALUES // max(1, len(writer.ahead))))
+
+    def load(step: str) -> list[str]:
+        at = f"(T - 1 - {step})" if program.reverse else step
+        return [
+            f"{name}_ahead[d] = c.{buffer.name}[({at} * B + row) * {buffer.type.size} + {index}];"
+            for _, name, buffer, index in writer.ahead
+        ]
+
+    def begin(buffer: Buffer) -> str:
+        row = "((T - 1) * B + row)" if buffer.kind == "history" and program.reverse else "row"
+        own = TYPES[buffer.type.dtype]
+        return f"{own} {buffer.name}_now = c.{buffer.name}[{row} * {size} + j], {buffer.name}_next;"
+
+    def end(buffer: Buffer) -> str:
+        return f"c.{buffer.name}[(T % 2 * B + row) * {size} + j] = {buffer.name}_now;"
+
+    return [
+        f'extern "C" __global__ void __launch_bounds__({threads})',
+        f"{name}(const Call* call, const int64_t) {{",
+        "  const Call c = *call;",
+        "  const int64_t T = c.T, B = c.B, row = blockIdx.x;",
+        "  [[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
+        f"  constexpr int64_t ahead = {ahead};",
+        "  const int64_t first = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
+        "  const int64_t stride = int64_t{gridDim.y} * blockDim.x;",
+        f"  for (int64_t j = first; j < {size}; j += stride) {{",
+        *_indent(4, writer.constants, map(begin, states)),
+        *_indent(4, (f"{own} {value}_ahead[ahead];" for own, value, _, _ in writer.ahead)),
+        "#pragma unroll",
+        "    for (int64_t d = 0; d < ahead; ++d)",
+        "      if (d < T) {",
+        *_indent(8, load("d")),
+        "      }",
+        "    for (int64_t begin = 0; begin < T; begin += ahead) {",
+        "#pragma unroll",
+        "      for (int64_t d = 0; d < ahead; ++d) {",
+        "        const int64_t i = begin + d;",
+        "        if (i >= T) break;",
+        f"        [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
+        *_indent(8, step),
+        "        if (i + ahead < T) {",
+        *_indent(10, load("(i + ahead)")),
+        "        }",
+        *_indent(8, (f"{buffer.name}_now = {buffer.name}_next;" for buffer in states)),
+        "      }",
+        "    }",
+        *_indent(4, (end(buffer) for buffer in states if buffer.kind == "state")),
+        "  }",
+        "}",
+    ]
+
+
+def _indent(spaces: int, *lines: Iterable[str]) -> Iterator[str]:
+    return (" " * spaces + line for each in lines for line in each)
+
+
+def write_rows(kernels: Sequence[str], name: str, threads: int) -> list[str]:
+    """Writes the kernel in which a block runs all steps of a row, by the functions of a step."""
+    return [
+        f'extern "C" __global__ void __launch_bounds__({threads})',
+        f"{name}(const Call* call, const int64_t) {{",
+        "  const Call c = *call;",
+        "  for (int64_t i = 0; i < c.T; ++i) {",
+        *(line for kernel in kernels for line in (f"    {kernel}(c, i);", "    __syncthreads();")),
+        "  }",
+        "}",
+    ]
