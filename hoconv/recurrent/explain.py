@@ -65,9 +65,10 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
 
 def _count_launches(program: Program, recorded: bool) -> str | None:
     """Counts the products and kernels of a step; None where one kernel runs all steps."""
-    launches = emit_cuda(program, whole=recorded).launches
-    if not launches:
+    source = emit_cuda(program, whole=recorded)
+    if source.whole:
         return None
+    launches = source.launches
     products = sum(isinstance(each, Op) for each in launches)
     return f"{_count(products, 'product')} and {_count(len(launches) - products, 'kernel')}"
 

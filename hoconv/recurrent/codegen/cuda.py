@@ -69,14 +69,17 @@ class CudaSource:
             the address of the scratch. Two more kernels have one thread each: ``start(call,
             given)`` writes a whole ``Call``; ``advance(call, steps)`` adds to its `begin`.
         steps: the lowered steps. Products read and write fixed addresses.
-        before: the kernels to launch before the first step; or the one that runs all steps.
-        launches: the products of a step and the kernels between them, in order; or nothing.
+        before: the kernels to launch before the first step.
+        launches: the products of a step and the kernels between them, in order.
+        whole: the kernel that runs all steps instead of these, if there is one; its argument is a
+            ``Call`` itself.
     """
 
     text: str
     steps: LoweredSteps
-    before: tuple[Launch, ...]
-    launches: tuple[Op | Launch, ...]
+    before: tuple[Launch, ...] = ()
+    launches: tuple[Op | Launch, ...] = ()
+    whole: Launch | None = None
 
 
 def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
@@ -102,7 +105,7 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
     if size is not None:
         made = _choose_launch("run_all", parts, alone=True)
         lines += ["", *write_own(program, steps, size, made.name, made.threads)]
-        return CudaSource("\n".join(lines) + "\n", steps, (made,), ())
+        return CudaSource("\n".join(lines) + "\n", steps, whole=made)
     for name, kernel in parts:
         lines += ["", *_write_kernel(program, steps, name, kernel)]
 
@@ -116,7 +119,7 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
     if whole and not products(program):
         made = _choose_launch("run_all", parts, alone=False)
         lines += ["", *write_rows([name for name, _ in parts], made.name, made.threads)]
-        return CudaSource("\n".join(lines) + "\n", steps, (made,), ())
+        return CudaSource("\n".join(lines) + "\n", steps, whole=made)
 
     before: list[Launch] = []
     launches: list[Op | Launch] = []

@@ -151,8 +151,7 @@ def write_own(
 
     return [
         f'extern "C" __global__ void __launch_bounds__({threads})',
-        f"{name}(const Call* call, const int64_t) {{",
-        "  const Call c = *call;",
+        f"{name}(const Call c) {{",
         "  const int64_t T = c.T, B = c.B, row = blockIdx.x;",
         "  [[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
         f"  constexpr int64_t ahead = {ahead};",
@@ -193,8 +192,7 @@ def write_rows(kernels: Sequence[str], name: str, threads: int) -> list[str]:
     """Writes the kernel in which a block runs all steps of a row, by the functions of a step."""
     return [
         f'extern "C" __global__ void __launch_bounds__({threads})',
-        f"{name}(const Call* call, const int64_t) {{",
-        "  const Call c = *call;",
+        f"{name}(const Call c) {{",
         "  for (int64_t i = 0; i < c.T; ++i) {",
         *(line for kernel in kernels for line in (f"    {kernel}(c, i);", "    __syncthreads();")),
         "  }",

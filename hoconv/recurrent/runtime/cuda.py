@@ -26,7 +26,7 @@ from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import Recorder, Workspace
+from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
 
 # Workspaces that a program keeps: one for each batch size, stream and precision of products.
 _MOST_WORKSPACES = 8
@@ -75,6 +75,11 @@ class CudaLoop:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.steps.storage
         T, B, device = count_steps(program, values), initial[0].shape[0], initial[0].device
+        if self.source.whole:
+            with torch.cuda.device(device):
+                tensors = bind(program, storage, values, initial, {})
+                run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
+                return results(program, storage, tensors, T)
         with torch.cuda.device(device), self._lock:
             stream = torch.cuda.current_stream().cuda_stream
             # A graph that the caller captures, or allocates for (as torch.compile does to warm up),
@@ -114,9 +119,11 @@ class CudaLoop:
         )
 
     def _new_workspace(self, B: int, device: torch.device, record: Recorder | None) -> Workspace:
+        return Workspace(self.source, self._load_for(device), B, device, record)
+
+    def _load_for(self, device: torch.device) -> Cubin:
         major, minor = torch.cuda.get_device_capability(device)
-        kernels = self._kernels(f"sm_{major}{minor}")
-        return Workspace(self.source, kernels, B, device, record)
+        return self._kernels(f"sm_{major}{minor}")
 
 
 class _CannotKeep(Exception):

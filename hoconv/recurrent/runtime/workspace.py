@@ -26,6 +26,29 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 CHUNK = 32
 
 
+def describe_call(
+    source: CudaSource, T: int, B: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor],
+    scratch: Tensor,
+) -> Any:  # fmt: skip
+    """The ``Call`` of a source, from its first step on."""
+    buffers = source.steps.storage.buffers
+    addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in buffers]
+    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, scratch.data_ptr())
+    return (ctypes.c_int64 * len(given))(*given)
+
+
+def run_whole(
+    source: CudaSource, launcher: Launcher, T: int, B: int, seed: Tensor | None,
+    tensors: Mapping[Buffer, Tensor], device: torch.device,
+) -> None:  # fmt: skip
+    """Launches the kernel that runs all steps. It needs no workspace: nothing is recorded."""
+    whole = source.whole
+    assert whole is not None
+    scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
+    call = describe_call(source, T, B, seed, tensors, scratch)
+    launcher(whole.name, B, whole.blocks, whole.threads, call)
+
+
 class Workspace:
     """Runs the steps of one program for one batch size, one call after another.
 
@@ -67,8 +90,7 @@ class Workspace:
             for parity in (0, 1)
         ]  # fmt: skip
 
-        # A first run loads kernels and sets libraries up, which graphs cannot record.
-        if record and source.launches:
+        if record:  # a first run loads kernels and sets libraries up, which graphs cannot record
             self._start(0, None, {})
             self._chunk(2)
 
@@ -80,8 +102,6 @@ class Workspace:
             tensors: the tensors of all buffers; the initial states are written.
         """
         self._start(T, seed, tensors)
-        if not self.source.launches:
-            return  # all steps ran
         if self.record is None:
             self._steps(T)
             return
@@ -95,11 +115,7 @@ class Workspace:
             left -= size
 
     def _start(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
-        buffers = self.source.steps.storage.buffers
-        addresses = (tensors[b].data_ptr() if b in tensors else 0 for b in buffers)
-        given = (T, self.B, 0, 0 if seed is None else seed.data_ptr(), *addresses)
-        call = (ctypes.c_int64 * len(self.call))(*given, self.scratch.data_ptr())
-        self._once("start", call)
+        self._once("start", describe_call(self.source, T, self.B, seed, tensors, self.scratch))
         for launch in self.source.before:
             self._launch(launch, 0)
 

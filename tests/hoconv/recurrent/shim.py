@@ -19,7 +19,7 @@ from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import Workspace
+from hoconv.recurrent.runtime.workspace import Workspace, run_whole
 
 _HEADER = """
 #include <cstring>
@@ -48,7 +48,7 @@ static void launch_{name}(unsigned rows, unsigned blocks, unsigned threads, void
   for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x)
     for (blockIdx.y = blocks; blockIdx.y-- > 0;)
       for (threadIdx.x = blockDim.x; threadIdx.x-- > 0;)
-        {name}(*static_cast<Call**>(given[0]), *static_cast<const {second}*>(given[1]));
+        {name}({arguments});
 }}
 """
 # The driver's functions. The code of a library is the name of a program; a library is the table of
@@ -97,16 +97,20 @@ def shim_loops(programs: Mapping[str, Program], whole: bool = True) -> dict[str,
 def _namespace(name: str, source: CudaSource) -> str:
     """The kernels of a program, beside those of other programs."""
     body = source.text.split("\n", 1)[1]  # without its header
-    found = [i for i in (*source.before, *source.launches) if isinstance(i, Launch)]
+    found = [i for i in (*source.before, *source.launches, source.whole) if isinstance(i, Launch)]
     alone = {launch.name: not _waits(launch.name, body) for launch in found}
     assert all(alone[launch.name] or launch.blocks == 1 for launch in found)
     threads = {name: "threads" if alone[name] else "1" for name in alone}
-    second = {**dict.fromkeys((*alone, "advance"), "int64_t"), "start": "Call"}
+    two = "*static_cast<Call**>(given[0]), *static_cast<const {}*>(given[1])"
+    arguments = {**dict.fromkeys((*alone, "advance"), two.format("int64_t")),
+                 "start": two.format("Call")}  # fmt: skip
+    if source.whole:
+        arguments[source.whole.name] = "*static_cast<const Call*>(given[0])"
     functions = [
-        _KERNEL.format(name=kernel, threads=threads.get(kernel, "1"), second=second[kernel])
-        for kernel in second
+        _KERNEL.format(name=kernel, threads=threads.get(kernel, "1"), arguments=given)
+        for kernel, given in arguments.items()
     ]
-    table = "".join(f'{{"{kernel}", launch_{kernel}}}, ' for kernel in second)
+    table = "".join(f'{{"{kernel}", launch_{kernel}}}, ' for kernel in arguments)
     return "\n".join((
         f"namespace {name} {{", body.replace('extern "C" __global__', "static __global__"),
         *functions, f"static const Kernel kernels[] = {{ {table}{{}} }};", "}\n",
@@ -134,11 +138,15 @@ class ShimLoop:
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
     ) -> tuple[Tensors, list[Tensor]]:
         T, B = count_steps(program, values), initial[0].shape[0]
+        storage = self.source.steps.storage
+        if self.source.whole:
+            tensors = bind(program, storage, values, initial, {})
+            run_whole(self.source, self.kernels, T, B, seed, tensors, torch.device("cpu"))
+            return results(program, storage, tensors, T)
         if B not in self.workspaces:
             arguments = (self.source, self.kernels, B, torch.device("cpu"), self._record)
             self.workspaces[B] = Workspace(*arguments)
         workspace = self.workspaces[B]
-        storage = self.source.steps.storage
         tensors = bind(program, storage, values, initial, workspace.resident)
         workspace.run(T, seed, tensors)
         return results(program, storage, tensors, T)
