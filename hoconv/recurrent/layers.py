@@ -340,8 +340,8 @@ class RNN(nn.Module):
         if reset is None:
             return None
         if not isinstance(reset, Tensor) or reset.dtype != torch.bool:
-            got = reset.dtype if isinstance(reset, Tensor) else repr(reset)
-            raise TypeError(f"reset: expected a bool tensor, got {got}; compare it with 0")
+            got = reset.dtype if isinstance(reset, Tensor) else type(reset).__name__
+            raise TypeError(f"reset: expected a tensor of bool, got {got}; compare it with 0")
         T, B = x.shape[:2]
         shape = (T,) if single else (B, T) if self.batch_first else (T, B)
         if reset.shape != shape:
