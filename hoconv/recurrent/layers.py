@@ -220,7 +220,9 @@ class RNN(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
         directions = 1 + self.bidirectional
-        resets = (begins, _ends(begins, valid)) if begins is not None else (None, None)
+        resets = [begins]
+        if self.bidirectional:
+            resets.append(None if begins is None else _ends(begins, valid))
         first = [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
@@ -424,8 +426,9 @@ def _ends(begins: Tensor, valid: Tensor | None) -> Tensor:
 
     Nothing ends at the last step: backwards in time, that one begins with the initial state.
     """
-    within = begins if valid is None else begins & valid
-    return torch.cat((within[1:], torch.zeros_like(within[:1])))
+    ends = (begins if valid is None else begins & valid).roll(-1, 0)
+    ends[-1] = False
+    return ends
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

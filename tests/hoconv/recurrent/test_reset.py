@@ -131,27 +131,38 @@ def test_batch_first_one_sequence_and_steps_one_by_one() -> None:
     torch.testing.assert_close((torch.cat(steps), state_now), (output, state))
 
 
-def test_compiled_exported_and_transformed(tmp_path: Any) -> None:
+def test_compiled_exported_and_transformed() -> None:
     made = layer("lstm", impl="reference")
     x, reset = sequence(3, 2, 3), torch.tensor([[0, 0], [1, 0], [0, 1]]).bool()
     expected = made(x, None, None, reset)
 
-    class Named(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = made
-
-        def forward(self, x: Tensor, reset: Tensor) -> Any:
-            return self.layer(x, reset=reset)
-
     torch.compiler.reset()
-    compiled = torch.compile(Named(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(Named(made), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, reset), expected)
-    exported = torch.export.export(Named(), (x, reset)).module()
+    exported = torch.export.export(Named(made), (x, reset)).module()
     torch.testing.assert_close(exported(x, reset), expected)
     masks = torch.stack((reset, ~reset))
     mapped = torch.func.vmap(lambda mask: made(x, reset=mask)[0])(masks)
     torch.testing.assert_close(mapped[1], made(x, reset=~reset)[0])
+
+
+class Named(torch.nn.Module):
+    def __init__(self, made: rnn.RNN) -> None:
+        super().__init__()
+        self.layer = made
+
+    def forward(self, x: Tensor, reset: Tensor) -> Any:
+        return self.layer(x, reset=reset)
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:2])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_exported_programs_take_any_number_of_steps(impl: str, bidirectional: bool) -> None:
+    made = layer("lstm", impl=impl, bidirectional=bidirectional)
+    x, reset = sequence(6, 2, 3), torch.tensor([[0, 0], [1, 0], [0, 1]] * 2).bool()
+    steps = {0: torch.export.Dim("T", min=2, max=20)}
+    exported = torch.export.export(Named(made), (x, reset), dynamic_shapes=(steps, steps)).module()
+    torch.testing.assert_close(exported(x[:2], reset[:2]), made(x[:2], reset=reset[:2]))
 
 
 @pytest.mark.parametrize(
