@@ -35,11 +35,11 @@ def bind(
         initial: (B, n) of each state.
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
-    T, B = count_steps(program, values), initial[0].shape[0]
+    T, B = count_steps(program, values)
     given = [p.value for p in program.params] + [v for _, v in program.sequences]
     given += program.made_before
     tensors = dict(resident)
-    device = initial[0].device
+    device = values[program.sequences[0][1]].device
     for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
         tensor = values[value]
         _check(buffer, tensor, T, B, device)

@@ -16,9 +16,10 @@ from hoconv import jit
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cpp import HEADER, CppSource, emit_cpp
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.passes.rows import rows
 from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.interpret import Tensors, count_steps
+from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 
 
 def obstacle() -> str | None:
@@ -40,22 +41,39 @@ def load() -> None:
 
 
 def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
-    """Compiles the time loops of named programs into one library.
+    """Compiles named programs into one library: their time loops, and the groups around these.
 
     Raises:
         hoconv.jit.BuildError: there is no compiler, or it failed.
     """
-    sources = {name: emit_cpp(program, name) for name, program in programs.items()}
+    groups = {
+        name: {f"{name}_group{i}": each for i, each in enumerate(rows(program).items())}
+        for name, program in programs.items()
+    }
+    named = dict(programs)
+    named |= {name: each for of in groups.values() for name, (_, each) in of.items()}
+    sources = {name: emit_cpp(program, name) for name, program in named.items()}
     text = "\n\n".join((HEADER, *(source.text for source in sources.values())))
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
-    return {name: CppLoop(source, library[name]) for name, source in sources.items()}
+
+    def loop(name: str) -> CppLoop:
+        of = groups.get(name, {}).items()
+        found = {group: (program, loop(each)) for each, (group, program) in of}
+        return CppLoop(sources[name], library[name], found)
+
+    return {name: loop(name) for name in programs}
 
 
 class CppLoop:
-    """Runs the steps of one program."""
+    """Runs the steps of one program.
 
-    def __init__(self, source: CppSource, function: Any) -> None:
+    Attributes:
+        groups: what runs the groups around the loop.
+    """
+
+    def __init__(self, source: CppSource, function: Any, groups: GroupLoops) -> None:
         self.source = source
+        self.groups = groups
         self.function = function
         self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_bool] + [ctypes.c_void_p] * 2
 
@@ -64,7 +82,7 @@ class CppLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.storage
-        T, B = count_steps(program, values), initial[0].shape[0]
+        T, B = count_steps(program, values)
         tensors = bind(program, storage, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
         pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))

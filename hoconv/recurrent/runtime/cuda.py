@@ -74,7 +74,7 @@ class CudaLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.steps.storage
-        T, B, device = count_steps(program, values), initial[0].shape[0], initial[0].device
+        (T, B), device = count_steps(program, values), initial[0].device
         if self.source.whole:
             with torch.cuda.device(device):
                 tensors = bind(program, storage, values, initial, {})

@@ -5,7 +5,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 
 from hoconv.recurrent.ir import evaluate, random
 from hoconv.recurrent.ir.evaluate import DTYPES
-from hoconv.recurrent.ir.program import Op, Program, Value, flat
+from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
 # A loop runs all steps: from a program, the tensors that exist before the loop, the initial states
 # and the seed it computes the sequences that the steps write and the states after the last step.
 Loop = Callable[[Program, Tensors, list[Tensor], Tensor | None], tuple[Tensors, list[Tensor]]]
+# Of groups before and after the loop: their programs (passes/rows.py), and what runs these.
+GroupLoops = Mapping[Group, tuple[Program, Loop]]
 
 
 def interpret(
@@ -46,10 +48,19 @@ def interpret(
     values |= {value: sequences[name] for name, value in program.sequences}
     like = next(iter(states.values()))
     linear = products.linear if loop else evaluate.linear
-    for op in flat(program.before):
-        values[op.result] = _evaluate(
-            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
-        )
+    groups: GroupLoops = getattr(loop, "groups", {})
+
+    def run(region: Iterable[Op | Group]) -> None:
+        for item in region:
+            if isinstance(item, Group) and item in groups:
+                own, own_loop = groups[item]
+                if _run_group(own, own_loop, values):
+                    continue
+            for op in flat((item,)):
+                operands = [_read(i, values) for i in op.inputs]
+                values[op.result] = _evaluate(op, operands, like.device, linear=linear)
+
+    run(program.before)
     initial = [
         (
             states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
@@ -60,23 +71,35 @@ def interpret(
     values |= written
     last = dict(zip(program.states, final, strict=True))
     values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
-    for op in flat(program.after):
-        values[op.result] = _evaluate(
-            op, [_read(i, values) for i in op.inputs], like.device, linear=linear
-        )
+    run(program.after)
     results = {name: values[value] for name, value in program.results}
     return results, {s.name: state for s, state in last.items() if s.total is None}
 
 
-def count_steps(program: Program, values: Tensors) -> int:
-    """T, the number of time steps of the sequences that the program reads."""
-    return next(len(values[v]) for _, v in program.sequences if v.type.rate == "sequence")
+def count_steps(program: Program, values: Tensors) -> tuple[int, int]:
+    """T and B, the time steps and rows of the sequences that the program reads."""
+    T, B, _ = next(values[v].shape for _, v in program.sequences if v.type.rate == "sequence")
+    return T, B
+
+
+def _run_group(program: Program, loop: Loop, values: Tensors) -> bool:
+    """Computes a group of whole sequences; returns whether it could: none has steps to repeat."""
+    whole = [v for _, v in program.sequences if v.type.rate == "sequence"]
+    if not whole or len({values[v].shape[:-1] for v in whole}) > 1 or values[whole[0]].dim() != 3:
+        return False
+    T, B, _ = values[whole[0]].shape
+    if T * B == 0:
+        return False
+    given = values | {v: values[v].reshape(1, T * B, v.type.size) for v in whole}
+    written, _ = loop(program, given, [], None)
+    values |= {value: tensor.view(T, B, -1) for value, tensor in written.items()}
+    return True
 
 
 def _steps(
     program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
 ) -> tuple[Tensors, list[Tensor]]:
-    T, B, device = count_steps(program, values), initial[0].shape[0], initial[0].device
+    (T, B), device = count_steps(program, values), initial[0].device
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
     now = initial
     for t in reversed(range(T)) if program.reverse else range(T):

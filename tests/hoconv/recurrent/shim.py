@@ -137,7 +137,7 @@ class ShimLoop:
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
     ) -> tuple[Tensors, list[Tensor]]:
-        T, B = count_steps(program, values), initial[0].shape[0]
+        T, B = count_steps(program, values)
         storage = self.source.steps.storage
         if self.source.whole:
             tensors = bind(program, storage, values, initial, {})

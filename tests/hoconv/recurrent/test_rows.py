@@ -1,0 +1,72 @@
+"""Groups before and after the loop: compiled with it, and run for the rows of all steps at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hoconv import recurrent as rnn
+from hoconv.recurrent.frontend.cell import Cell
+from hoconv.recurrent.passes.rows import rows
+from hoconv.recurrent.runtime import interpret
+from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.support import cell_case, gradients
+from tests.hoconv.recurrent.test_compiler import check_loops
+from tests.hoconv.recurrent.test_whole import OWN, WAITING
+
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+
+
+@rnn.cell(state=("h",))
+def prepared(x: Any, h: Any) -> Any:
+    """Most of its work depends on the input alone: conditions, reductions, several sizes."""
+    z = rnn.layer_norm("norm", rnn.gelu(rnn.linear("z", x)))
+    scale = rnn.sum(rnn.abs(x)) * rnn.parameter("scale", 1)
+    z = rnn.where(z > 0.2, z * scale, rnn.softmax(rnn.cat(z, x))[:, : z.shape[-1]])
+    h = rnn.tanh(z + rnn.linear("h", h)) * rnn.sigmoid(rnn.parameter("gain") * z)
+    return rnn.cat(h, rnn.mean(z)), dict(h=h)
+
+
+CELLS: list[Cell] = [prepared, *OWN, *WAITING]
+
+
+def of(cell: Cell) -> Any:
+    return cell.bind(3, 4, {})
+
+
+def test_groups_are_exact() -> None:
+    options: tuple[dict[str, bool], ...] = ({}, {"masked": True, "resets": True, "reverse": True})
+    cases = [cell_case(of(cell), **each) for cell in CELLS for each in options]
+    check_loops(cases, "auto", compile_loops)
+
+
+def test_groups_do_not_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(of(prepared), torch.float64)
+    assert rows(made.forward)
+    assert rows(made.backward)
+    assert not rows(plan(of(prepared), torch.float64, "hoisted").common[0][1])
+    layer = rnn.RNN(prepared, 3, 4, dtype=torch.float64, impl="cpp")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    expected = gradients(layer, x)
+    kinds = []
+    evaluate = interpret._evaluate
+
+    def recorded(op: Any, *rest: Any, **named: Any) -> Any:
+        kinds.append(op.kind)
+        return evaluate(op, *rest, **named)
+
+    monkeypatch.setattr(interpret, "_evaluate", recorded)
+    torch.testing.assert_close(gradients(layer, x), expected)
+    assert set(kinds) <= {"linear", "linear_t", "outer", "total"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (4, 1), (3, 0)])
+def test_any_number_of_rows(shape: tuple[int, int]) -> None:
+    ours = rnn.RNN(prepared, 3, 4, dtype=torch.float64, impl="cpp")
+    exact = rnn.RNN(prepared, 3, 4, dtype=torch.float64, impl="reference")
+    exact.load_state_dict(ours.state_dict())
+    x = torch.randn(*shape, 3, dtype=torch.float64)
+    torch.testing.assert_close(gradients(ours, x), gradients(exact, x), rtol=1e-9, atol=1e-9)
