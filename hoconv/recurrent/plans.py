@@ -57,7 +57,12 @@ request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 
 def _parse(text: str) -> _Request:
     dtype, schedule, options, cell = text.split("/", 3)
-    chosen = options.split("+")
+    chosen = set(options.split("+")) - {"plain"}
+    if unknown := chosen - set(_OPTIONS):
+        raise ValueError(
+            f"this recurrent layer was exported by another version of hoconv, which has the option "
+            f"{unknown.pop()!r}: load it there, or export it again here"
+        )
     return _Request(dtype, schedule, {name: name in chosen for name in _OPTIONS}, cell)
 
 

@@ -19,6 +19,7 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.serialize import from_text, to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import flat
+from hoconv.recurrent.plans import find_plan
 from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, layer, sequence
 
@@ -59,6 +60,14 @@ def test_a_text_with_an_op_of_another_version_is_refused() -> None:
         from_text(text)
 
 
+def test_a_plan_of_another_version_is_refused() -> None:
+    """Options used to be written one by one: nothing of them may be lost."""
+    for options in ("False/True", "masked+unheard"):
+        text = f"float32/auto/{options}/{to_text(trace(bound('lstm')))}"
+        with pytest.raises(ValueError, match="another version of hoconv, which has the option"):
+            find_plan(text)
+
+
 def test_constants_are_kept_to_the_last_bit() -> None:
     cell = scaled(0.1 + 0.2).bind(3, 4, {})
     (constant,) = {i for op in flat(from_text(to_text(trace(cell))).program.step)
@@ -67,7 +76,7 @@ def test_constants_are_kept_to_the_last_bit() -> None:
 
 
 def test_exported_programs_run_in_a_process_that_never_saw_their_cells(tmp_path: Path) -> None:
-    """Two cells of one name among them, and one with lengths and two directions."""
+    """Two cells of one name among them; lengths and resets, with two directions."""
     cases: dict[str, tuple[rnn.RNN, tuple[Any, ...]]] = {
         "half": (rnn.RNN(scaled(0.5), 3, 4, impl="cpp"), (torch.randn(5, 2, 3),)),
         "twice": (rnn.RNN(scaled(2.0), 3, 4, impl="cpp"), (torch.randn(5, 2, 3),)),
@@ -75,6 +84,10 @@ def test_exported_programs_run_in_a_process_that_never_saw_their_cells(tmp_path:
         "lengths": (
             rnn.RNN(rnn.gru, 3, 4, bidirectional=True, impl="cpp"),
             (torch.randn(5, 2, 3), None, torch.tensor([5, 3])),
+        ),
+        "resets": (
+            rnn.RNN(rnn.gru, 3, 4, bidirectional=True, impl="cpp"),
+            (torch.randn(5, 2, 3), None, None, torch.rand(5, 2) < 0.4),
         ),
     }
     expected: dict[str, Any] = {}
