@@ -122,7 +122,20 @@ def test_what_was_replaced_is_put_back() -> None:
 
 
 def test_a_profiler_sees_every_hook() -> None:
-    during, profiler = During(), SimpleProfiler()
-    fit(OverriddenHooks(), during, calls=[], profiler=profiler)
-    assert "training.callbacks.hooks" not in during.own
+    profiler = SimpleProfiler()
+    fit(OverriddenHooks(), calls=[], profiler=profiler)
     assert profiler.recorded_durations["[Callback]Callback.on_train_batch_start"]
+
+
+class Nested(pl.Callback):
+    """Trains another model, with a profiler, in the middle of a training."""
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.profiler = SimpleProfiler()
+        fit(calls=[], profiler=self.profiler)
+
+
+def test_a_profiler_sees_every_hook_of_a_training_within_another() -> None:
+    nested = Nested()
+    fit(OverriddenHooks(), nested, calls=[])
+    assert nested.profiler.recorded_durations["[Callback]Callback.on_train_batch_start"]

@@ -27,19 +27,14 @@ _HOOK = "_current_fx_name"  # where a module keeps the hook that runs, for self.
 class OverriddenHooks(pl.Callback):
     """While a model is trained, Lightning calls hooks as this module does.
 
-    A run with a profiler, or with Lightning's debug log, is left as it is: both show every hook.
+    A trainer with a profiler, or with Lightning's debug log, calls all of them: both show them.
     """
 
     def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._changed = ExitStack()
-        profiled = type(trainer.profiler) is not PassThroughProfiler
-        if profiled or logging.getLogger(call.__name__).isEnabledFor(logging.DEBUG):
-            return
         selector, loop = trainer._data_connector._datahook_selector, training_epoch_loop
         for owner, name, replacement in (
-            (call, "_call_callback_hooks", _call_callbacks(call._call_callback_hooks)),
-            (call, "_call_lightning_module_hook", _call_module),
-            (call, "_call_strategy_hook", _call_strategy),
+            *((call, name, _unless_shown(getattr(call, name), ours)) for name, ours in _CALLS),
             # What these return is the same in every step.
             (selector, "get_instance", functools.cache(selector.get_instance)),
             (loop, _SIGNATURE, functools.cache(getattr(loop, _SIGNATURE))),
@@ -54,32 +49,46 @@ class OverriddenHooks(pl.Callback):
             self.on_train_end()
 
 
-def _call_callbacks(original: Callable[..., None]) -> Callable[..., None]:
-    def call_callbacks(trainer: pl.Trainer, hook_name: str, *args: Any, **options: Any) -> None:
-        if hook_name not in _EMPTY or options:
-            return original(trainer, hook_name, *args, **options)
-        model = trainer.lightning_module
-        attributes = vars(model)  # nn.Module looks through all of its own for each that is set
-        before, attributes[_HOOK] = attributes[_HOOK], hook_name
-        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if _is_overridden(callback, hook_name, pl.Callback):
-                getattr(callback, hook_name)(trainer, model, *args)
-        attributes[_HOOK] = before
-        return None
+def _unless_shown(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `ours`, but for trainers that show their hooks: others may train meanwhile."""
+    log = logging.getLogger(call.__name__)
 
-    return call_callbacks
+    def call_hook(trainer: Any, hook_name: str, *args: Any, **options: Any) -> Any:
+        shown = type(trainer.profiler) is not PassThroughProfiler or log.isEnabledFor(logging.DEBUG)
+        found = original if shown else functools.partial(ours, original)
+        return found(trainer, hook_name, *args, **options)
+
+    return call_hook
+
+
+def _call_callbacks(
+    original: Callable[..., None], trainer: pl.Trainer, hook_name: str, *args: Any, **options: Any
+) -> None:
+    if hook_name not in _EMPTY or options:
+        return original(trainer, hook_name, *args, **options)
+    model = trainer.lightning_module
+    attributes = vars(model)  # nn.Module looks through all of its own for each that is set
+    before, attributes[_HOOK] = attributes[_HOOK], hook_name
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if _is_overridden(callback, hook_name, pl.Callback):
+            getattr(callback, hook_name)(trainer, model, *args)
+    attributes[_HOOK] = before
+    return None
 
 
 def _call_module(
-    trainer: pl.Trainer, hook_name: str, *args: Any, pl_module: Any = None, **options: Any
-) -> Any:
+    _: Callable[..., Any], trainer: pl.Trainer, hook_name: str, *args: Any, pl_module: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     model = pl_module or trainer.lightning_module
     if hook_name in _EMPTY and not _is_overridden(model, hook_name, pl.LightningModule):
         return None
     return _call_within(model, hook_name, getattr(model, hook_name), *args, **options)
 
 
-def _call_strategy(trainer: pl.Trainer, hook_name: str, *args: Any, **options: Any) -> Any:
+def _call_strategy(
+    _: Callable[..., Any], trainer: pl.Trainer, hook_name: str, *args: Any, **options: Any
+) -> Any:
     hook = getattr(trainer.strategy, hook_name)
     return _call_within(trainer.lightning_module, hook_name, hook, *args, **options)
 
@@ -98,3 +107,10 @@ def _is_overridden(owner: Any, hook_name: str, base: type) -> bool:
     return hook_name in vars(owner) or getattr(type(owner), hook_name) is not getattr(
         base, hook_name
     )
+
+
+_CALLS = (
+    ("_call_callback_hooks", _call_callbacks),
+    ("_call_lightning_module_hook", _call_module),
+    ("_call_strategy_hook", _call_strategy),
+)
