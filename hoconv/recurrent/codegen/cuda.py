@@ -19,7 +19,11 @@ from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
-from hoconv.recurrent.codegen.whole import own_size, write_own, write_rows
+from hoconv.recurrent.codegen.whole import (
+    count_independent_features,
+    write_block_per_row,
+    write_thread_per_feature,
+)
 from hoconv.recurrent.ir.program import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 
@@ -95,17 +99,15 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
     lines += ["struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {b.name};" for b in steps.storage.buffers]
     lines += ["  char* scratch;", "};", ""]
+    parts = list(steps.kernels.values())
+    if whole and not products(program):
+        made, written = _write_whole(program, steps)
+        return CudaSource("\n".join((*lines, *written)) + "\n", steps, whole=made)
     lines.append(
         'extern "C" __global__ void start(Call* call, const Call given) { *call = given; }'
     )
     lines.append('extern "C" __global__ void advance(Call* call, const int64_t steps) {')
     lines += ["  call->begin += steps;", "}"]
-    parts = list(steps.kernels.values())
-    size = own_size([kernel for _, kernel in parts]) if whole and not products(program) else None
-    if size is not None:
-        made = _choose_launch("run_all", parts, alone=True)
-        lines += ["", *write_own(program, steps, size, made.name, made.threads)]
-        return CudaSource("\n".join(lines) + "\n", steps, whole=made)
     for name, kernel in parts:
         lines += ["", *_write_kernel(program, steps, name, kernel)]
 
@@ -115,11 +117,6 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
         made = _choose_launch("_".join(["run", *(name for name, _ in parts)]), parts, alone)
         lines.extend(["", *_write_entry(made, [name for name, _ in parts], alone)])
         return made
-
-    if whole and not products(program):
-        made = _choose_launch("run_all", parts, alone=False)
-        lines += ["", *write_rows([name for name, _ in parts], made.name, made.threads)]
-        return CudaSource("\n".join(lines) + "\n", steps, whole=made)
 
     before: list[Launch] = []
     launches: list[Op | Launch] = []
@@ -136,6 +133,22 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
         else:
             launches.append(launch(steps.kernels[item]))
     return CudaSource("\n".join(lines) + "\n", steps, tuple(before), tuple(launches))
+
+
+def _write_whole(program: Program, steps: LoweredSteps) -> tuple[Launch, list[str]]:
+    """Writes the kernel of all steps, which have no product."""
+    parts = list(steps.kernels.values())
+    size = count_independent_features([kernel for _, kernel in parts])
+    made = _choose_launch("run_all", parts, alone=size is not None)
+    if size is not None:
+        return made, write_thread_per_feature(program, steps, size, made.name, made.threads)
+    functions = [
+        line
+        for name, kernel in parts
+        for line in ("", *_write_kernel(program, steps, name, kernel))
+    ]
+    names = [name for name, _ in parts]
+    return made, [*functions, "", *write_block_per_row(names, made.name, made.threads)]
 
 
 def _find_wraparound(program: Program, items: Sequence[Op | Group]) -> tuple[Group, Group] | None:

@@ -23,7 +23,7 @@ from hoconv.recurrent.ir.program import Program, Value
 _AHEAD_VALUES, _AHEAD_STEPS = 24, 8
 
 
-def own_size(kernels: Sequence[Kernel]) -> int | None:
+def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
     """The number of features if each of them depends on no other one, else None."""
     sizes = {size for kernel in kernels for section in kernel.sections for size in section.loops}
     if len(sizes) != 1 or any(
@@ -119,13 +119,13 @@ class _Registers:
         return f"(c.{buffer.name}{rows} + row * {buffer.type.size})"
 
 
-def write_own(
+def write_thread_per_feature(
     program: Program, steps: LoweredSteps, size: int, name: str, threads: int
 ) -> list[str]:
     """Writes the kernel in which a thread runs all steps of a feature; its grid is (B, blocks).
 
     Args:
-        size: the number of features, as by :func:`own_size`.
+        size: the number of features, as by :func:`count_independent_features`.
     """
     kernels = [kernel for _, kernel in steps.kernels.values()]
     writer = _Registers(program.reverse)
@@ -188,7 +188,7 @@ def _indent(spaces: int, *lines: Iterable[str]) -> Iterator[str]:
     return (" " * spaces + line for each in lines for line in each)
 
 
-def write_rows(kernels: Sequence[str], name: str, threads: int) -> list[str]:
+def write_block_per_row(kernels: Sequence[str], name: str, threads: int) -> list[str]:
     """Writes the kernel in which a block runs all steps of a row, by the functions of a step."""
     return [
         f'extern "C" __global__ void __launch_bounds__({threads})',

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, Yield, flat, step_outputs
 
 
-def rows(program: Program) -> dict[Group, Program]:
+def make_row_programs(program: Program) -> dict[Group, Program]:
     """The program of each group before and after the loop.
 
     It reads and writes the values of the group themselves, as sequences (1, T * B, n).

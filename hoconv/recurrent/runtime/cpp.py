@@ -16,7 +16,7 @@ from hoconv import jit
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cpp import HEADER, CppSource, emit_cpp
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.passes.rows import rows
+from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
@@ -47,7 +47,9 @@ def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
         hoconv.jit.BuildError: there is no compiler, or it failed.
     """
     groups = {
-        name: {f"{name}_group{i}": each for i, each in enumerate(rows(program).items())}
+        name: {
+            f"{name}_group{i}": each for i, each in enumerate(make_row_programs(program).items())
+        }
         for name, program in programs.items()
     }
     named = dict(programs)

@@ -22,7 +22,8 @@ from hoconv import jit
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
-from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.ir.program import Group, Program
+from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
@@ -59,11 +60,18 @@ class CudaLoop:
         program: the only one that it is called with.
         recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
             product; otherwise kernels are launched one by one.
+
+    Attributes:
+        groups: as of :class:`hoconv.recurrent.runtime.interpret.Loop`.
     """
 
     def __init__(self, program: Program, recorded: bool) -> None:
         self.source = emit_cuda(program, whole=recorded)
         self.recorded = recorded
+        self.groups: dict[Group, tuple[Program, CudaLoop]] = {
+            group: (each, CudaLoop(each, recorded))
+            for group, each in (make_row_programs(program) if recorded else {}).items()
+        }
         self._code = functools.cache(functools.partial(compile_cuda, "recurrent", self.source.text))
         self._kernels = functools.cache(self._load)
         self._workspaces = functools.lru_cache(_MOST_WORKSPACES)(self._kept_workspace)
@@ -74,7 +82,7 @@ class CudaLoop:
     ) -> tuple[Tensors, list[Tensor]]:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.steps.storage
-        (T, B), device = count_steps(program, values), initial[0].device
+        (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.source.whole:
             with torch.cuda.device(device):
                 tensors = bind(program, storage, values, initial, {})
@@ -102,6 +110,8 @@ class CudaLoop:
         """
         for architecture in _architectures():
             self._code(architecture)
+        for _, loop in self.groups.values():
+            loop.prepare()
 
     def _load(self, architecture: str) -> Cubin:
         code = self._code(architecture).read_bytes()

@@ -6,7 +6,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,31 @@ from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
-# A loop runs all steps: from a program, the tensors that exist before the loop, the initial states
-# and the seed it computes the sequences that the steps write and the states after the last step.
-Loop = Callable[[Program, Tensors, list[Tensor], Tensor | None], tuple[Tensors, list[Tensor]]]
-# Of groups before and after the loop: their programs (passes/rows.py), and what runs these.
+
+
+class Loop(Protocol):
+    """Runs all steps of a program."""
+
+    @property
+    def groups(self) -> Mapping[Group, tuple[Program, Loop]]:
+        """Of groups before and after the loop that need not run op by op: their programs
+        (passes/rows.py), and what runs these.
+        """
+        ...
+
+    def __call__(
+        self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
+    ) -> tuple[Tensors, list[Tensor]]:
+        """Returns the sequences that the steps write, and the states after the last step.
+
+        Args:
+            values: the tensors that exist before the loop.
+            initial: (B, n) of each state.
+            seed: int64 scalar, of the random masks.
+        """
+        ...
+
+
 GroupLoops = Mapping[Group, tuple[Program, Loop]]
 
 
@@ -48,7 +69,7 @@ def interpret(
     values |= {value: sequences[name] for name, value in program.sequences}
     like = next(iter(states.values()))
     linear = products.linear if loop else evaluate.linear
-    groups: GroupLoops = getattr(loop, "groups", {})
+    groups: GroupLoops = loop.groups if loop else {}
 
     def run(region: Iterable[Op | Group]) -> None:
         for item in region:
@@ -83,7 +104,7 @@ def count_steps(program: Program, values: Tensors) -> tuple[int, int]:
 
 
 def _run_group(program: Program, loop: Loop, values: Tensors) -> bool:
-    """Computes a group of whole sequences; returns whether it could: none has steps to repeat."""
+    """Runs a group's program for the rows of all steps; returns whether it could."""
     whole = [v for _, v in program.sequences if v.type.rate == "sequence"]
     if not whole or len({values[v].shape[:-1] for v in whole}) > 1 or values[whole[0]].dim() != 3:
         return False

@@ -16,9 +16,10 @@ from torch import Tensor
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch, emit_cuda
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
-from hoconv.recurrent.runtime.interpret import Tensors, count_steps
+from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Workspace, run_whole
 
 _HEADER = """
@@ -81,17 +82,26 @@ extern "C" int cuGetErrorName(int status, const char** name) {{
 """
 
 
-def shim_loops(programs: Mapping[str, Program], whole: bool = True) -> dict[str, ShimLoop]:
+def shim_loops(programs: Mapping[str, Program]) -> dict[str, ShimLoop]:
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of generated CUDA."""
-    sources = {name: emit_cuda(program, whole) for name, program in programs.items()}
+    groups = {
+        name: {f"{name}_group{i}": each for i, each in enumerate(make_row_programs(p).items())}
+        for name, p in programs.items()
+    }
+    named = dict(programs)
+    named |= {name: each for of in groups.values() for name, (_, each) in of.items()}
+    sources = {name: emit_cuda(program, whole=True) for name, program in named.items()}
     libraries = ", ".join(f'{{"{name}", {name}::kernels}}' for name in sources)
     parts = (_namespace(name, source) for name, source in sources.items())
     text = "".join((_HEADER, *parts, _DRIVER.format(libraries=libraries)))
     driver = ctypes.CDLL(str(compile_cpp("recurrent", text)))
-    return {
-        name: ShimLoop(source, Cubin(driver, name.encode(), lambda: 3))
-        for name, source in sources.items()
-    }
+
+    def loop(name: str) -> ShimLoop:
+        of = groups.get(name, {}).items()
+        found = {group: (program, loop(each)) for each, (group, program) in of}
+        return ShimLoop(sources[name], Cubin(driver, name.encode(), lambda: 3), found)
+
+    return {name: loop(name) for name in programs}
 
 
 def _namespace(name: str, source: CudaSource) -> str:
@@ -105,7 +115,7 @@ def _namespace(name: str, source: CudaSource) -> str:
     arguments = {**dict.fromkeys((*alone, "advance"), two.format("int64_t")),
                  "start": two.format("Call")}  # fmt: skip
     if source.whole:
-        arguments[source.whole.name] = "*static_cast<const Call*>(given[0])"
+        arguments = {source.whole.name: "*static_cast<const Call*>(given[0])"}
     functions = [
         _KERNEL.format(name=kernel, threads=threads.get(kernel, "1"), arguments=given)
         for kernel, given in arguments.items()
@@ -128,8 +138,9 @@ def _waits(name: str, body: str) -> bool:
 class ShimLoop:
     """As ``hoconv.recurrent.runtime.cuda.CudaLoop``, on a CPU; `recorded` counts what was."""
 
-    def __init__(self, source: CudaSource, kernels: Cubin) -> None:
+    def __init__(self, source: CudaSource, kernels: Cubin, groups: GroupLoops) -> None:
         self.source = source
+        self.groups = groups
         self.kernels = kernels
         self.workspaces: dict[int, Workspace] = {}
         self.recorded = 0

@@ -9,7 +9,7 @@ import torch
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.cell import Cell
-from hoconv.recurrent.passes.rows import rows
+from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime import interpret
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
 from hoconv.recurrent.schedule import plan
@@ -45,9 +45,9 @@ def test_groups_are_exact() -> None:
 
 def test_groups_do_not_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(of(prepared), torch.float64)
-    assert rows(made.forward)
-    assert rows(made.backward)
-    assert not rows(plan(of(prepared), torch.float64, "hoisted").common[0][1])
+    assert make_row_programs(made.forward)
+    assert make_row_programs(made.backward)
+    assert not make_row_programs(plan(of(prepared), torch.float64, "hoisted").common[0][1])
     layer = rnn.RNN(prepared, 3, 4, dtype=torch.float64, impl="cpp")
     x = torch.randn(5, 2, 3, dtype=torch.float64)
     expected = gradients(layer, x)
