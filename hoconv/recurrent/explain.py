@@ -9,6 +9,8 @@ from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
+from hoconv.recurrent.passes.stage import products
+from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.workspace import CHUNK
 from hoconv.recurrent.schedule import Plan
 
@@ -18,9 +20,12 @@ _WHY = {
     "fused": "and what is between products is one kernel",
     "hoisted": "and what depends on the input alone is computed before the loop",
     "graph": "and the whole loop is one call",
-    "auto": "the same as graph: every rung of the ladder, none of which costs anything",
+    "persistent": "and one kernel keeps the weights on the chip for all steps",
+    "auto": "the fastest rung of the ladder: persistent where it can and is faster, else graph",
 }
 _WHOLE = "one kernel for all steps"
+# Rows for which the choice of a kernel is explained.
+_BATCHES = (64, 128, 256, 512, 1024, 4096)
 
 
 def explain(plan: Plan) -> str:
@@ -42,10 +47,12 @@ def explain(plan: Plan) -> str:
 
 def _explain_gpu(plan: Plan) -> Iterable[str]:
     """Says what `cuda` runs and why; the same with and without a GPU."""
+    if plan.persistent and products(plan.forward):
+        yield from _explain_clusters(plan)
     chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
     if plan.cudnn:
         name = plan.cudnn.function
-        yield f"cuDNN's {name}, which {chip}; with lengths, resets or torch.compile, the following"
+        yield f"else cuDNN's {name}, which {chip}; with lengths, resets or torch.compile as follows"
     elif plan.schedule != "auto":
         yield "not cuDNN, which schedule auto alone calls"
     elif known := match(plan.common[0][1]):
@@ -61,6 +68,28 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
     else:
         ways = (f"{steps}, each {each}" if each else _WHOLE for each in (forward, backward))
         yield "{}; backwards {}".format(*ways)
+
+
+def _explain_clusters(plan: Plan) -> Iterable[str]:
+    """Says how an H200 keeps the weights on the chip, or why it does not."""
+    for name, program in (("forward", plan.forward), ("backward", plan.backward)):
+        clusters = Clusters(program, always=plan.schedule == "persistent")
+        found = {B: clusters.choose(B, H200) for B in _BATCHES}
+        fitting = {B: source for B, source in found.items() if not isinstance(source, str)}
+        if not fitting:
+            yield f"{name}: not one kernel, since {found[_BATCHES[0]]}"
+            continue
+        B, source = next(iter(fitting.items()))
+        rows, blocks = _count(source.shape.rows, "row"), _count(source.shape.blocks, "block")
+        kept = f"{source.register_bytes >> 10} KiB of weights a block in registers"
+        if rest := source.weight_bytes - source.register_bytes:
+            kept += f" and {rest >> 10} KiB in shared memory"
+        limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
+        yield (
+            f"{name}: one kernel where blocks form clusters (compute capability "
+            f"{'.'.join(map(str, CAPABILITY))} and later); for {B} rows on an H200 clusters of "
+            f"{rows} and {blocks}, {kept}, {_count(source.exchanges, 'exchange')} a step{limit}"
+        )
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:

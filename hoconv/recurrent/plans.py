@@ -10,9 +10,11 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hoconv.recurrent.frontend.serialize import from_text
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime.clusters import Clusters
 from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops
 from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import Loop
@@ -98,8 +100,22 @@ class CompiledPlan:
             return self._cuda_loop(which)
         return self._cpp_loops(which != "inference")[which] if device_type == "cpu" else None
 
+    def keeps_weights(self, which: str, x: Tensor) -> bool:
+        """Whether one kernel keeps the weights on the GPU of x, for its batch, in a program.
+
+        Args:
+            which: as of :meth:`program`; with ``forward`` also in ``backward``.
+            x: (T, B, n).
+        """
+        programs = (which, "backward") if which == "forward" else (which,)
+        return x.is_cuda and all(
+            self._cuda_loop(name).keeps_weights(x.shape[1], x.device) for name in programs
+        )
+
     def _cuda(self, which: str) -> CudaLoop:
-        return CudaLoop(self.program(which), self.plan.recorded)
+        program, always = self.program(which), self.plan.schedule == "persistent"
+        clusters = Clusters(program, always) if self.plan.persistent else None
+        return CudaLoop(program, self.plan.recorded, clusters)
 
     def _cpp(self, differentiable: bool) -> dict[str, CppLoop]:
         names = ("forward", "backward") if differentiable else ("inference",)

@@ -8,6 +8,7 @@ effect can be measured:
 - ``fused``: what is between products is one kernel;
 - ``hoisted``: what depends on the input alone is computed for all steps before the loop;
 - ``graph``: the whole loop is one call;
+- ``persistent``: one kernel runs all steps and keeps the weights on the chip;
 - ``auto``: the fastest plan, with the reason.
 """
 
@@ -34,7 +35,7 @@ from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
 
-SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "auto")
+SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "persistent", "auto")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,11 @@ class Plan:
     def recorded(self) -> bool:
         """Whether CUDA graphs record chunks of steps; otherwise kernels are launched one by one."""
         return _reaches(self.schedule, "graph")
+
+    @property
+    def persistent(self) -> bool:
+        """Whether one kernel keeps the weights on the chip, where it can."""
+        return _reaches(self.schedule, "persistent")
 
     @property
     def stages(self) -> tuple[tuple[str, Program], ...]:

@@ -85,7 +85,7 @@ def test_library_cells_are_timed_against_pytorchs_at_every_shape(
     found = {(row["cell"], row["T"], row["B"], row["contender"]) for row in record["rows"]}
     names = {"lstm": {"nn.LSTM", "ours"}, "gru": {"nn.GRU", "ours"}}
     if device == "cuda":
-        names = {cell: {*each, "ours, auto"} for cell, each in names.items()}
+        names = {cell: {*each, "ours, graph"} for cell, each in names.items()}
     assert found == {(c, *tb, name) for c in names for tb in ((3, 2), (2, 5)) for name in names[c]}
     for mean in record["geometric_means"]:
         product = 1.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rate = Literal["once", "sequence", "step"]
-_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Type:
     @property
     def row_bytes(self) -> int:
         """The bytes of a row."""
-        return _BYTES[self.dtype] * self.size
+        return BYTES[self.dtype] * self.size
 
     def __str__(self) -> str:
         return f"{self.rate} {self.dtype}[{', '.join(map(str, self.shape))}]"

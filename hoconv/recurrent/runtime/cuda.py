@@ -25,6 +25,7 @@ from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
+from hoconv.recurrent.runtime.clusters import Clusters
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
@@ -60,14 +61,16 @@ class CudaLoop:
         program: the only one that it is called with.
         recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
             product; otherwise kernels are launched one by one.
+        clusters: keep the weights on the chip for all steps, where they can.
 
     Attributes:
         groups: as of :class:`hoconv.recurrent.runtime.interpret.Loop`.
     """
 
-    def __init__(self, program: Program, recorded: bool) -> None:
+    def __init__(self, program: Program, recorded: bool, clusters: Clusters | None = None) -> None:
         self.source = emit_cuda(program, whole=recorded)
         self.recorded = recorded
+        self.clusters = clusters
         self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()
@@ -83,6 +86,11 @@ class CudaLoop:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.steps.storage
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
+        if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
+            with torch.cuda.device(device):
+                tensors = bind(program, found.storage, values, initial, {})
+                self.clusters.run(found, T, B, seed, tensors, device)
+                return results(program, found.storage, tensors, T)
         if self.source.whole:
             with torch.cuda.device(device):
                 tensors = bind(program, storage, values, initial, {})
@@ -101,6 +109,10 @@ class CudaLoop:
             tensors = bind(program, storage, values, initial, workspace.resident)
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
+
+    def keeps_weights(self, B: int, device: torch.device) -> bool:
+        """Whether one kernel keeps the weights on a GPU for a batch."""
+        return self.clusters is not None and not isinstance(self.clusters.find(B, device), str)
 
     def prepare(self) -> None:
         """Compiles the kernels for the GPUs here.

@@ -7,6 +7,44 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+# Numbers of cuda.h.
+_MOST_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CUfunction_attribute
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+
+
+class _Attribute(ctypes.Structure):
+    """A ``CUlaunchAttribute`` with the size of clusters."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("cluster", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
+    )
+
+
+class _Configuration(ctypes.Structure):
+    """A ``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def _configure(
+    clusters: int, blocks: int, threads: int, shared_bytes: int, stream: int | None
+) -> _Configuration:
+    attribute = _Attribute(id=_CLUSTER_DIMENSION, cluster=(blocks, 1, 1))
+    return _Configuration(
+        grid=(clusters * blocks, 1, 1), block=(threads, 1, 1), shared_bytes=shared_bytes,
+        stream=stream, attributes=ctypes.pointer(attribute), attribute_count=1,
+    )  # fmt: skip
+
 
 class Cubin:
     """A loaded cubin, which launches its kernels in the current context.
@@ -35,6 +73,37 @@ class Cubin:
                 self._function(name), *grid, *block, 0, stream, addresses, None
             )
         )
+
+    def launch_clusters(
+        self, name: str, clusters: int, blocks: int, threads: int, shared_bytes: int, argument: Any
+    ) -> None:
+        """Launches a kernel in clusters of blocks that run at the same time."""
+        addresses = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        given = _configure(clusters, blocks, threads, shared_bytes, self.stream())
+        self._check(
+            self.driver.cuLaunchKernelEx(
+                ctypes.byref(given), self._clustered(name, shared_bytes), addresses, None
+            )
+        )
+
+    def count_clusters(self, name: str, blocks: int, threads: int, shared_bytes: int) -> int:
+        """The number of clusters of a kernel that the GPU runs at the same time."""
+        count = ctypes.c_int()
+        given = _configure(1, blocks, threads, shared_bytes, None)
+        self._check(
+            self.driver.cuOccupancyMaxActiveClusters(
+                ctypes.byref(count), self._clustered(name, shared_bytes), ctypes.byref(given)
+            )
+        )
+        return count.value
+
+    def _clustered(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
+        """The kernel, allowed to use so much shared memory, in clusters of more than 8 blocks."""
+        kernel, device = self._function(name), ctypes.c_int()
+        self._check(self.driver.cuCtxGetDevice(ctypes.byref(device)))
+        for attribute, value in ((_MOST_SHARED_BYTES, shared_bytes), (_LARGE_CLUSTERS, 1)):
+            self._check(self.driver.cuKernelSetAttribute(attribute, value, kernel, device))
+        return kernel
 
     def _find_kernel(self, name: str) -> ctypes.c_void_p:
         kernel = ctypes.c_void_p()  # cuLaunchKernel takes it as a function

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch
-from hoconv.recurrent.codegen.storage import Buffer, Location
+from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
 from hoconv.recurrent.ir.program import Op
 from hoconv.recurrent.runtime.buffers import empty
 
@@ -27,13 +27,13 @@ CHUNK = 32
 
 
 def describe_call(
-    source: CudaSource, T: int, B: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor],
-    scratch: Tensor,
+    storage: Storage, T: int, B: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor],
+    scratch: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """The ``Call`` of a source, from its first step on."""
-    buffers = source.steps.storage.buffers
-    addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in buffers]
-    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, scratch.data_ptr())
+    """The ``Call`` of a kernel, from its first step on."""
+    addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in storage.buffers]
+    last = 0 if scratch is None else scratch.data_ptr()
+    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, last)
     return (ctypes.c_int64 * len(given))(*given)
 
 
@@ -45,7 +45,7 @@ def run_whole(
     whole = source.whole
     assert whole is not None
     scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
-    call = describe_call(source, T, B, seed, tensors, scratch)
+    call = describe_call(source.steps.storage, T, B, seed, tensors, scratch)
     launcher(whole.name, B, whole.blocks, whole.threads, call)
 
 
@@ -115,7 +115,10 @@ class Workspace:
             left -= size
 
     def _start(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
-        self._once("start", describe_call(self.source, T, self.B, seed, tensors, self.scratch))
+        self._once(
+            "start",
+            describe_call(self.source.steps.storage, T, self.B, seed, tensors, self.scratch),
+        )
         for launch in self.source.before:
             self._launch(launch, 0)
 

@@ -236,8 +236,8 @@ def test_explanations_say_what_a_plan_does() -> None:
     layer = rnn.RNN(rnn.lstm, 3, 4)
     said = layer.explain()
     assert said.splitlines() == [
-        "layer 0: lstm, schedule auto: the same as graph: every rung of the ladder, none of which "
-        "costs anything",
+        "layer 0: lstm, schedule auto: the fastest rung of the ladder: persistent where it can and "
+        "is faster, else graph",
         "  before the loop, once for all steps: a product (3 to 16 features); 1 call",
         "  each step: a product (4 to 16 features), a kernel of 21 ops; 2 calls",
         "  each step backwards: a product (16 to 4 features), a kernel of 24 ops; 2 calls",
@@ -249,8 +249,14 @@ def test_explanations_say_what_a_plan_does() -> None:
         "  saved for backward: the state h, the state c, 3 results of sigmoid, 2 results of tanh; "
         "112 bytes a step and row",
         "  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch",
-        "  cuda: cuDNN's lstm, which keeps the weights on the chip in float32 with up to 192 "
-        "hidden units; with lengths, resets or torch.compile, the following",
+        "  cuda: forward: one kernel where blocks form clusters (compute capability 9.0 and "
+        "later); for 64 rows on an H200 clusters of 1 row and 1 block, 4 KiB of weights a block "
+        "in registers, 1 exchange a step",
+        "  cuda: backward: one kernel where blocks form clusters (compute capability 9.0 and "
+        "later); for 64 rows on an H200 clusters of 1 row and 1 block, 4 KiB of weights a block "
+        "in registers, 1 exchange a step",
+        "  cuda: else cuDNN's lstm, which keeps the weights on the chip in float32 with up to 192 "
+        "hidden units; with lengths, resets or torch.compile as follows",
         "  cuda: graphs of up to 32 steps; each step 1 product and 1 kernel, backwards 1 product "
         "and 1 kernel",
     ]

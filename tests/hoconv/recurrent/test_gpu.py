@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
-from hoconv.recurrent.plans import find_plan
+from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
 from hoconv.recurrent.schedule import plan
@@ -90,6 +90,13 @@ def test_layers_equal_the_definition_with_all_that_a_layer_has(name: str, impl: 
     same(ours, sequence(5, 3, 3).cuda(), reference, states, [5, 2, 3])
 
 
+@pytest.fixture
+def without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose blocks form no clusters."""
+    monkeypatch.setattr(CompiledPlan, "keeps_weights", lambda *_: False)
+
+
+@pytest.mark.usefixtures("without_clusters")
 @pytest.mark.parametrize("name", ["lstm", "gru", "elman"])
 def test_gradients_have_gradients_where_cudnn_runs_the_layer(name: str) -> None:
     ours, reference = pair(name)
@@ -120,6 +127,7 @@ def test_equal_pytorch_with_two_layers_and_directions_packed(kind: str, size: in
     torch.testing.assert_close(ours(x), theirs(x))  # small ones are the library's
 
 
+@pytest.mark.usefixtures("without_clusters")
 @pytest.mark.parametrize("name", ["lstm", "gru", "elman"])
 def test_what_the_library_runs_equals_the_definition(name: str) -> None:
     ours, reference = pair(name, bidirectional=True)
@@ -168,7 +176,7 @@ def test_dtypes_are_near_the_definition_in_float64(
 
 
 def test_graphs_serve_every_length_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, reference = pair("gru", bidirectional=True)
+    ours, reference = pair("gru", bidirectional=True, schedule="graph")
     same(ours, sequence(5, 2, 3).cuda(), reference)
     monkeypatch.setattr("hoconv.recurrent.runtime.cuda.compile_cuda", None)
     for B in (2, 70):
@@ -177,7 +185,7 @@ def test_graphs_serve_every_length_and_batch(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_known_length_and_batch_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, reference = pair("gru")
+    ours, reference = pair("gru", schedule="graph")
     same(ours, sequence(62, 2, 3).cuda(), reference)  # 32 + 16 + 8 + 4 + 2
     monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
     for T in (7, 1, 64, 99):
@@ -188,7 +196,7 @@ def test_what_could_not_be_recorded_is_recorded_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     find_plan.cache_clear()  # what other tests have recorded
-    ours, reference = pair("gru")
+    ours, reference = pair("gru", schedule="graph")
     chunk = Workspace._chunk
 
     def interrupted(workspace: Workspace, size: int) -> None:
@@ -204,7 +212,7 @@ def test_what_could_not_be_recorded_is_recorded_the_next_time(
 
 
 def test_workspaces_that_were_dropped_are_made_again() -> None:
-    ours, reference = pair("lstm")
+    ours, reference = pair("lstm", schedule="graph")
     for B in (*range(1, 12), 1, 2):
         same(ours, sequence(3, B, 3).cuda(), reference)
 
@@ -223,8 +231,9 @@ def test_streams_have_their_own_workspaces() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
 
-def test_results_of_one_call_outlive_the_next() -> None:
-    ours, reference = pair("lstm")
+@pytest.mark.parametrize("schedule", ["auto", "graph"])
+def test_results_of_one_call_outlive_the_next(schedule: str) -> None:
+    ours, reference = pair("lstm", schedule=schedule)
     x, y = sequence(6, 3, 3).cuda().requires_grad_(), sequence(6, 3, 3).cuda()
     first = ours(x)[0]
     ours(y)
@@ -235,8 +244,9 @@ def test_results_of_one_call_outlive_the_next() -> None:
     )
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
-    ours, _ = pair("layernorm_lstm")
+@pytest.mark.parametrize("schedule", ["auto", "graph"])
+def test_the_same_call_gives_the_same_bits(schedule: str) -> None:
+    ours, _ = pair("layernorm_lstm", schedule=schedule)
     x = sequence(20, 7, 3).cuda()
     torch.testing.assert_close(gradients(ours, x), gradients(ours, x), rtol=0, atol=0)
 
@@ -263,6 +273,7 @@ def test_a_step_waits_for_nothing() -> None:
     made = [
         rnn.RNN(noisy, 3, 4, impl="cuda", device="cuda"),
         rnn.LSTM(3, 4, schedule="graph", impl="cuda", device="cuda"),
+        rnn.LSTM(3, 4, schedule="persistent", impl="cuda", device="cuda"),
     ]
     x = torch.randn(9, 4, 3, device="cuda", requires_grad=True)
     lengths = torch.tensor([9, 3, 1, 5], device="cuda")
@@ -279,8 +290,9 @@ def test_a_step_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_user_captures_a_training_step() -> None:
-    ours, reference = pair("peephole_lstm", num_layers=2)
+@pytest.mark.parametrize("schedule", ["auto", "graph"])
+def test_a_user_captures_a_training_step(schedule: str) -> None:
+    ours, reference = pair("peephole_lstm", num_layers=2, schedule=schedule)
     x = sequence(11, 3, 3).cuda()
     other = sequence(11, 3, 3).cuda()
     gradients(ours, x)  # compiles

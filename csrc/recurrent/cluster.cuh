@@ -1,0 +1,401 @@
+// What generated kernels call that keep a layer's weights on the chip: the blocks of a cluster
+// share some rows of the batch for all time steps, multiply by the slice of the weights that each
+// holds in registers and shared memory, and push what others need into their shared memory.
+// For GPUs of compute capability 9.0 and later; compiled by NVRTC.
+#pragma once
+
+#include "recurrent/block.cuh"
+
+namespace hoconv::recurrent {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The address, in the shared memory of another block, of what lies at `address` in one's own.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t found;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(address), "r"(rank));
+  return found;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <typename A, int N>
+struct alignas(sizeof(A) * N < 16 ? sizeof(A) * N : 16) Vector {
+  A of[N];
+};
+
+// Counts the bytes that other blocks push. Exchanges take turns with two barriers: a block that
+// pushes for exchange x + 2 has got x + 1 from everyone, and they sent that after x was complete.
+struct Exchanges {
+  uint64_t* barriers;  // two, in shared memory
+  uint32_t count;
+
+  __device__ __forceinline__ void start(uint64_t* memory) {
+    barriers = memory;
+    count = 0;
+    if (threadIdx.x < 2)
+      asm volatile(
+          "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + threadIdx.x))
+          : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __device__ __forceinline__ uint32_t barrier() const {
+    return shared_address(barriers + count % 2);
+  }
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+    if (threadIdx.x == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier()),
+                   "r"(bytes)
+                   : "memory");
+  }
+  __device__ __forceinline__ void wait() {
+    uint32_t done = 0;
+    while (!done)
+      asm volatile(
+          "{\n.reg .pred p;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(barrier()), "r"(count / 2 % 2)
+          : "memory");
+    ++count;
+  }
+};
+
+// Stores BYTES bytes to another block and counts them at its barrier.
+template <int BYTES>
+__device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* from) {
+  if constexpr (BYTES == 16) {
+    const uint4 v = *static_cast<const uint4*>(from);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
+  } else if constexpr (BYTES == 8) {
+    const uint2 v = *static_cast<const uint2*>(from);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::
+            "r"(to),
+        "r"(v.x), "r"(v.y), "r"(barrier)
+        : "memory");
+  } else {
+    static_assert(BYTES == 4);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+        "r"(*static_cast<const uint32_t*>(from)), "r"(barrier)
+        : "memory");
+  }
+}
+
+// Pushes COLUMNS columns of ROWS rows to the same place in the C - 1 other blocks.
+template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
+__device__ __forceinline__ void push_rows(const Exchanges& exchanges, T* from) {
+  constexpr int BYTES = COLUMNS * sizeof(T) % 16 == 0 && STRIDE * sizeof(T) % 16 == 0 ? 16 : 8;
+  constexpr int EACH = BYTES / sizeof(T), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
+  constexpr int GROUPS = ALL < THREADS ? THREADS / ALL : 1;  // each pushes to some of the blocks
+  const int rank = cluster_rank(), group = ALL < THREADS ? threadIdx.x / ALL : 0;
+  if (group >= GROUPS) return;
+  for (int at = ALL < THREADS ? threadIdx.x % ALL : threadIdx.x; at < ALL; at += THREADS) {
+    T* vector = from + at / VECTORS * STRIDE + at % VECTORS * EACH;
+    const auto value = *reinterpret_cast<const Vector<T, EACH>*>(vector);
+    const uint32_t place = shared_address(vector), barrier = exchanges.barrier();
+#pragma unroll
+    for (int other = 0; other < C - 1; other += GROUPS) {
+      const int to = (rank + 1 + other + group) % C;
+      if (other + group < C - 1)
+        push<BYTES>(address_in(place, to), address_in(barrier, to), &value);
+    }
+  }
+}
+
+// Adds up the SPLIT partial sums of a product, (SPLIT, ROWS, STRIDE), and pushes to each block its
+// columns: block c gets COLUMNS from c COLUMNS on, at `to` in its memory, (C senders, ROWS,
+// COLUMNS).
+template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, int SPLIT, typename A>
+__device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* from, A* to) {
+  constexpr int EACH = 16 / sizeof(A), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
+  const int rank = cluster_rank();
+  for (int i = threadIdx.x; i < ALL * C; i += THREADS) {
+    const int c = i / ALL, row = i % ALL / VECTORS, column = i % VECTORS * EACH;
+    Vector<A, EACH> sum = {};
+#pragma unroll
+    for (int split = 0; split < SPLIT; ++split) {
+      const A* place = from + (split * ROWS + row) * STRIDE + c * COLUMNS + column;
+      const auto v = *reinterpret_cast<const Vector<A, EACH>*>(place);
+#pragma unroll
+      for (int z = 0; z < EACH; ++z) sum.of[z] += v.of[z];
+    }
+    const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + column);
+    push<16>(address_in(place, c), address_in(exchanges.barrier(), c), &sum);
+  }
+}
+
+// Lanes that reduce a row together, and the rounds in which threads reduce all rows.
+constexpr int REDUCING = 8;
+template <int THREADS, int ROWS>
+constexpr int ROUNDS = (ROWS * REDUCING + THREADS - 1) / THREADS;
+
+// Reduces `columns` numbers of each row, COLUMNS apart, in a fixed order.
+template <int THREADS, int ROWS, int COLUMNS, typename A, typename F>
+__device__ __forceinline__ void reduce_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
+                                            int columns, A neutral, F combine) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
+    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+    A value = neutral;
+    for (int column = at % REDUCING; column < columns; column += REDUCING)
+      value = combine(value, from[row * COLUMNS + column]);
+#pragma unroll
+    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
+      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    values[round] = value;
+  }
+}
+
+// Pushes what rows have been reduced to to every block, at `to` in its memory, (C senders, ROWS).
+template <int C, int THREADS, int ROWS, typename A>
+__device__ __forceinline__ void push_reduced(const Exchanges& exchanges,
+                                             const A (&values)[ROUNDS<THREADS, ROWS>], A* to) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
+    const int at = round * THREADS + threadIdx.x, row = at / REDUCING;
+    if (row >= ROWS) break;
+    if constexpr (C == 1) {
+      if (at % REDUCING == 0) to[row] = values[round];
+    } else {
+      const uint32_t place = shared_address(to + cluster_rank() * ROWS + row);
+      for (int c = at % REDUCING; c < C; c += REDUCING)
+        push<sizeof(A)>(address_in(place, c), address_in(exchanges.barrier(), c), &values[round]);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1, BFloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1, Half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Loads what a lane holds of two rows of the weights, null past the last, and of 32 columns from k
+// on. It is no part of its caller, which would be many times as long and take as long to compile.
+template <typename T, typename K>
+__device__ __noinline__ Vector<uint32_t, 8> load_slice(const T* upper, const T* lower,
+                                                       int64_t column_stride, K column, int k) {
+  Vector<uint32_t, 8> bits;
+#pragma unroll
+  for (int z = 0; z < 8; ++z) {
+    const int first = column(k + z / 2 * 8), second = column(k + z / 2 * 8 + 1);
+    const T* from = z % 2 ? lower : upper;
+    const uint32_t low = from && first >= 0 ? from[first * column_stride].bits : 0;
+    const uint32_t high = from && second >= 0 ? from[second * column_stride].bits : 0;
+    bits.of[z] = low | high << 16;
+  }
+  return bits;
+}
+
+// A product by this block's slice of the weights, (M, K): y (SPLIT, ROWS, stride) is W x^T in
+// SPLIT sums over parts of K, for x (ROWS, stride). Each warp holds tiles of 16 rows and a part of
+// K as operands of the tensor cores: HELD slices of 32 columns in registers, the others in shared
+// memory, at `rest`. M is a multiple of 16, K of 32 SPLIT.
+template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+struct Product {
+  static constexpr int WARPS = THREADS / 32, TILES = M / 16, JOBS = TILES * SPLIT;
+  static constexpr int EACH = (JOBS + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
+  static constexpr int COLUMN_TILES = (ROWS + 7) / 8, CHAINS = COLUMN_TILES == 1 ? 4 : 2;
+  uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
+
+  // row(m) and column(k) are where an element of the slice is in the weights, or -1.
+  template <typename R, typename K_>
+  __device__ __forceinline__ void load(const T* weights, int64_t row_stride, int64_t column_stride,
+                                       R row, K_ column, uint4* rest) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      const int job = warp + e * WARPS, m = job % TILES * 16 + lane / 4;
+      const int first = job < JOBS ? row(m) : -1, second = job < JOBS ? row(m + 8) : -1;
+      const T* const upper = first < 0 ? nullptr : weights + first * row_stride;
+      const T* const lower = second < 0 ? nullptr : weights + second * row_stride;
+      const int k = job / TILES * SLICES * 32 + lane % 4 * 2;
+#pragma unroll
+      for (int s = 0; s < HELD; ++s) {
+        const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
+#pragma unroll
+        for (int z = 0; z < 8; ++z) held[e][s][z / 4][z % 4] = bits.of[z];
+      }
+#pragma unroll 1
+      for (int s = HELD; s < SLICES; ++s) {
+        const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
+        uint4* place = rest + ((warp * EACH + e) * (SLICES - HELD) + s - HELD) * 64 + lane;
+        place[0] = make_uint4(bits.of[0], bits.of[1], bits.of[2], bits.of[3]);
+        place[32] = make_uint4(bits.of[4], bits.of[5], bits.of[6], bits.of[7]);
+      }
+    }
+  }
+
+  template <int X_STRIDE, int Y_STRIDE>
+  __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      const int job = warp + e * WARPS, split = job / TILES;
+      if (job >= JOBS) break;
+      float sums[COLUMN_TILES][CHAINS][4] = {};
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s) {
+        uint32_t a[2][4];
+        if (s < HELD) {
+#pragma unroll
+          for (int z = 0; z < 8; ++z) a[z / 4][z % 4] = held[e][s][z / 4][z % 4];
+        } else {
+          const uint4* place = rest + ((warp * EACH + e) * (SLICES - HELD) + s - HELD) * 64 + lane;
+          const uint4 v = place[0], w = place[32];
+          a[0][0] = v.x, a[0][1] = v.y, a[0][2] = v.z, a[0][3] = v.w;
+          a[1][0] = w.x, a[1][1] = w.y, a[1][2] = w.z, a[1][3] = w.w;
+        }
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; ++n) {
+          const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
+          const T* from = x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
+                          (split * SLICES + s) * 32;
+          uint32_t b[4];
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                       : "r"(shared_address(from))
+                       : "memory");
+          multiply_tile(sums[n][s * 2 % CHAINS], a[0], b[0], b[1], T());
+          multiply_tile(sums[n][(s * 2 + 1) % CHAINS], a[1], b[2], b[3], T());
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n)
+#pragma unroll
+        for (int z = 0; z < 4; ++z) {
+          const int row = n * 8 + lane % 4 * 2 + z % 2;
+          float sum = sums[n][0][z] + sums[n][1][z];
+          if (CHAINS == 4) sum += sums[n][CHAINS - 2][z] + sums[n][CHAINS - 1][z];
+          if (row < ROWS)
+            y[(split * ROWS + row) * Y_STRIDE + job % TILES * 16 + lane / 4 + z / 2 * 8] = sum;
+        }
+    }
+  }
+};
+
+// Loads four columns from k on of a row of the weights; as load_slice, no part of its caller.
+template <typename A, typename K>
+__device__ __noinline__ Vector<A, 4> load_four(const A* row, int64_t column_stride, K column,
+                                               int k) {
+  Vector<A, 4> four;
+#pragma unroll
+  for (int z = 0; z < 4; ++z) {
+    const int at = column(k + z);
+    four.of[z] = row && at >= 0 ? row[at * column_stride] : A(0);
+  }
+  return four;
+}
+
+// The same without tensor cores, in float32 or float64: SPLIT lanes share EACH rows of the weights
+// and add up at the end, so that y is (ROWS, stride). They take turns with 4 columns; HELD turns
+// are in registers.
+template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+struct PlainProduct {
+  using Four = Vector<A, 4>;
+  static constexpr int GROUPS = THREADS / SPLIT, EACH = (M + GROUPS - 1) / GROUPS;
+  static constexpr int TURNS = K / 4 / SPLIT, BATCH = ROWS < 8 ? ROWS : 8;
+  Four held[EACH][HELD > 0 ? HELD : 1];
+
+  template <typename R, typename K_>
+  __device__ __forceinline__ void load(const A* weights, int64_t row_stride, int64_t column_stride,
+                                       R row, K_ column, uint4* rest) {
+    const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      const int found = group + e * GROUPS < M ? row(group + e * GROUPS) : -1;
+      const A* const from = found < 0 ? nullptr : weights + found * row_stride;
+#pragma unroll
+      for (int s = 0; s < HELD; ++s)
+        held[e][s] = load_four(from, column_stride, column, (s * SPLIT + part) * 4);
+#pragma unroll 1
+      for (int s = HELD; s < TURNS; ++s)
+        *in_rest(rest, e, s) = load_four(from, column_stride, column, (s * SPLIT + part) * 4);
+    }
+  }
+
+  template <int X_STRIDE, int Y_STRIDE>
+  __device__ __forceinline__ void multiply(const A* x, A* y, const uint4* rest) const {
+    const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
+#pragma unroll
+    for (int begin = 0; begin < ROWS; begin += BATCH) {
+      A sums[EACH][BATCH] = {};
+      const auto turn = [&](const Four(&w)[EACH], int s) {
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) {
+          const int row = begin + n < ROWS ? begin + n : ROWS - 1;
+          const A* from = x + row * X_STRIDE + (s * SPLIT + part) * 4;
+          const Four v = *reinterpret_cast<const Four*>(from);
+#pragma unroll
+          for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int z = 0; z < 4; ++z) sums[e][n] += w[e].of[z] * v.of[z];
+        }
+      };
+      Four w[EACH];
+#pragma unroll
+      for (int s = 0; s < HELD; ++s) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) w[e] = held[e][s];
+        turn(w, s);
+      }
+#pragma unroll 4
+      for (int s = HELD; s < TURNS; ++s) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) w[e] = *in_rest(const_cast<uint4*>(rest), e, s);
+        turn(w, s);
+      }
+#pragma unroll
+      for (int e = 0; e < EACH; ++e)
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) {
+          A sum = sums[e][n];
+#pragma unroll
+          for (int far = 1; far < SPLIT; far *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
+          const int m = group + e * GROUPS;
+          if (part == n % SPLIT && m < M && begin + n < ROWS) y[(begin + n) * Y_STRIDE + m] = sum;
+        }
+    }
+  }
+
+  static __device__ __forceinline__ Four* in_rest(uint4* rest, int e, int s) {
+    return reinterpret_cast<Four*>(rest) + ((s - HELD) * EACH + e) * THREADS + threadIdx.x;
+  }
+};
+template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+struct Product<float, M, K, ROWS, THREADS, SPLIT, HELD>
+    : PlainProduct<float, M, K, ROWS, THREADS, SPLIT, HELD> {};
+template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+struct Product<double, M, K, ROWS, THREADS, SPLIT, HELD>
+    : PlainProduct<double, M, K, ROWS, THREADS, SPLIT, HELD> {};
+
+}  // namespace hoconv::recurrent

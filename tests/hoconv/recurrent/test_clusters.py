@@ -1,0 +1,308 @@
+"""Kernels that keep a layer's weights on the chip: clusters of blocks, in float64 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hoconv import recurrent as rnn
+from hoconv.jit import nvrtc
+from hoconv.jit.generated import compile_cuda
+from hoconv.recurrent.codegen.cluster import ClusterShape, emit_cluster
+from hoconv.recurrent.frontend.cell import BoundCell, Cell
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.passes.distribute import distribute, refuse
+from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
+from hoconv.recurrent.runtime.cpp import obstacle
+from hoconv.recurrent.runtime.cuda import CudaLoop
+from hoconv.recurrent.schedule import Plan, plan
+from tests.hoconv.recurrent.cluster_shim import shim_clusters
+from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients
+
+needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
+needs_clusters = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
+    reason="no GPU whose blocks form clusters",
+)
+
+# Blocks, rows and warps; what the steps have; whether the last thread runs first.
+WAYS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
+    (ClusterShape(1, 2, 2), {}, False),
+    (ClusterShape(2, 3, 2), {"masked": True}, False),
+    (ClusterShape(4, 1, 4), {"resets": True, "reverse": True}, True),
+]
+
+
+@rnn.cell(state=("h",))
+def heads(x: Any, h: Any) -> Any:
+    """Two heads, which are products of parts of the state; their results are concatenated."""
+    first, second = rnn.chunk(h, 2)
+    n = first.shape[-1]
+    new = rnn.cat(rnn.linear("first", first, size=n), rnn.linear("second", second, size=n))
+    h = rnn.tanh(rnn.linear("x", x) + new * rnn.mean(new))
+    return h, dict(h=h)
+
+
+@rnn.cell(state={"h": "hidden_size", "s": 1})
+def scalars(x: Any, h: Any, s: Any) -> Any:
+    """Products of one feature, and of a concatenation with one."""
+    s = rnn.tanh(rnn.linear("s", h, size=1) + s)
+    h = rnn.tanh(rnn.linear("h", x, rnn.cat(h, s)) * s)
+    return rnn.cat(s, h), dict(h=h, s=s)
+
+
+@rnn.cell(state=("h", "c"))
+def shifted(x: Any, h: Any, c: Any) -> Any:
+    """States change places; a product has a bias, is read whole and in overlapping parts."""
+    y = rnn.linear("y", h, size=2 * h.shape[-1])
+    n = h.shape[-1]
+    new = rnn.tanh(y[:, :n] * y[:, 1 : n + 1] + rnn.linear("x", x) + rnn.sum(y))
+    return new + c, dict(h=c, c=new)
+
+
+@rnn.cell(state=("h",))
+def deep(x: Any, h: Any) -> Any:
+    """Three products, one after another; the second has another size."""
+    new = rnn.tanh(rnn.linear("x", x) + rnn.linear("a", h))
+    new = rnn.tanh(rnn.linear("b", new, size=7))
+    h = rnn.zoneout(rnn.layer_norm("norm", rnn.linear("c", new)), h, 0.3)
+    return h, dict(h=h)
+
+
+OWN: list[Cell] = [heads, scalars, shifted, deep]
+
+
+def of(cell: Cell, hidden_size: int = 4) -> BoundCell:
+    return cell.bind(3, hidden_size, {})
+
+
+# In the last one, products read parts of the gathered state in place.
+EVERYTHING = [*map(of, OWN), *READY, *range(8), of(heads, 64)]
+
+
+def programs(made: Plan) -> dict[str, Program]:
+    return {name: getattr(made, name) for name in ("inference", "forward", "backward")}
+
+
+def check(which: list[Any], way: tuple[ClusterShape, dict[str, bool], bool]) -> None:
+    """Every cell on a stand-in for a GPU; all kernels are compiled at once."""
+    shape, options, backwards = way
+    cases = [cell_case(each, **options) for each in which]
+    plans = [plan(case.cell, torch.float64, "persistent", **case.options) for case in cases]
+    named = {
+        f"{name}_{i}": program
+        for i, made in enumerate(plans)
+        for name, program in programs(made).items()
+        if not refuse(program)
+    }
+    loops = {named[n]: loop for n, loop in shim_clusters(named, shape, backwards).items()}
+    for case, made in zip(cases, plans, strict=True):
+        case.check_plan(made, loops.get)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_clusters_are_exact(way: int) -> None:
+    check(EVERYTHING[way :: len(WAYS)], WAYS[way])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_more_random_cells_are_exact(way: int) -> None:
+    check([*range(8 + 10 * way, 18 + 10 * way)], WAYS[way])
+
+
+def exchanges(cell: BoundCell, blocks: int = 4) -> tuple[int, int]:
+    made = plan(cell, torch.float32)
+    return distribute(made.forward, blocks).exchanges, distribute(made.backward, blocks).exchanges
+
+
+def test_a_step_has_as_many_exchanges_as_products_and_sums_follow_each_other() -> None:
+    assert exchanges(bound("lstm")) == exchanges(bound("gru")) == (1, 1)
+    assert exchanges(bound("minimal_gated")) == exchanges(bound("projected_lstm")) == (2, 2)
+    assert exchanges(bound("layernorm_lstm")) == (5, 5)  # h, two sums of gates, two of c
+    assert exchanges(of(deep))[0] == 5
+
+
+def test_blocks_send_the_smaller_of_operand_and_result() -> None:
+    made = plan(bound("lstm"), torch.bfloat16)
+    (forward,), (backward,) = (distribute(p, 16).products for p in (made.forward, made.backward))
+    assert forward.gathered  # h, not four gates
+    assert backward.gathered is None  # the gradient of h, not of four gates
+    assert distribute(made.backward, 1).products[0].gathered  # alone: nothing is sent
+
+
+def sources(made: Plan, B: int, always: bool = False) -> list[Any]:
+    return [Clusters(p, always).choose(B, H200) for p in programs(made).values()]
+
+
+def test_weights_lie_in_registers_where_they_fit() -> None:
+    for source in sources(plan(rnn.lstm.bind(512, 512, {}), torch.bfloat16), 64):
+        assert source.register_bytes == source.weight_bytes > 1 << 16
+        assert source.shape.blocks == 16
+        assert source.shared_bytes <= H200.shared_bytes
+    for source in sources(plan(rnn.lstm.bind(128, 128, {}), torch.bfloat16), 64):
+        assert source.shape.blocks == 1
+
+
+def test_it_is_said_why_a_kernel_cannot_keep_the_weights_or_should_not() -> None:
+    large = plan(rnn.lstm.bind(2048, 2048, {}), torch.bfloat16)
+    assert set(sources(large, 64)) == {"the weights do not fit 16 multiprocessors"}
+    many = plan(rnn.lstm.bind(512, 512, {}), torch.bfloat16)
+    assert set(sources(many, 4096)) == {"graphs are faster for so many rows"}
+    assert not any(isinstance(source, str) for source in sources(many, 4096, always=True))
+
+    @rnn.cell(state=("h",))
+    def independent(x: Any, h: Any) -> Any:
+        h = rnn.relu(rnn.linear("x", x) + rnn.parameter("u") * h)
+        return h, dict(h=h)
+
+    assert refuse(plan(of(independent), torch.float32).forward) == "its steps have no product"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_compile(dtype: torch.dtype, architecture: str) -> None:
+    made = plan(rnn.layernorm_lstm.bind(64, 64, {}), dtype)
+    for program in (made.forward, made.backward):
+        for shape in (ClusterShape(1, 2, 8), ClusterShape(2, 10, 8)):
+            compile_cuda("recurrent", emit_cluster(program, shape).text, architecture)
+
+
+def test_explain_says_what_a_block_keeps_and_when() -> None:
+    said = rnn.RNN(rnn.peephole_lstm, 512, 512, dtype=torch.bfloat16).explain()
+    assert (
+        "forward: one kernel where blocks form clusters (compute capability 9.0 and later); for "
+        "64 rows on an H200 clusters of 10 rows and 16 blocks, 128 KiB of weights a block in "
+        "registers, 1 exchange a step; for up to" in said
+    )
+    said = rnn.RNN(rnn.lstm, 2048, 2048).explain()
+    assert "backward: not one kernel, since the weights do not fit 16 multiprocessors" in said
+
+
+# On a GPU
+
+
+@pytest.fixture
+def _strict() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+class Forced(Clusters):
+    """Kernels of one shape."""
+
+    def __init__(self, program: Program, shape: ClusterShape) -> None:
+        super().__init__(program, always=True)
+        self.shape = shape
+
+    def find(self, B: int, device: torch.device) -> Any:
+        return refuse(self.program) or emit_cluster(self.program, self.shape)
+
+
+@pytest.mark.gpu
+@needs_clusters
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("which", EVERYTHING, ids=lambda each: getattr(each, "name", str(each)))
+def test_clusters_are_exact_on_a_gpu(which: Any, way: int) -> None:
+    shape, options, _ = WAYS[way]
+    case = cell_case(which, "cuda", **options)
+    made = plan(case.cell, torch.float64, "persistent", **case.options)
+    case.check_plan(made, lambda program: CudaLoop(program, True, Forced(program, shape)))
+
+
+def both(made: rnn.RNN, x: Tensor, *arguments: Any) -> list[Tensor]:
+    return gradients(made, x, *arguments)
+
+
+def error(got: list[Tensor], exact: list[Tensor]) -> float:
+    return max(
+        ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item()
+        for a, b in zip(got, exact, strict=True)
+    )
+
+
+SIZED = [
+    ("lstm", torch.bfloat16, 20, 64, 512), ("lstm", torch.float16, 20, 9, 256),
+    ("lstm", torch.float32, 20, 33, 128), ("lstm", torch.float32, 10, 12, 512),
+    ("gru", torch.bfloat16, 20, 5, 100), ("gru", torch.float32, 20, 70, 40),
+    ("layernorm_lstm", torch.bfloat16, 12, 20, 384), ("layernorm_lstm", torch.float32, 12, 20, 256),
+    ("minimal_gated", torch.bfloat16, 12, 40, 256), ("lstm", torch.bfloat16, 12, 16, 768),
+    ("lstm", torch.bfloat16, 3, 200, 512), ("peephole_lstm", torch.float32, 1, 1, 17),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_clusters
+@pytest.mark.usefixtures("_strict")
+@pytest.mark.parametrize(("name", "dtype", "T", "B", "H"), SIZED)
+def test_errors_are_no_larger_than_those_of_graphs(
+    name: str, dtype: torch.dtype, T: int, B: int, H: int
+) -> None:
+    cell, options = READY[name]
+
+    def layer(schedule: str, own: torch.dtype) -> rnn.RNN:
+        torch.manual_seed(0)
+        made = rnn.RNN(
+            cell, H, H, impl="cuda", schedule=schedule, device="cuda", dtype=dtype, **options
+        )
+        return made.to(own)
+
+    ours = layer("persistent", dtype)
+    x = torch.randn(T, B, H, device="cuda", dtype=dtype)
+    exact = both(layer("graph", torch.float64), x.double())
+    got = both(ours, x)
+    assert error(got, exact) <= 1.5 * error(both(layer("graph", dtype), x), exact)
+    assert all(map(torch.equal, got, both(ours, x)))  # the same bits
+
+
+@pytest.mark.gpu
+@needs_clusters
+def test_cudnn_is_not_called_where_a_kernel_keeps_the_weights() -> None:
+    made = rnn.LSTM(8, 8, impl="cuda", device="cuda")
+    assert "Cudnn" not in str(made(torch.randn(3, 2, 8, device="cuda"))[0].grad_fn)
+
+
+@pytest.mark.gpu
+@needs_clusters
+def test_a_callers_graph_replays_the_kernel_for_new_inputs() -> None:
+    made = rnn.RNN(rnn.lstm, 64, 64, impl="cuda", device="cuda")
+    x = torch.randn(9, 6, 64, device="cuda")
+    with torch.no_grad():
+        made(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = made(x)[0]
+        x.normal_()
+        graph.replay()
+        assert torch.equal(output, made(x)[0])
+
+
+@pytest.mark.gpu
+@needs_clusters
+def test_kernels_of_several_streams_share_a_busy_gpu() -> None:
+    made = rnn.RNN(rnn.lstm, 512, 512, impl="cuda", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(20, 64, 512, device="cuda", dtype=torch.bfloat16)
+    busy = torch.randn(4096, 4096, device="cuda")
+    with torch.no_grad():
+        expected = made(x)[0]
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        found: list[Tensor] = []
+        for _ in range(50):
+            with torch.cuda.stream(streams[0]):
+                torch.mm(busy, busy)
+            for stream in streams[1:]:
+                with torch.cuda.stream(stream):
+                    found.append(made(x)[0])
+        torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in found)
