@@ -323,7 +323,8 @@ template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
 struct PlainProduct {
   using Four = Vector<A, 4>;
   static constexpr int GROUPS = THREADS / SPLIT, EACH = (M + GROUPS - 1) / GROUPS;
-  static constexpr int TURNS = K / 4 / SPLIT, BATCH = ROWS < 8 ? ROWS : 8;
+  static constexpr int TURNS = K / 4 / SPLIT, PASSES = (ROWS + 7) / 8;
+  static constexpr int BATCH = (ROWS + PASSES - 1) / PASSES;  // rows whose sums fit registers
   Four held[EACH][HELD > 0 ? HELD : 1];
 
   template <typename R, typename K_>

@@ -75,20 +75,21 @@ def _explain_clusters(plan: Plan) -> Iterable[str]:
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
         clusters = Clusters(program, always=plan.schedule == "persistent")
         found = {B: clusters.choose(B, H200) for B in _BATCHES}
-        fitting = {B: source for B, source in found.items() if not isinstance(source, str)}
+        fitting = {B: layout for B, layout in found.items() if not isinstance(layout, str)}
         if not fitting:
             yield f"{name}: not one kernel, since {found[_BATCHES[0]]}"
             continue
-        B, source = next(iter(fitting.items()))
-        rows, blocks = _count(source.shape.rows, "row"), _count(source.shape.blocks, "block")
-        kept = f"{source.register_bytes >> 10} KiB of weights a block in registers"
-        if rest := source.weight_bytes - source.register_bytes:
-            kept += f" and {rest >> 10} KiB in shared memory"
+        B, layout = next(iter(fitting.items()))
+        rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
+        kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
+        if layout.rest_bytes:
+            kept += f" and {layout.rest_bytes >> 10} KiB in shared memory"
+        waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
         limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
         yield (
             f"{name}: one kernel where blocks form clusters (compute capability "
             f"{'.'.join(map(str, CAPABILITY))} and later); for {B} rows on an H200 clusters of "
-            f"{rows} and {blocks}, {kept}, {_count(source.exchanges, 'exchange')} a step{limit}"
+            f"{rows} and {blocks}, {kept}, {waits}{limit}"
         )
 
 

@@ -10,9 +10,10 @@ n features of a value, m features of a product's result, k features of its opera
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
@@ -61,7 +62,8 @@ class SharedProduct:
         exchange: the index of the exchange before its result is known.
         gathered: the operand, which each block multiplies by the weights of its own results; None
             where each block multiplies its own features of the operand, and blocks add the results.
-        column: the first feature of `gathered` that the operand is.
+        column, in_place: the first feature of `gathered` that the operand is, and whether it is
+            only a part of it.
     """
 
     op: Op
@@ -69,7 +71,8 @@ class SharedProduct:
     parts: tuple[Segment, ...]
     exchange: int
     gathered: Gathered | None
-    column: int = 0
+    column: int
+    in_place: bool
 
 
 @dataclass(eq=False)
@@ -97,6 +100,14 @@ class Distribution:
     reads: dict[Value, tuple[Gathered, int]] = field(default_factory=dict)
     loads: dict[Value, tuple[Value, int]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the vectors that blocks share, in order."""
+        values = {v for phase in self.phases for v in phase}
+        values |= {s.value for s in self.program.states}
+        values |= {s.value for each in (*self.gathered, *self.products) for s in each.segments}
+        return tuple(sorted({v.type.size for v in values} - {1}))
+
     def segments(self, value: Value) -> tuple[Segment, ...]:
         """What a value is concatenated of; itself if it is no concatenation."""
         op = self.made.get(value)
@@ -119,18 +130,19 @@ def refuse(program: Program) -> str | None:
     return None
 
 
-def distribute(program: Program, blocks: int) -> Distribution:
+def distribute(program: Program, alone: bool = False) -> Distribution:
     """Shares the steps of a program among the blocks of a cluster.
 
     Args:
         program: one that :func:`refuse` does not refuse.
+        alone: whether the cluster is a single block.
     """
-    return _Distributing(program, blocks).shared
+    return _Distributing(program, alone).shared
 
 
 class _Distributing:
-    def __init__(self, program: Program, blocks: int) -> None:
-        self.blocks = blocks
+    def __init__(self, program: Program, alone: bool) -> None:
+        self.alone = alone
         self.ops = list(flat(program.step))
         self.shared = Distribution(program, made={op.result: op for op in self.ops})
         self.outputs = set(step_outputs(program))
@@ -220,17 +232,18 @@ class _Distributing:
 
     def _place_product(self, op: Op) -> None:
         x, column = op.values[0], 0
-        if self._in_place(op):
+        in_place = self._in_place(op)
+        if in_place:
             made = self.shared.made[x]
             x, column = made.values[0], int(made.attrs[0])
         segments = self.shared.segments(x)
         parts = self._find_parts(op)
         ones = any(s.value.type.size == 1 for s in (*segments, *parts))
         m, k = op.result.type.size, x.type.row_bytes
-        scatters = self.blocks > 1 and not ones and x is op.values[0] and 4 * m < k
+        scatters = not self.alone and not ones and not in_place and 4 * m < k
         exchange = max(self.earliest[s.value] for s in segments)
         gathered = None if scatters else self._gather(x)
-        made = SharedProduct(op, segments, parts, exchange, gathered, column)
+        made = SharedProduct(op, segments, parts, exchange, gathered, column, in_place)
         self.shared.products.append(made)
         self.earliest[op.result] = exchange + 1
         for part in parts:
@@ -315,12 +328,3 @@ class _Distributing:
 
     def _compute(self, value: Value, phase: int) -> None:
         self.shared.phases[phase].append(value)
-
-
-def sizes(shared: Distribution) -> Sequence[int]:
-    """The sizes of the vectors that blocks share, in order."""
-    found = {v.type.size for phase in shared.phases for v in phase}
-    found |= {s.value.type.size for s in shared.program.states}
-    found |= {s.value.type.size for g in shared.gathered for s in g.segments}
-    found |= {s.value.type.size for p in shared.products for s in p.segments}
-    return sorted(found - {1})

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from hoconv.jit.generated import compile_cuda
-from hoconv.recurrent.codegen.cluster import HEADER, NAME, ClusterShape, ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster import HEADER, NAME, ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster_layout import ClusterLayout, ClusterShape
 from hoconv.recurrent.codegen.storage import Buffer
-from hoconv.recurrent.ir.kinds import PRODUCTS
+from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Group, Program, flat
-from hoconv.recurrent.passes.distribute import refuse
+from hoconv.recurrent.passes.distribute import distribute, refuse
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.workspace import describe_call
 
@@ -62,66 +63,76 @@ class Clusters:
         self.program = program
         self.always = always
         self._refusal = refuse(program)
-        self._emit = functools.cache(functools.partial(emit_cluster, program))
+        self._distribute = functools.cache(functools.partial(distribute, program))
+        self._lay_out = functools.cache(self._make_layout)
+        self._emit = functools.cache(emit_cluster)
         self._load = functools.cache(lambda source, name: _load_cubin(source.text, name))
         self._chosen = functools.cache(self.choose)
 
-    def find(self, B: int, device: torch.device) -> ClusterSource | str:
-        """The kernel for a batch on a GPU, or why there is none."""
+    def find(self, B: int, device: torch.device) -> ClusterLayout | str:
+        """The layout for a batch on a GPU, or why there is none."""
         if torch.cuda.get_device_capability(device) < CAPABILITY:
             return "its blocks form no clusters"
         return self._chosen(B, _describe(device))
 
-    def choose(self, B: int, chip: Chip) -> ClusterSource | str:
-        """The kernel for a batch on a chip, or why there is none."""
+    def choose(self, B: int, chip: Chip) -> ClusterLayout | str:
+        """The layout for a batch on a chip, or why there is none."""
         if self._refusal:
             return self._refusal
-        found: list[tuple[float, ClusterSource]] = []
+        found: list[tuple[float, ClusterLayout]] = []
         for blocks, resident in chip.resident:
             if not resident:
                 continue
             rows = next((n for n in _ROWS if n * resident >= B), _ROWS[-1])
             for warps in _WARPS:
-                source = self._emit(ClusterShape(blocks, rows, warps))
-                if source.shared_bytes <= chip.shared_bytes:
+                layout = self._lay_out(ClusterShape(blocks, rows, warps))
+                if layout.shared_bytes <= chip.shared_bytes:
                     rounds = math.ceil(B / rows / resident)
-                    found.append((rounds * _estimate(source), source))
+                    found.append((rounds * _estimate(layout), layout))
         if not found:
             return f"the weights do not fit {_BLOCKS[-1]} multiprocessors"
-        fastest, source = min(found, key=lambda each: each[0])
+        fastest, layout = min(found, key=lambda each: each[0])
         if fastest > _estimate_graph(self.program, B) and not self.always:
             return "graphs are faster for so many rows"
-        return source
+        return layout
+
+    def emit(self, layout: ClusterLayout) -> ClusterSource:
+        """The kernel of a layout."""
+        return self._emit(layout)
 
     def run(
         self, source: ClusterSource, T: int, B: int, seed: Tensor | None,
         tensors: Mapping[Buffer, Tensor], device: torch.device,
     ) -> None:  # fmt: skip
         """Launches a kernel for all steps; the current device is `device`."""
-        shape = source.shape
+        shape, shared_bytes = source.layout.shape, source.layout.shared_bytes
         call = describe_call(source.storage, T, B, seed, tensors)
         self._load(source, _architecture(device)).launch_clusters(
-            NAME, -(-B // shape.rows), shape.blocks, shape.threads, source.shared_bytes, call
+            NAME, -(-B // shape.rows), shape.blocks, shape.threads, shared_bytes, call
         )
 
+    def _make_layout(self, shape: ClusterShape) -> ClusterLayout:
+        return ClusterLayout(self._distribute(shape.blocks == 1), shape)
 
-def _estimate(source: ClusterSource) -> float:
-    """About how many microseconds a step of a cluster takes; fitted to an H200."""
-    alone = source.shape.blocks == 1
-    exchanges = source.exchanges * (0.1 if alone else 0.45) + source.pushed_bytes * 3e-5
-    tiles = 0.008 * source.tile_products * source.shape.warps / 8
-    plain = 0.0009 * source.plain_products * source.shape.warps / 8
-    rest = 4.6e-6 * (source.weight_bytes - source.register_bytes)
-    return 0.4 + exchanges + tiles + plain + rest + 0.15 * source.pairs
+
+def _estimate(layout: ClusterLayout) -> float:
+    """About how many microseconds a step of a cluster takes; fitted to 125 kernels on an H200."""
+    exchange = 0.44 if layout.shape.blocks == 1 else 0.8
+    pushed = 4.9e-5 * layout.pushed_bytes
+    products = 0.016 * layout.tile_products + 0.002 * layout.plain_products
+    warps = layout.shape.warps / _WARPS[0] * (products + 0.04)
+    return exchange * layout.shared.exchanges + pushed + warps + 4e-6 * layout.rest_bytes
 
 
 def _estimate_graph(program: Program, B: int) -> float:
     """The same of a step that a CUDA graph records: a kernel for each product and each group."""
-    products = [op for op in flat(program.step) if op.kind in PRODUCTS]
-    groups = sum(isinstance(item, Group) for item in program.step)
+    ops = list(flat(program.step))
+    products = [op for op in ops if op.kind in PRODUCTS]
+    kernels = len(products) + max(sum(isinstance(item, Group) for item in program.step) - 1, 1)
+    reductions = sum(is_reduction(op.kind) for op in ops)
     plain = products[0].values[0].type.dtype in ("f32", "f64")
-    flops = sum(2 * B * op.values[1].type.shape[0] * op.values[1].type.shape[1] for op in products)
-    return 2.5 * (len(products) + max(groups - 1, 1)) + flops / (20e6 if plain else 300e6)
+    flops = sum(2 * B * math.prod(op.values[1].type.shape) for op in products)
+    return 2.5 * kernels + 0.45 * reductions + flops / (30e6 if plain else 300e6)
 
 
 @functools.cache

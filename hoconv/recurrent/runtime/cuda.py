@@ -88,9 +88,10 @@ class CudaLoop:
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
             with torch.cuda.device(device):
-                tensors = bind(program, found.storage, values, initial, {})
-                self.clusters.run(found, T, B, seed, tensors, device)
-                return results(program, found.storage, tensors, T)
+                source = self.clusters.emit(found)
+                tensors = bind(program, source.storage, values, initial, {})
+                self.clusters.run(source, T, B, seed, tensors, device)
+                return results(program, source.storage, tensors, T)
         if self.source.whole:
             with torch.cuda.device(device):
                 tensors = bind(program, storage, values, initial, {})

@@ -164,8 +164,7 @@ def _evaluate(
         case "linear_t":
             return linear(operands[0], operands[1].mT)
         case "outer":
-            g, x = (t.flatten(0, 1) for t in operands)
-            return g.mT @ x
+            return products.outer(*operands)
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
         case "slice":

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.cluster import ClusterShape, ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster import ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster_layout import ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.passes.distribute import distribute
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import describe_call
@@ -209,7 +211,10 @@ def shim_clusters(
     programs: Mapping[str, Program], shape: ClusterShape, reversed: bool = False
 ) -> dict[str, ShimClusters]:
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of kernels of clusters."""
-    sources = {name: emit_cluster(program, shape) for name, program in programs.items()}
+    sources = {
+        name: emit_cluster(ClusterLayout(distribute(program, shape.blocks == 1), shape))
+        for name, program in programs.items()
+    }
     text = "".join((_HEADER, *(_namespace(name, source) for name, source in sources.items())))
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {
@@ -222,8 +227,8 @@ def _namespace(name: str, source: ClusterSource) -> str:
     body = source.text.split("\n", 1)[1].replace('extern "C" __global__', "static")
     assert _MEMORY in body
     body = body.replace(_MEMORY, "char* const shared = shared_memory();")
-    shape = source.shape
-    sizes = f"{shape.blocks}, {shape.threads}, {source.shared_bytes}"
+    shape = source.layout.shape
+    sizes = f"{shape.blocks}, {shape.threads}, {source.layout.shared_bytes}"
     return f"""
 namespace {name} {{
 {body}
@@ -252,6 +257,6 @@ class ShimClusters:
         storage = self.source.storage
         tensors = bind(program, storage, values, initial, {})
         call = describe_call(storage, T, B, seed, tensors)
-        clusters = -(-B // self.source.shape.rows)
+        clusters = -(-B // self.source.layout.shape.rows)
         self.launch(ctypes.byref(call), clusters, ctypes.c_bool(self.reversed))
         return results(program, storage, tensors, T)

@@ -12,7 +12,8 @@ from torch import Tensor
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
-from hoconv.recurrent.codegen.cluster import ClusterShape, emit_cluster
+from hoconv.recurrent.codegen.cluster import emit_cluster
+from hoconv.recurrent.codegen.cluster_layout import ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.distribute import distribute, refuse
@@ -118,9 +119,9 @@ def test_more_random_cells_are_exact(way: int) -> None:
     check([*range(8 + 10 * way, 18 + 10 * way)], WAYS[way])
 
 
-def exchanges(cell: BoundCell, blocks: int = 4) -> tuple[int, int]:
+def exchanges(cell: BoundCell) -> tuple[int, int]:
     made = plan(cell, torch.float32)
-    return distribute(made.forward, blocks).exchanges, distribute(made.backward, blocks).exchanges
+    return distribute(made.forward).exchanges, distribute(made.backward).exchanges
 
 
 def test_a_step_has_as_many_exchanges_as_products_and_sums_follow_each_other() -> None:
@@ -132,31 +133,32 @@ def test_a_step_has_as_many_exchanges_as_products_and_sums_follow_each_other() -
 
 def test_blocks_send_the_smaller_of_operand_and_result() -> None:
     made = plan(bound("lstm"), torch.bfloat16)
-    (forward,), (backward,) = (distribute(p, 16).products for p in (made.forward, made.backward))
+    (forward,), (backward,) = (distribute(p).products for p in (made.forward, made.backward))
     assert forward.gathered  # h, not four gates
     assert backward.gathered is None  # the gradient of h, not of four gates
-    assert distribute(made.backward, 1).products[0].gathered  # alone: nothing is sent
+    assert distribute(made.backward, alone=True).products[0].gathered  # alone: nothing is sent
 
 
-def sources(made: Plan, B: int, always: bool = False) -> list[Any]:
+def choose(made: Plan, B: int, always: bool = False) -> list[Any]:
     return [Clusters(p, always).choose(B, H200) for p in programs(made).values()]
 
 
 def test_weights_lie_in_registers_where_they_fit() -> None:
-    for source in sources(plan(rnn.lstm.bind(512, 512, {}), torch.bfloat16), 64):
-        assert source.register_bytes == source.weight_bytes > 1 << 16
-        assert source.shape.blocks == 16
-        assert source.shared_bytes <= H200.shared_bytes
-    for source in sources(plan(rnn.lstm.bind(128, 128, {}), torch.bfloat16), 64):
-        assert source.shape.blocks == 1
+    for layout in choose(plan(rnn.lstm.bind(512, 512, {}), torch.bfloat16), 64):
+        assert layout.register_bytes > 1 << 16
+        assert layout.rest_bytes == 0
+        assert layout.shape.blocks == 16
+        assert layout.shared_bytes <= H200.shared_bytes
+    for layout in choose(plan(rnn.lstm.bind(32, 32, {}), torch.bfloat16), 64):
+        assert layout.shape.blocks == 1
 
 
 def test_it_is_said_why_a_kernel_cannot_keep_the_weights_or_should_not() -> None:
     large = plan(rnn.lstm.bind(2048, 2048, {}), torch.bfloat16)
-    assert set(sources(large, 64)) == {"the weights do not fit 16 multiprocessors"}
+    assert set(choose(large, 64)) == {"the weights do not fit 16 multiprocessors"}
     many = plan(rnn.lstm.bind(512, 512, {}), torch.bfloat16)
-    assert set(sources(many, 4096)) == {"graphs are faster for so many rows"}
-    assert not any(isinstance(source, str) for source in sources(many, 4096, always=True))
+    assert set(choose(many, 4096)) == {"graphs are faster for so many rows"}
+    assert not any(isinstance(layout, str) for layout in choose(many, 4096, always=True))
 
     @rnn.cell(state=("h",))
     def independent(x: Any, h: Any) -> Any:
@@ -173,7 +175,8 @@ def test_kernels_compile(dtype: torch.dtype, architecture: str) -> None:
     made = plan(rnn.layernorm_lstm.bind(64, 64, {}), dtype)
     for program in (made.forward, made.backward):
         for shape in (ClusterShape(1, 2, 8), ClusterShape(2, 10, 8)):
-            compile_cuda("recurrent", emit_cluster(program, shape).text, architecture)
+            layout = ClusterLayout(distribute(program, shape.blocks == 1), shape)
+            compile_cuda("recurrent", emit_cluster(layout).text, architecture)
 
 
 def test_explain_says_what_a_block_keeps_and_when() -> None:
@@ -206,7 +209,7 @@ class Forced(Clusters):
         self.shape = shape
 
     def find(self, B: int, device: torch.device) -> Any:
-        return refuse(self.program) or emit_cluster(self.program, self.shape)
+        return refuse(self.program) or self._make_layout(self.shape)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,268 @@
+"""Lays a distributed program out on a cluster: features, rows, weights and memory of a block.
+
+n features of a value, m features of a product's result, k features of its operand.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from hoconv.recurrent.ir.program import BYTES, Value
+from hoconv.recurrent.passes.distribute import COLUMNS, Distribution, Gathered, SharedProduct
+
+# Features of a block: whole vectors of 16 bytes, so that pushes are wide.
+_UNITS = 8
+_TILE = 16  # rows of the weights in a tile of the tensor cores
+_TILE_COLUMNS = 8  # rows of the batch in a tile
+_BARRIERS = 16  # bytes
+# Elements between rows in shared memory, so that rows begin in different banks.
+_PADDING = {"bf16": 8, "f16": 8, "f32": 4, "f64": 2, "bool": 16}
+_SUM_PADDING = 4
+# Registers of a thread for weights, by warps: what a multiprocessor has less what a step needs, of
+# which each further row and feature of a thread takes some.
+_REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
+_MOST_SPLITS = 8
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How a kernel is laid out: blocks of a cluster, its rows of the batch, warps of a block."""
+
+    blocks: int
+    rows: int
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * self.warps
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A block's slice of the weights of a product.
+
+    Attributes:
+        rows, columns: of the slice, padded.
+        splits, held, each, turns: as SPLIT, HELD, EACH and SLICES or TURNS of ``Product``.
+        register_bytes, rest_bytes: what lies in registers and in shared memory.
+    """
+
+    rows: int
+    columns: int
+    splits: int
+    held: int
+    each: int
+    turns: int
+    register_bytes: int
+    rest_bytes: int
+
+    @property
+    def stride(self) -> int:
+        """The elements of a row of sums."""
+        return self.rows + _SUM_PADDING
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in the shared memory of a block; `dtype` is one of the program's."""
+
+    name: str
+    dtype: str
+    first_byte: int
+
+
+class ClusterLayout:
+    """Where everything of a kernel is.
+
+    Attributes:
+        wide: the dtype in which products and reductions are summed.
+        tiled: whether tensor cores multiply.
+        loops: the sizes of vectors over which a thread loops; 1 for values of one feature, which
+            every block computes.
+        slices: of the weights, for each product.
+        arrays: in shared memory, in order; after them what registers do not hold of the weights.
+    """
+
+    def __init__(self, shared: Distribution, shape: ClusterShape) -> None:
+        self.shared, self.shape = shared, shape
+        self.wide = shared.program.states[0].value.type.dtype
+        self.tiled = any(p.op.values[0].type.dtype != self.wide for p in shared.products)
+        self.loops = (1, *shared.sizes)
+        self.slices = self._slice_weights()
+        self.arrays: list[Array] = []
+        self.array_bytes = _BARRIERS
+        self._place_arrays()
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory of a block."""
+        return self.array_bytes + sum(each.rest_bytes for each in self.slices)
+
+    @property
+    def register_bytes(self) -> int:
+        """The weights that a block holds in registers."""
+        return sum(each.register_bytes for each in self.slices)
+
+    @property
+    def rest_bytes(self) -> int:
+        """The weights that a block holds in shared memory."""
+        return sum(each.rest_bytes for each in self.slices)
+
+    @property
+    def tile_products(self) -> int:
+        """The products of a warp by tensor cores in a step, of 16 x 16 by 16 x 8 numbers."""
+        tiles = -(-self.shape.rows // _TILE_COLUMNS)
+        return 2 * tiles * sum(each.each * each.turns for each in self.slices) * self.tiled
+
+    @property
+    def plain_products(self) -> int:
+        """The multiply-adds of a thread in a step, without tensor cores."""
+        count = 4 * self.shape.rows * sum(each.each * each.turns for each in self.slices)
+        return count * (not self.tiled)
+
+    @functools.cached_property
+    def pushed_bytes(self) -> int:
+        """What a block gets from others in a step."""
+        return sum(map(self.expected_bytes, range(self.shared.exchanges)))
+
+    def expected_bytes(self, exchange: int) -> int:
+        """What is pushed to a block in an exchange."""
+        blocks, rows = self.shape.blocks, self.shape.rows
+        if blocks == 1:
+            return 0
+        gathered = sum(
+            BYTES[g.dtype] * self.units(s.value.type.size)
+            for g in self.shared.gathered
+            for s in g.segments
+            if g.exchange == exchange and s.value.type.size > 1
+        )
+        sums = sum(
+            self.units(part.value.type.size)
+            for product in self.shared.products
+            for part in product.parts
+            if product.gathered is None and product.exchange == exchange
+        )
+        reduced = sum(at == exchange for at in self.shared.reductions.values())
+        return rows * ((blocks - 1) * gathered + blocks * (sums + reduced) * BYTES[self.wide])
+
+    # Features
+
+    def units(self, n: int) -> int:
+        """The features of a block, of vectors of n."""
+        return 1 if n == 1 else _round(-(-n // self.shape.blocks), _UNITS)
+
+    def pairs(self, n: int) -> int:
+        """The rows and features of a thread, of vectors of n."""
+        return -(-self.units(n) * self.shape.rows // self.shape.threads)
+
+    def width(self, n: int) -> int:
+        """The columns of a vector of n in a row that has all blocks' features."""
+        return _UNITS if n == 1 else self.units(n) * self.shape.blocks
+
+    # Products
+
+    def _slice_weights(self) -> list[Slice]:
+        most = min(max(map(self.pairs, self.loops)), _MOST_PAIRS)
+        registers = _REGISTERS.get(self.shape.warps, _REGISTERS[8]) - _REGISTERS_OF_PAIR * most
+        found = []
+        for product in self.shared.products:
+            m, k = self._count_rows(product), self._count_columns(product)
+            make = self._slice_tiles if self.tiled else self._slice
+            found.append(made := make(m, k, registers))
+            registers -= made.register_bytes // (4 * self.shape.threads)
+        return found
+
+    def _slice_tiles(self, m: int, k: int, registers: int) -> Slice:
+        """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
+        tiles, splits, warps = m // _TILE, 1, self.shape.warps
+        while 2 * splits * tiles <= warps and k // COLUMNS % (2 * splits) == 0:
+            splits *= 2
+        each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
+        held = max(0, min(turns, registers // (8 * each)))
+        own = each * warps * _TILE * COLUMNS * 2
+        return Slice(m, k, splits, held, each, turns, held * own, (turns - held) * own)
+
+    def _slice(self, m: int, k: int, registers: int) -> Slice:
+        """Of plain multiply-adds: a turn is 4 columns of the rows of a thread."""
+        threads, splits = self.shape.threads, 1
+        while 2 * splits <= min(4 * threads // m, _MOST_SPLITS):
+            splits *= 2
+        each, turns = -(-m * splits // threads), k // 4 // splits
+        held = max(0, min(turns, registers // (each * BYTES[self.wide])))
+        own = 4 * BYTES[self.wide] * each * threads
+        return Slice(m, k, splits, held, each, turns, held * own, (turns - held) * own)
+
+    def _count_rows(self, product: SharedProduct) -> int:
+        own = self.units if product.gathered else self.width
+        return _round(sum(own(part.value.type.size) for part in product.parts), _TILE)
+
+    def _count_columns(self, product: SharedProduct) -> int:
+        if product.in_place:
+            return _round(product.op.values[0].type.size, COLUMNS)
+        own = self.width if product.gathered else self.units
+        return _round(sum(own(s.value.type.size) for s in product.segments), COLUMNS)
+
+    def count_sums(self, index: int) -> int:
+        """The sums of a row that a product writes: one for each part of K, if tiles are split."""
+        return self.slices[index].splits if self.tiled else 1
+
+    def part_row(self, product: SharedProduct, value: Value) -> int:
+        """The first row of a part among the block's rows of the weights, or among all rows."""
+        own = self.units if product.gathered else self.width
+        values = [part.value for part in product.parts]
+        return sum(own(v.type.size) for v in values[: values.index(value)])
+
+    # Shared memory
+
+    def copies(self, exchange: int, last_read: int) -> int:
+        """Of what is pushed in an exchange: two, if others may push the next while it is read."""
+        return 1 if last_read - exchange < self.shared.exchanges else 2
+
+    def gathered_stride(self, gathered: Gathered) -> int:
+        """The elements of a gathered row."""
+        row = sum(self.width(s.value.type.size) for s in gathered.segments)
+        return _round(row, COLUMNS) + _PADDING[gathered.dtype]
+
+    def segment_column(self, gathered: Gathered, index: int) -> int:
+        """The first column of a segment in a gathered row."""
+        return sum(self.width(s.value.type.size) for s in gathered.segments[:index])
+
+    def operand_stride(self, index: int) -> int:
+        """The elements of a row of a block's own features of an operand."""
+        dtype = self.shared.products[index].op.values[0].type.dtype
+        return self.slices[index].columns + _PADDING[dtype]
+
+    def count_partial(self, product: SharedProduct) -> int:
+        """The sums that all blocks push to one."""
+        return self.shape.rows * sum(self.width(part.value.type.size) for part in product.parts)
+
+    def _place_arrays(self) -> None:
+        rows, shared = self.shape.rows, self.shared
+        for index, gathered in enumerate(shared.gathered):
+            copies = self.copies(gathered.exchange, gathered.last_read)
+            count = copies * rows * self.gathered_stride(gathered)
+            self._place(f"gathered{index}", gathered.dtype, count)
+        for index, product in enumerate(shared.products):
+            count = self.count_sums(index) * rows * self.slices[index].stride
+            self._place(f"y{index}", self.wide, count)
+            if product.gathered is None:
+                dtype = product.op.values[0].type.dtype
+                self._place(f"x{index}", dtype, rows * self.operand_stride(index))
+                copies = self.copies(product.exchange, product.exchange + 1)
+                self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
+        for index, (value, exchange) in enumerate(shared.reductions.items()):
+            # Two: a warp may still read what another writes for the next step.
+            units = self.units(shared.made[value].values[0].type.size)
+            self._place(f"rows{index}", self.wide, 2 * rows * units)
+            copies = self.copies(exchange, exchange + 1)
+            self._place(f"reduced{index}", self.wide, copies * self.shape.blocks * rows)
+
+    def _place(self, name: str, dtype: str, count: int) -> None:
+        self.arrays.append(Array(name, dtype, self.array_bytes))
+        self.array_bytes += _round(count * BYTES[dtype], 16)
+
+
+def _round(number: int, to: int) -> int:
+    return -(-number // to) * to
