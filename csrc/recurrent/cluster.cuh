@@ -26,8 +26,9 @@ __device__ __forceinline__ int cluster_rank() {
 }
 
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  // Not .aligned: lanes of a warp may come here one after another.
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 template <typename A, int N>
@@ -70,6 +71,7 @@ struct Exchanges {
           : "r"(barrier()), "r"(count / 2 % 2)
           : "memory");
     ++count;
+    __syncwarp();  // what follows is of whole warps
   }
 };
 

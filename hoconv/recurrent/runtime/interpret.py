@@ -164,7 +164,8 @@ def _evaluate(
         case "linear_t":
             return linear(operands[0], operands[1].mT)
         case "outer":
-            return products.outer(*operands)
+            g, x = (t.flatten(0, 1) for t in operands)
+            return g.mT @ x
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
         case "slice":
