@@ -1,7 +1,8 @@
 """Runs generated kernels of clusters on a CPU: threads are fibers, which wait for each other.
 
 A fiber runs until it waits; the first one that need not wait is next. So one block gets as far
-ahead of the others as the kernel lets it, in order or in the reverse order.
+ahead of the others as the kernel lets it. What a block pushes arrives at once or, where the threads
+run in the reverse order, when its receiver waits for it: as early and as late as it may.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ namespace hoconv::recurrent {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-struct Barrier { int64_t expected = -1, received = 0, completed = 0; };
+struct Pushed { char* to; std::vector<char> data; };
+struct Barrier {
+  int64_t expected = -1, received = 0, completed = 0;
+  std::vector<Pushed> coming;
+};
 struct Block {
   std::vector<char> memory;
   Barrier barriers[2];
@@ -60,6 +65,7 @@ static Cluster* cluster;
 static Fiber* current;
 static ucontext_t scheduler;
 static int threads_of_block;
+static bool late;
 
 inline void wait_until(std::function<bool()> ready) {
   current->ready = ready;
@@ -92,12 +98,26 @@ struct Exchanges {
   void wait() {
     Barrier& b = own().barriers[count % 2];
     const int64_t round = count++ / 2;
-    wait_until([&b, round] { return b.completed > round; });
+    wait_until([&b, round] {
+      for (Pushed& pushed : b.coming) {
+        memcpy(pushed.to, pushed.data.data(), pushed.data.size());
+        b.received += pushed.data.size();
+      }
+      b.coming.clear();
+      settle(b);
+      return b.completed > round;
+    });
   }
   void push(int rank, const void* place, const void* from, int64_t bytes) const {
     Block& to = cluster->blocks[rank];
-    memcpy(to.memory.data() + (static_cast<const char*>(place) - shared_memory()), from, bytes);
+    char* there = to.memory.data() + (static_cast<const char*>(place) - shared_memory());
     Barrier& b = to.barriers[count % 2];
+    if (late) {
+      const char* bits = static_cast<const char*>(from);
+      b.coming.push_back({there, {bits, bits + bytes}});
+      return;
+    }
+    memcpy(there, from, bytes);
     b.received += bytes;
     settle(b);
   }
@@ -167,7 +187,7 @@ inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, b
                          std::function<void()> kernel) {
   static std::function<void()> body;
   body = kernel;
-  threads_of_block = threads;
+  threads_of_block = threads, late = reversed;
   for (int c = 0; c < clusters; ++c) {
     Cluster own;
     own.blocks.resize(blocks);
@@ -193,7 +213,7 @@ inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, b
           current = &f;
           swapcontext(&scheduler, &f.context);
           ran = true;
-          if (f.rank == fibers[0].rank) break;
+          break;
         }
     }
     for (Fiber& f : fibers)

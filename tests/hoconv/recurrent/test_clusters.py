@@ -82,8 +82,12 @@ def of(cell: Cell, hidden_size: int = 4) -> BoundCell:
     return cell.bind(3, hidden_size, {})
 
 
-# In the last one, products read parts of the gathered state in place.
-EVERYTHING = [*map(of, OWN), *READY, *range(8), of(heads, 64)]
+# With 20 features, each of several blocks has some. In the last one, products read parts of the
+# gathered state in place.
+EVERYTHING = [
+    *(of(cell, 20) for cell in OWN), *(bound(name, 3, 20) for name in READY), *range(8),
+    of(heads, 64),
+]  # fmt: skip
 
 
 def programs(made: Plan) -> dict[str, Program]:
