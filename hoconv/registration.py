@@ -15,6 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn import Parameter
 from torch.utils._pytree import (
     tree_any_only,
     tree_flatten,
@@ -53,26 +54,40 @@ class Op:
 
     Attributes:
         overload: the op itself.
+        kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
         takes_lists: whether an argument is a list of tensors.
         gradient: calls the op, given its arguments and what runs it, such that autograd records it;
             set by :func:`register_gradient`.
     """
 
-    def __init__(self, overload: torch._ops.OpOverload) -> None:
+    def __init__(
+        self, overload: torch._ops.OpOverload, kernel: Callable[..., Any] | None = None
+    ) -> None:
         self.overload = overload
+        self.kernel = kernel
         self.takes_lists = any(is_tensorlist_like_type(a.type) for a in overload._schema.arguments)
         self.gradient: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if not is_eager(*(_flatten(args) if self.takes_lists else args)):
+        flat = _flatten(args) if self.takes_lists else args
+        if not is_eager(*flat):
             return self.overload(*args)
+        run = self.kernel if self.kernel and _is_plain(flat) else self.overload
         if self.gradient and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self.gradient(args, self._run_kernel)
-        return self._run_kernel(*args)
+            return self.gradient(args, functools.partial(_run_below_autograd, run))
+        return _run_below_autograd(run, *args)
 
-    def _run_kernel(self, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.overload(*args)
+
+def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return run(*args)
+
+
+def _is_plain(args: Iterable[Any]) -> bool:
+    """Whether no tensor and no mode asks for a dispatch of its own."""
+    return not torch._C._len_torch_dispatch_stack() and all(
+        not isinstance(a, Tensor) or type(a) in (Tensor, Parameter) for a in args
+    )
 
 
 def is_eager(*args: Any) -> bool:
