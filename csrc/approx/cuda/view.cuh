@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "approx/multipliers.h"
-#include "common/cuda_launch.cuh"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::approx {
 

@@ -30,11 +30,11 @@
 #include <tuple>
 #include <vector>
 
-#include "common/huge_pages.h"
 #include "high_order/conv2d/problem.h"
 #include "high_order/layer/cpu/kernels.h"
 #include "high_order/layer/cpu/layer.h"
 #include "high_order/padded_image.h"
+#include "hoconv/huge_pages.h"
 
 namespace hoconv::high_order::layer::cpu {
 namespace {
