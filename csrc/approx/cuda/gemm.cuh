@@ -9,15 +9,16 @@
 // The sum over k is cut into chunks, which are added in ascending order (problem.h). Where there
 // are few tiles, each chunk has a block of its own, and a second kernel adds the chunks.
 //
+// Each multiplier is instantiated in a source of its own (gemm/), since it takes long to compile.
+//
 // M, N rows and columns of the result, K what is summed over.
+#pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>
 #include <iterator>
-#include <string>
-#include <utility>
 
 #include "approx/cuda/products.cuh"
 #include "approx/problem.h"
@@ -280,23 +281,12 @@ void with_tile(const Product& p, int multiprocessors, const F& f) {
 
 }  // namespace
 
-void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStream_t stream) {
-  if (p.batch * p.M * p.N == 0) return;
-  STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
-                  "a product's rows, columns and depth: expected less than 2^31 each");
+template <typename Multiplier>
+void Gemm<Multiplier>::run(const Product& p, const Tensor& like, cudaStream_t stream) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  // Fewer rows than columns: the operands are swapped, since these multipliers are commutative.
-  if (p.M > p.N) {
-    std::swap(p.left, p.right);
-    std::swap(p.M, p.N);
-    std::swap(p.out.row, p.out.column);
-    std::swap(p.out.row_digits, p.out.column_digits);
-  }
-  with_multiplier(multiplier, [&](auto definition) {
-    with_tile<Tile<16, 4, 4, 3>, Tile<8, 4, 4, 3>, Tile<8, 4, 4, 4>, Tile<4, 4, 4, 3>,
-              Tile<2, 1, 4, 4>>(p, multiprocessors, [&](auto tile) {
-      launch<decltype(definition), decltype(tile)>(p, like, multiprocessors, stream);
-    });
+  with_tile<Tile<16, 4, 4, 3>, Tile<8, 4, 4, 3>, Tile<8, 4, 4, 4>, Tile<4, 4, 4, 3>,
+            Tile<2, 1, 4, 4>>(p, multiprocessors, [&](auto tile) {
+    launch<Multiplier, decltype(tile)>(p, like, multiprocessors, stream);
   });
 }
 

@@ -149,6 +149,12 @@ struct Product {
   int64_t batch, M, N, K;
 };
 
+// Computes a product that is not empty, with no more rows than columns, by one multiplier.
+template <typename Multiplier>
+struct Gemm {
+  static void run(const Product& p, const Tensor& like, cudaStream_t stream);
+};
+
 void gemm(const std::string& multiplier, Product product, const Tensor& like, cudaStream_t stream);
 
 }  // namespace hoconv::approx
