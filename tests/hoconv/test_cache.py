@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hoconv import jit
-from hoconv.jit import cache, nvrtc
+from hoconv.jit import cache, generated, nvrtc
 from hoconv.jit.generated import compile_cpp, compile_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +193,35 @@ def test_a_cache_behind_a_link_is_found(make: Maker, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "hoconv").symlink_to(real)
     assert make().parent == real
+
+
+# What its key depends on
+
+GENERATED: dict[str, tuple[Callable[[str], Path], str | None]] = {
+    "C++": (functools.partial(compile_cpp, "toy"), jit.obstacle("cpu")),
+    "CUDA": (lambda text: compile_cuda("toy", text, "sm_90"), nvrtc.obstacle()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generated_code_is_compiled_again_where_a_header_that_it_includes_changed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_text, reason = GENERATED[kind]
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(generated, "_FOLDERS", (tmp_path,))
+    (tmp_path / "outer.h").write_text('#include "another/inner.h"\n')
+    (tmp_path / "another").mkdir()
+    inner, unused = tmp_path / "another" / "inner.h", tmp_path / "another" / "unused.h"
+    inner.write_text("#define ANSWER 42\n")
+    text = '#include "outer.h"\n' + (CPP if kind == "C++" else CUDA).replace("42", "ANSWER")
+    first = compile_text(text)
+    unused.write_text("")
+    assert compile_text(text) == first
+    inner.write_text("#define ANSWER 43\n")
+    assert compile_text(text) != first
 
 
 # What cannot be written
