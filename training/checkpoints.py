@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,10 +38,12 @@ class WholeFiles(TorchCheckpointIO):
 
     Args:
         run_dir: the folder of the run.
+        describe: returns what a file holds beside Lightning's state; a model's own entries stay.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]) -> None:
         self._run_dir = run_dir
+        self._describe = describe
         self._written = True  # whether the last checkpoint is on the disk
         self._replaced: list[Path] = []
 
@@ -62,7 +65,7 @@ class WholeFiles(TorchCheckpointIO):
 
         def save() -> None:
             with disk.replaced(path) as file:
-                torch.save(checkpoint, file)
+                torch.save(self._describe() | checkpoint, file)
 
         self._written = disk.attempt(path, write)
 
@@ -226,14 +229,14 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_plugins(run_dir: Path) -> list[Any]:
-    """Returns the trainer's plugins.
+def make_plugins(run_dir: Path, describe: Callable[[], dict[str, Any]]) -> list[Any]:
+    """Returns the trainer's plugins; `describe` is that of :class:`WholeFiles`.
 
     They write checkpoints whole, and keep Lightning from requeueing a SLURM job: SLURM does it,
     with --requeue.
     """
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return [WholeFiles(run_dir), *slurm]
+    return [WholeFiles(run_dir, describe), *slurm]
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

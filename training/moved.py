@@ -82,12 +82,12 @@ def renamed(override: str) -> str:
 
 
 def upgrade(config: Any) -> Any:
-    """The config.yaml of an earlier run, as the same run writes it today.
+    """The configuration of an earlier run, as the same run has it today.
 
     Raises:
         AttributeError, KeyError, TypeError: it is not that of a run.
     """
-    config = OmegaConf.to_container(config)
+    config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
     if "callbacks" in config:  # all names changed before callbacks became part of it
         return OmegaConf.create(config)
     model = config["model"]
