@@ -28,6 +28,8 @@ from training import console, disk
 FOLDER = "resume"  # of the step checkpoints, in the folder of the run
 # A resumed run finds its own checkpoints there.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+# Said at the start of a run, with what to do.
+warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -98,9 +100,8 @@ class StepCheckpoints(pl.Callback):
     """Writes a checkpoint every `every_n_steps` steps, and one on SIGTERM before the run stops.
 
     Checkpoints are written when the next batch has been fetched: by then the step, its validation
-    and its logging are over. Beside Lightning's state they hold the state of the training loader, a
-    :class:`~datamodules.sampling.TrainingLoader` or :class:`~datamodules.memory.TrainingBatches`,
-    of the random number generators of every process, and of the logger.
+    and its logging are over. Beside Lightning's state they hold the state of the training loader,
+    where it has one, of the random number generators of every process, and of the logger.
 
     Args:
         run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.
@@ -129,7 +130,7 @@ class StepCheckpoints(pl.Callback):
     ) -> None:
         loader: Any = trainer.train_dataloader
         checkpoint["resume"] = {
-            "loader": loader.state_dict(),
+            "loader": loader.state_dict() if _resumes_exactly(loader) else None,
             "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "logger": getattr(trainer.logger, "continuation", {}) if trainer.is_global_zero else {},
             "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
@@ -137,9 +138,15 @@ class StepCheckpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        if self._restored is not None:
+        loader: Any = trainer.train_dataloader
+        if not _resumes_exactly(loader):
+            console.warn(
+                f"data: the training loader, a {type(loader).__name__}, has no state_dict and "
+                "load_state_dict: resume=auto restores all but the place in the epoch, and draws "
+                "other batches for the rest of it (docs/your_own.md)"
+            )
+        if self._restored is not None and self._restored["loader"] is not None:
             # Lightning does it too, but not if the model asks for the number of steps in its setup.
-            loader: Any = trainer.train_dataloader
             loader.load_state_dict(self._restored["loader"])
         if threading.current_thread() is threading.main_thread():
             # Lightning's own handler, which stops where a checkpoint would not be exact, comes
@@ -189,6 +196,10 @@ class StepCheckpoints(pl.Callback):
                 disk.forget(self.folder)  # earlier ones that could not be written are not missed
             for _, old in find_step_checkpoints(self.folder.parent)[: -self.keep]:
                 _delete(old)
+
+
+def _resumes_exactly(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
