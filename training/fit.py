@@ -20,7 +20,7 @@ from training.instantiation import instantiate
 from training.model import build
 from training.predict import missing_for_test
 from training.results.record import Results
-from training.saved import describe, read
+from training.results.saved import describe, read
 from training.trainer import make_trainer
 
 

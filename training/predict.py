@@ -21,7 +21,7 @@ from training.implementations import show_implementations
 from training.instantiation import instantiate
 from training.model import build
 from training.results.record import Results
-from training.saved import Saved, load_weights, read
+from training.results.saved import Saved, load_weights, read
 from training.trainer import make_callbacks
 
 
