@@ -1,11 +1,10 @@
-"""Fixtures and settings of all tests: fixed random seeds, and a skip for tests that cannot run."""
+"""Fixtures and settings of all tests, beside those of hoconv.testing.fixtures."""
 
 import csv
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest
-import torch
-
-from hoconv import jit
-from tests.support import Variant
 
 hypothesis.settings.register_profile(
     "same every time",
@@ -29,34 +24,6 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("same every time")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason=jit.no_gpu())
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _float32_is_float32() -> Iterator[None]:
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        yield
-
-
-@pytest.fixture
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """An implementation on a device, parametrised with `tests.support.variants`."""
-    variant: Variant = request.param
-    if reason := variant.obstacle():
-        pytest.skip(reason)
-    return variant
 
 
 @dataclass

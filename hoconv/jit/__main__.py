@@ -11,7 +11,7 @@ from hoconv.jit import BuildError, Library, obstacle
 DEVICES = ("cpu", "cuda")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hoconv.jit", description=__doc__)
     parser.add_argument("device", nargs="?", choices=DEVICES,
                         help="whose libraries to compile; by default all that this machine "
@@ -20,7 +20,7 @@ def main() -> None:
                         help="compute capability to compile for, such as 9.0; needs no GPU; "
                              "repeat it, in ascending order, for one library for several; "
                              "default: those of this machine's GPUs")  # fmt: skip
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.arch and arguments.device != "cuda":
         parser.error("--arch is for the libraries of cuda only")
     chosen = []

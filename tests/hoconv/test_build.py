@@ -347,8 +347,8 @@ def test_other_instruction_set_makes_another_library(
 CHECK_ALL_OPERATORS = """
 import torch
 from hoconv.declaration import operators
-from tests.hoconv.test_operators import test_agrees_with_the_reference as check
-from tests.support import Variant
+from hoconv.testing.test_operators import test_agrees_with_the_reference as check
+from hoconv.testing.variants import Variant
 for operator in operators():
     for dtype in operator.tolerances:
         check(Variant(operator, "cpp", "cpu"), dtype)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hoconv.declaration import Sample, operators
 from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

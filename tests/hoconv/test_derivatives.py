@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import operators
 from hoconv.testing.comparison import differentiable, relative_error
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 Function = Callable[..., Tensor]
 TOLERANCE = 1e-9

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hoconv.declaration import operators
 from hoconv.dynamic_conv1d.ops import KERNELS
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 LOAD = """
 import sys, torch, hoconv

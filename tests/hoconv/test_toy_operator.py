@@ -73,7 +73,7 @@ def outcomes(site: Path) -> dict[str, dict[str, set[str]]]:
     """
     report = site / "report.xml"
     arguments = ["-q", "-k", SELECTED, "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    done = python(site, "-m", "pytest", HERE / "test_operators.py", *arguments)
+    done = python(site, "-m", "pytest", ROOT / "hoconv/testing/test_operators.py", *arguments)
     assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should
 
     outcomes: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))

@@ -1,7 +1,8 @@
 """Operators that a package of its own declares: sound ones, and ones with a fault in each
 implementation or in how it is made ready. Two return a tensor, two a tuple of tensors.
 
-test_toy_operator.py installs this module as such a package and runs test_operators.py over it.
+test_toy_operator.py installs this module as such a package and runs the tests of
+hoconv/testing/test_operators.py over it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from hoconv import ApproxConv2d, ApproxLinear, approx
 from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.declaration import layers
 from hoconv.implementations import choose
+from hoconv.testing.variants import Variant, variants
 from tests.hoconv.approx.test_multipliers import bits
-from tests.support import Variant, variants
 
 conv2d_everywhere = pytest.mark.parametrize("variant", variants([CONV2D]), indirect=True)
 matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from hoconv import approx
 from hoconv.approx.multipliers import MULTIPLIERS, Logarithmic
 from hoconv.approx.operator import MATMUL, MULTIPLY
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 everywhere = pytest.mark.parametrize("variant", variants([MULTIPLY]), indirect=True)
 matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)

@@ -18,8 +18,8 @@ from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.approx.ops import OPS
 from hoconv.implementations import choose, obstacle
 from hoconv.testing.comparison import output_and_gradients
+from hoconv.testing.variants import Variant, variants
 from tests.hoconv.approx.test_multipliers import SPECIAL, bits, every_multiplier, floats
-from tests.support import Variant, variants
 
 matmul_everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
 conv2d_everywhere = pytest.mark.parametrize("variant", variants([CONV2D]), indirect=True)

@@ -24,7 +24,7 @@ from hoconv.approx import (
 from hoconv.approx.operator import MATMUL
 from hoconv.approx.ops import OPS
 from hoconv.implementations import resolve
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
 signs = pytest.mark.parametrize("signed", [True, False])

@@ -1,6 +1,6 @@
 """The dynamic 1-D convolution: what it computes, and how it behaves as a PyTorch op.
 
-What holds for every operator is in ../test_operators.py.
+What holds for every operator is in hoconv/testing/test_operators.py.
 
 B batch, C channels, H heads, K taps, T time steps.
 """
@@ -26,7 +26,7 @@ from hoconv.declaration import Sample
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import choose
 from hoconv.testing.comparison import differentiable, output_and_gradients, relative_error
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 OPS = ["", "_grad_input", "_grad_weight"]

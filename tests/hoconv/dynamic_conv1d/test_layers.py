@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hoconv import DynamicConv1d, LightweightConv1d
 from hoconv.declaration import layers
 from hoconv.dynamic_conv1d.operator import OPERATOR
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 Layer = LightweightConv1d | DynamicConv1d
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.implementations import choose
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,6 +1,6 @@
 """The high-order convolution: what it computes, of any sizes and strides.
 
-What holds for every operator is in ../test_operators.py.
+What holds for every operator is in hoconv/testing/test_operators.py.
 
 B batch, C channels, G groups of channels, H height, W width, k kernel size.
 """
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hoconv.testing.comparison import output_and_gradients
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import (
     LAYOUTS,
     draw,
@@ -27,7 +28,6 @@ from tests.hoconv.high_order.support import (
     ops,
     with_ops,
 )
-from tests.support import Variant
 
 
 def definition(x: Tensor, weight: Tensor, grad: Tensor, dilation: int) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import (
     HALVES,
     draw,
@@ -16,7 +17,6 @@ from tests.hoconv.high_order.support import (
     ops,
     with_ops,
 )
-from tests.support import Variant
 
 
 @everywhere

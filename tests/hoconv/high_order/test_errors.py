@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hoconv
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import image_and_weight, ops, with_ops
-from tests.support import Variant
 
 X, WEIGHT = (2, 4, 6, 9), (9, 2, 2, 6, 9)
 

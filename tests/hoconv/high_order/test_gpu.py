@@ -7,8 +7,8 @@ import torch
 
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import image_and_weight, on_cuda, only_cuda
-from tests.support import Variant
 
 
 @only_cuda

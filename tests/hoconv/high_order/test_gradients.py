@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import LAYOUTS, draw, everywhere, image_and_weight, with_ops
-from tests.support import Variant
 
 # Strides
 

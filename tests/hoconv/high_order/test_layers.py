@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hoconv import HighOrderConv2d, high_order_conv2d
 from hoconv.declaration import layers
 from hoconv.high_order.layer.operator import OPERATOR
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 # Rounding differs between the generator's convolutions of one image layout and another.

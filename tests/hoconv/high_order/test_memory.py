@@ -9,7 +9,7 @@ import pytest
 
 from hoconv.high_order.conv2d import operator as of_weights
 from hoconv.high_order.layer import operator as of_parameters
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 on_cpus = [
     variant

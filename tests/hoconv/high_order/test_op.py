@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hoconv.declaration import Sample
 from hoconv.high_order.conv2d.operator import OPERATOR
 from hoconv.testing.comparison import differentiable, output_and_gradients
+from hoconv.testing.variants import Variant
 from tests.hoconv.high_order.support import draw, everywhere, image_and_weight, ops, with_ops
-from tests.support import Variant
 
 OPS = ["", "_backward", "_grad_input", "_grad_weight"]
 

@@ -1,6 +1,6 @@
 """The high-order layer as one operator: what it computes, and how it behaves as a PyTorch op.
 
-What holds for every operator is in ../test_operators.py.
+What holds for every operator is in hoconv/testing/test_operators.py.
 
 B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 s kernel size of the generator.
@@ -26,7 +26,7 @@ from hoconv.high_order.layer.operator import OPERATOR
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import choose
 from hoconv.testing.comparison import differentiable, output_and_gradients
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoconv.high_order.layer.operator import OPERATOR
 from hoconv.testing.comparison import output_and_gradients
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=True)
 # Largest relative error, and the dtype with PyTorch's flag.

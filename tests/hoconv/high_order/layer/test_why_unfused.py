@@ -12,7 +12,7 @@ import torch
 
 from hoconv import HighOrderConv2d, jit
 from hoconv.high_order.layer import rule
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 SOURCE = jit.CSRC / "high_order" / "layer" / "cuda" / "limits.cu"
 SHARED_MEMORY = 232448  # bytes a block of an H100

@@ -27,7 +27,7 @@ from hoconv.testing.comparison import (
     relative_error,
     same_bits,
 )
-from tests.support import Variant, variants
+from hoconv.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
 

@@ -1,0 +1,62 @@
+"""Writes a package with an operator of its own: ``hoconv new NAME [DIR]``.
+
+The package in ``hoconv/template/`` is complete, under another name: every file of it runs as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+TEMPLATE = Path(__file__).parent / "template"
+_NAME, _CLASS = "soft_clip", "SoftClip"  # of the template
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hoconv new", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="of the operator and of the package: carafe")
+    parser.add_argument("folder", metavar="DIR", nargs="?", type=Path,
+                        help="where to write it; default: a folder NAME here")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    folder = arguments.folder or Path(arguments.name)
+    try:
+        write_package(arguments.name, folder)
+    except (ValueError, FileExistsError) as error:
+        parser.error(str(error))
+    print(f"{folder} has an operator, its kernels, a layer and a network. Next:")
+    print(f"  pip install -e {folder}\n  hoconv check {arguments.name}")
+    print(f"  hoconv test {arguments.name}\nIts README.md says how it trains.")
+    return 0
+
+
+def write_package(name: str, folder: Path) -> None:
+    """Writes a package.
+
+    Args:
+        name: of the operator and of the package, in snake_case.
+        folder: where; it is made.
+
+    Raises:
+        ValueError: `name` is not in snake_case, is a word of Python, or is an installed package.
+        FileExistsError: `folder` has files already.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise ValueError(f"NAME: expected a name in snake_case, such as carafe; got {name!r}")
+    if find_spec(name):
+        raise ValueError(f"NAME: a package {name!r} is installed already; choose another name")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"DIR: {folder} has files already; give another folder")
+    in_class = "".join(word.title() for word in name.split("_"))
+
+    def renamed(text: str) -> str:
+        return text.replace(_NAME, name).replace(_CLASS, in_class)
+
+    for path in sorted(TEMPLATE.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            made = folder / renamed(str(path.relative_to(TEMPLATE)))
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.write_text(renamed(path.read_text()))

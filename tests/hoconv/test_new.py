@@ -1,0 +1,146 @@
+"""The command ``hoconv``, and the package that ``hoconv new`` writes: it is right as it is written,
+and what is broken in it is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hoconv import cli, jit
+from hoconv.new import write_package
+
+ROOT = Path(__file__).parents[2]
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package `tone_curve` is written and installed."""
+    site = tmp_path_factory.mktemp("site")
+    assert cli.main(["new", "tone_curve", str(site)]) == 0
+    info = site / "tone_curve-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tone_curve\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[hoconv.operators]\ntone_curve = tone_curve\n")
+    return site
+
+
+def hoconv(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command where the package is installed."""
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(site), str(ROOT), *before])
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from hoconv.cli import main; sys.exit(main())",
+         *arguments],
+        env={**os.environ, "PYTHONPATH": path}, cwd=site, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_every_file_has_the_new_name(site: Path) -> None:
+    files = [path for path in site.rglob("*") if path.is_file()]
+    assert site / "tone_curve/kernels/tone_curve.cu" in files
+    for path in files:
+        text = f"{path.relative_to(site)} {path.read_text()}"
+        assert "soft_clip" not in text
+        assert "SoftClip" not in text
+
+
+@needs_compiler
+def test_the_package_is_right_as_it_is_written(site: Path) -> None:
+    done = hoconv(site, "check", "tone_curve", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failures" in done.stdout
+    done = hoconv(site, "test", "tone_curve", "-k", "not inductor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed" not in done.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "said"),
+    [
+        ("kernels/tone_curve.cpp", "std::tanh", "std::tan", "output: error"),
+        ("kernels/tone_curve.cpp", "#include <cmath>", "#include <cmth>", "cmth"),
+        ("operator.py", "grad * slope, (grad", "grad, (grad", "gradient of argument 0: error"),
+    ],
+    ids=["kernel", "source that does not compile", "gradient"],
+)
+def test_what_is_broken_is_found_and_named(
+    site: Path, tmp_path: Path, file: str, right: str, wrong: str, said: str
+) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    path = broken / "tone_curve" / file
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    done = hoconv(broken, "check", "tone_curve", "--device", "cpu")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@needs_compiler
+def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    for impl in ("reference", "cpp"):
+        done = run(
+            f"--config-dir={site}/conf", "model=tone_curve", f"impl={impl}", "logger=csv",
+            "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.log_every_n_steps=1",
+            "trainer.accelerator=cpu",
+        )  # fmt: skip
+        assert done.exit_code == 0, done.err
+        assert done.results["impl"] == impl
+
+
+@pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="the CUDA source is compiled by nvcc, which is not there"
+)
+def test_the_cuda_source_compiles(site: Path) -> None:
+    kernel = site / "tone_curve/kernels/tone_curve.cu"
+    jit.Library("tone_curve", [kernel], device="cuda").compile(["9.0"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["new", "CamelCase"], "NAME: expected a name in snake_case"),
+        (["new", "class"], "NAME: expected a name in snake_case"),
+        (["new", "torch"], "NAME: a package 'torch' is installed already"),
+        (["new", "mine", "."], "DIR: . has files already"),
+        (["test", "mine"], "OPERATOR: expected approx_multiply"),
+        (["chekc"], "expected one of new, check, test, doctor, build; got 'chekc'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_kernel_in_triton_computes_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    write_package("tone_curve_three", tmp_path / "made")
+    text = """
+import torch
+from tone_curve_three import triton_kernel
+from tone_curve_three.operator import reference
+triton_kernel.torch.cuda.device = lambda device: torch.no_grad()
+for shape in ((2, 3, 5, 7), (4, 8), (1, 2, 1100)):
+    x, limit = 3 * torch.randn(shape), torch.rand(shape[1]) + 0.5
+    torch.testing.assert_close(triton_kernel.tone_curve_three(x, limit), reference(x, limit))
+"""
+    path = os.pathsep.join([str(tmp_path / "made"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", text], env=environment, check=True)
