@@ -223,7 +223,7 @@ def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd
     monkeypatch.setattr(training.resolvers, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", f"impl={impl}", "logger=none", "mode=none"])
     assert run_command(train.main) == 1
-    assert "mode: expected train or predict" in capfd.readouterr().err
+    assert "mode: expected train, test, predict" in capfd.readouterr().err
     (folder,) = tmp_path.glob("outputs/digits_cnn/*")
     _, _, label = folder.name.split("_", 2)
     assert label.startswith(name)

@@ -22,7 +22,8 @@ class InitialWeights(pl.Callback):
         weights: its state dict.
 
     Raises:
-        MisconfigurationException: when the fit starts: none of the weights fits.
+        MisconfigurationException: when the fit starts: none of the weights fits, or all fit but
+            stand for something else, such as another vocabulary.
     """
 
     def __init__(self, path: Path, weights: Mapping[str, Any]) -> None:
@@ -40,6 +41,14 @@ class InitialWeights(pl.Callback):
             raise MisconfigurationException(
                 f"ckpt: no weights of {self._path} fit the model, a {type(pl_module).__name__}; "
                 "give a checkpoint of the same network, or leave ckpt out"
+            )
+        others = [name for name in own if not isinstance(own[name], Tensor)]
+        others = [name for name in others if not _same(own[name], self._weights.get(name))]
+        if others and len(fitting) == sum(isinstance(value, Tensor) for value in own.values()):
+            raise MisconfigurationException(
+                f"ckpt: {self._path} has another {' and '.join(others)} than the model, a "
+                f"{type(pl_module).__name__}, in weights of the same shapes: they would stand for "
+                "something else; train on the same data, or leave ckpt out"
             )
         pl_module.load_state_dict(fitting, strict=False)
         total = sum(isinstance(value, Tensor) for value in own.values())

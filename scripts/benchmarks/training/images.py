@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes the results."""
-    data = ImageFolder(arguments.input, NETWORK.image_shape[-1], BATCH)
+    data = ImageFolder(arguments.input, NETWORK.image_shape, BATCH)
     for device in arguments.device:
         implementations = HighOrderConv2d.operator.implementations.items()
         impls = [name for name, i in implementations if device in (i.devices or (device,))]
