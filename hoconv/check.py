@@ -4,8 +4,10 @@ for bit where the operator is declared to give the reference's bits.
 For each device and dtype, over the operator's samples with fresh random values: the relative error
 ``|a - b| / |b|`` (Euclidean norms) of the output and of every gradient. New tensors are filled with
 NaN, which never passes, so that an element that was never written is found. Two more calls, without
-that fill, show whether the same inputs give the same bits. The exit code is 1 if a case fails, if
-an implementation or a package of operators is broken, or if nothing could be checked.
+that fill, show whether the same inputs give the same bits. Then other values are written into the
+same tensors: a result that was kept, or that another stream computes too early, is wrong. Inputs,
+and the results of earlier calls, must stay as they are. The exit code is 1 if a case fails, if an
+implementation or a package of operators is broken, or if nothing could be checked.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
 
@@ -50,6 +52,8 @@ from hoconv.testing.comparison import (
 )
 
 SMALL = (torch.float32, torch.bfloat16)
+# For so many cycles a GPU's stream waits before inputs change: some milliseconds.
+_WAIT_CYCLES = 10_000_000
 
 
 @dataclass
@@ -145,13 +149,16 @@ def check(
             continue
         name = dtype_name(dtype)
         say(f"{operator.name}: {name} on {device}, reference")
-        torch.manual_seed(arguments.seed)
-        cases = [_make_case(operator, s) for s in operator.samples(torch.device(device), dtype)]
+        cases, others_of = (
+            [_make_case(operator, s) for s in operator.samples(torch.device(device), dtype)]
+            for _ in _seeded(arguments.seed, arguments.seed + 1)
+        )
         for impl in runnable:
             say(f"{operator.name}: {name} on {device}, {impl}")
             row = Row(operator.name, impl, device, name, tolerance)
-            for case in cases:
-                _compare(operator, case, row)
+            for case, other in zip(cases, others_of, strict=True):
+                if _compare(operator, case, row):
+                    _compare_changed(operator, case, other, row)
             if not cases:
                 row.failures.append("the operator has no samples")
             rows.append(row)
@@ -172,13 +179,32 @@ def _make_case(operator: Operator, sample: Sample) -> Case:
     return Case(sample, cotangent, dtypes, expected)
 
 
-def _compare(operator: Operator, case: Case, row: Row) -> None:
-    """Runs one implementation on one case, and adds the outcome to the row."""
+def _seeded(*seeds: int) -> Iterator[None]:
+    """Goes once through a loop for each seed of the random values."""
+    for seed in seeds:
+        torch.manual_seed(seed)
+        yield
+
+
+def _compare(operator: Operator, case: Case, row: Row) -> bool:
+    """Runs one implementation on one case, and adds the outcome to the row.
+
+    Returns:
+        Whether nothing is wrong with it.
+    """
+    failures = len(row.failures)
+    _compare_results(operator, case, row)
+    return len(row.failures) == failures
+
+
+def _compare_results(operator: Operator, case: Case, row: Row) -> None:
     assert row.tolerance is not None
     row.cases += 1
     name = case.sample.name or f"case {row.cases}"
     function = functools.partial(operator.function, impl=row.impl)
-    call = function, case.sample.args, case.sample.kwargs, case.cotangent
+    args = case.sample.args
+    call = function, args, case.sample.kwargs, case.cotangent
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
     try:
         with _fill_new_tensors_with_nan():
             results = output_and_gradients(*call)
@@ -187,6 +213,10 @@ def _compare(operator: Operator, case: Case, row: Row) -> None:
         row.output_error = row.gradient_error = math.inf
         row.failures.append(f"{name}: {type(error).__name__}: {error}")
         return
+    for i, (a, b) in enumerate(zip(args, before, strict=True)):
+        if isinstance(a, Tensor) and not same_bits(a, b):
+            row.failures.append(f"{name}: argument {i} was changed")
+            a.copy_(b)  # for the other implementations
     row.same_bits &= once.keys() == again.keys() and all(
         same_bits(once[name], again[name]) for name in once
     )
@@ -209,6 +239,36 @@ def _compare(operator: Operator, case: Case, row: Row) -> None:
             row.gradient_error = _worse(row.gradient_error, error)
         if not error <= row.tolerance:
             row.failures.append(f"{name}: {what}: error {error:.1e}")
+
+
+def _compare_changed(operator: Operator, case: Case, other: Case, row: Row) -> None:
+    """Calls an implementation, writes the values of another case into its arguments, and calls it
+    again."""
+    name = f"{case.sample.name or f'case {row.cases}'}, then other values in the same tensors"
+    function = functools.partial(operator.function, impl=row.impl)
+    args = [a.clone() if isinstance(a, Tensor) else a for a in case.sample.args]
+    values = other.sample.args
+    if [_shape(a) for a in args] != [_shape(v) for v in values]:
+        return  # the operator draws shapes, too
+    first = output_and_gradients(function, args, case.sample.kwargs, case.cotangent)
+    kept = {what: t.clone() for what, t in first.items()}
+    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        torch.cuda._sleep(_WAIT_CYCLES)  # another stream would read the values of before
+    for a, v in zip(args, values, strict=True):
+        if isinstance(a, Tensor):
+            a.copy_(v)
+    for what, result in output_and_gradients(
+        function, args, other.sample.kwargs, other.cotangent
+    ).items():
+        error = relative_error(result, other.expected[what])
+        if not error <= (row.tolerance or 0):
+            row.failures.append(f"{name}: {what}: error {error:.1e}")
+        if not same_bits(first[what], kept[what]):
+            row.failures.append(f"{name}: {what}: the result of the first call changed")
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
 @contextmanager
