@@ -1,4 +1,4 @@
-"""A package with C++ and CUDA of its own, that of docs/compiled_code.md; and the public headers."""
+"""A package with C++ and CUDA of its own, as `hoconv new` writes it; and the public headers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from hoconv import jit
 from hoconv.jit import headers
+from hoconv.new import TEMPLATE, write_package
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compiled_code.md"
@@ -24,20 +25,17 @@ CHECK = ("-m", "hoconv.check", "--operator", "soft_clip", "--device", "cpu", "--
 
 
 class Package:
-    """The files of the page, as if they were installed."""
+    """The package, as if it were installed."""
 
     def __init__(self, site: Path) -> None:
-        self.site = site
-        for block in re.findall(r"^```\w+\n(.*?)^```", PAGE.read_text(), re.M | re.S):
-            if named := re.match(r"(?:#|//) (\S+)\n", block):
-                path = site / named[1]
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(block)
+        self.site = site / "site"
+        site = self.site
+        write_package("soft_clip", site)
         info = site / "soft_clip-1.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: soft_clip\nVersion: 1\n")
         (info / "entry_points.txt").write_text("[hoconv.operators]\nsoft_clip = soft_clip\n")
-        self.source = site / "soft_clip" / "soft_clip.cpp"
+        self.source = site / "soft_clip" / "kernels" / "soft_clip.cpp"
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(self.site), str(ROOT)])
@@ -58,7 +56,7 @@ def test_a_package_builds_its_own_operator(package: Package) -> None:
     cache = str(package.site / "cache")
     done = package.python(*CHECK, TORCH_EXTENSIONS_DIR=cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"cpp +bfloat16 +4 .*pass", done.stdout)
+    assert re.search(r"cpp +bfloat16 +5 .*pass", done.stdout)
     assert "compiling soft_clip for cpu, once (1 of 1 files" in done.stderr
     assert "hoconv: compiling" not in package.python(*CHECK, TORCH_EXTENSIONS_DIR=cache).stderr
 
@@ -77,7 +75,9 @@ def test_its_broken_code_is_named_and_costs_no_other_operator(package: Package) 
     assert "... and 4 more errors" in done.stdout
     assert errors[5] not in done.stdout + done.stderr
 
-    code = "import torch, soft_clip; print(soft_clip.soft_clip(torch.ones(1)).item())"
+    code = (
+        "import torch, soft_clip; x = torch.ones(1, 1); print(soft_clip.soft_clip(x, x[0]).item())"
+    )
     done = package.python("-c", code)
     assert done.stdout.startswith("0.76"), done.stderr
     assert "soft_clip uses reference on cpu; cpp is broken: the compiler failed" in done.stderr
@@ -99,10 +99,20 @@ def test_unstable_headers_of_torch_are_an_error(package: Package) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 def test_its_cuda_compiles_without_a_gpu(package: Package) -> None:
-    code = "import soft_clip; print(soft_clip.CODE['cuda'].compile(('9.0',)))"
+    code = "from soft_clip import operator; print(operator.CODE['cuda'].compile(('9.0',)))"
     done = package.python("-c", code)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).exists()
+
+
+def test_the_code_of_the_page_is_that_of_the_package() -> None:
+    package = [path.read_text() for path in TEMPLATE.rglob("soft_clip/**/*.*") if path.is_file()]
+    blocks = re.findall(
+        r"^```\w+\n(?:(?:#|//) soft_clip/\S+\n)?(.*?)^```", PAGE.read_text(), re.M | re.S
+    )
+    assert len(blocks) == 5
+    for block in blocks:
+        assert any(block in text for text in package), block
 
 
 def test_the_page_names_every_public_header() -> None:
