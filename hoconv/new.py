@@ -41,11 +41,16 @@ def write_package(name: str, folder: Path) -> None:
         folder: where; it is made.
 
     Raises:
-        ValueError: `name` is not in snake_case, is a word of Python, or is an installed package.
+        ValueError: `name` is not in snake_case, is a word of Python or of the package's own code,
+            or is an installed package.
         FileExistsError: `folder` has files already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(f"NAME: expected a name in snake_case, such as carafe; got {name!r}")
+    # Installing the template compiled it: that is no part of it.
+    files = [p for p in TEMPLATE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    if name != _NAME and any(name in re.findall(r"\w+", path.read_text()) for path in files):
+        raise ValueError(f"NAME: the code of the package uses {name!r} itself; choose another name")
     if find_spec(name):
         raise ValueError(f"NAME: a package {name!r} is installed already; choose another name")
     if folder.exists() and any(folder.iterdir()):
@@ -55,8 +60,7 @@ def write_package(name: str, folder: Path) -> None:
     def renamed(text: str) -> str:
         return text.replace(_NAME, name).replace(_CLASS, in_class)
 
-    for path in sorted(TEMPLATE.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            made = folder / renamed(str(path.relative_to(TEMPLATE)))
-            made.parent.mkdir(parents=True, exist_ok=True)
-            made.write_text(renamed(path.read_text()))
+    for path in files:
+        made = folder / renamed(str(path.relative_to(TEMPLATE)))
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text(renamed(path.read_text()))

@@ -112,7 +112,8 @@ def test_the_cuda_source_compiles(site: Path) -> None:
     [
         (["new", "CamelCase"], "NAME: expected a name in snake_case"),
         (["new", "class"], "NAME: expected a name in snake_case"),
-        (["new", "torch"], "NAME: a package 'torch' is installed already"),
+        (["new", "torchvision"], "NAME: a package 'torchvision' is installed already"),
+        (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
         (["new", "mine", "."], "DIR: . has files already"),
         (["test", "mine"], "OPERATOR: expected approx_multiply"),
         (["chekc"], "expected one of new, check, test, doctor, build; got 'chekc'"),
