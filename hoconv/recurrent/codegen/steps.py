@@ -82,13 +82,18 @@ def offset(buffer: Buffer, after: bool, reverse: bool) -> str:
     return ""
 
 
-def row_pointers(kernel: Kernel) -> list[str]:
-    """Declares a pointer to the present row of each memory that a kernel reads or writes."""
+def row_pointers(kernel: Kernel, scratch_bytes: int) -> list[str]:
+    """Declares a pointer to the present row of each memory that a kernel reads or writes.
+
+    Args:
+        scratch_bytes: from the scratch of a row to that of the next, the same in all kernels:
+            while one runs for a row, another may run for another row.
+    """
     lines = []
     for memory in memories(kernel):
         own, name = TYPES[memory.type.dtype], pointer(memory)
         if memory.location is None:
-            start = f"s.scratch + row * {kernel.scratch_bytes} + {memory.scratch}"
+            start = f"s.scratch + row * {scratch_bytes} + {memory.scratch}"
             at = f"reinterpret_cast<{own}*>({start})"
         elif memory.location.buffer.kind == "once":
             at = f"s.{name}"
