@@ -4,8 +4,9 @@
 // every step: for the sizes of a step that is as long as the product. Here the matrix is packed
 // once a call of the layer, in the order in which a register tile reads it. A tile sums in the
 // order of the inner dimension, whichever rows it has: a row's result does not depend on the other
-// rows, or on the number of threads. On a core with AVX-512 it does 84 to 100 % of the
-// multiplications that registers alone would allow, as long as the level-3 cache holds the matrix.
+// rows, or on the number of threads. One core with AVX-512 computes 116 to 143 GFLOP/s (inner
+// dimension and columns 128 to 2048, 32 or 64 rows); the least where the level-3 cache alone holds
+// the matrix.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +48,7 @@ class Packed {
   static constexpr int64_t lanes = Vector<A>::lanes;
 
   // `memory` is aligned to vectors and holds (inner + 1) * columns values of A, with the columns
-  // rounded up to whole vectors,
-  // at least two.
+  // rounded up to whole vectors, at least two.
   Packed(void* memory, int64_t inner, int64_t columns)
       : inner(inner), columns(columns), memory_(static_cast<A*>(memory)) {}
 
@@ -103,7 +103,11 @@ void multiply_tile(T* out, int64_t columns, const A* x, int64_t inner, const A* 
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) sum[r][c] = from[c];
+    for (int c = 0; c < C; ++c) {
+      sum[r][c] = from[c];
+      // The line is there when the sums are: a store to one that is not waits for the memory.
+      __builtin_prefetch(out + r * columns + c * lanes, 1);
+    }
   for (int64_t k = 0; k < inner; ++k) {
     from += C;
     V row[C];
