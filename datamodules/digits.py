@@ -20,7 +20,9 @@ class Digits(ImageDataModule):
 
     image_shape = (1, 8, 8)
     num_classes = 10
-    pixel_mean = 4.878  # pixels are 0 ... 16
+    class_names = tuple("0123456789")
+    pixel_max = 16
+    pixel_mean = 4.878
     pixel_std = 6.013
 
     def load(self) -> dict[str, LabelledImages]:

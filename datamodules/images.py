@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
+from torch import Tensor
 
 from datamodules.memory import Batch, EvaluationBatches, LabelledImages, TrainingBatches
 from datamodules.placement import get_training_device, is_resident, require_known
@@ -47,6 +48,8 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     num_classes: ClassVar[int]
     pixel_mean: ClassVar[float]  # over the training set, in the units of the stored pixels
     pixel_std: ClassVar[float]
+    pixel_max: ClassVar[int] = 255  # white, in the same units
+    class_names: ClassVar[tuple[str, ...]]
 
     def __init__(self, batch_size: int, seed: int = 0, device: str = "auto") -> None:
         super().__init__()
@@ -79,6 +82,11 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
         return (images - self.pixel_mean).div_(self.pixel_std), labels  # float32, as a scalar is
+
+    @classmethod
+    def normalise_file(cls, images: Tensor) -> Tensor:
+        """Normalises images of files, (B, C, H, W) uint8 up to 255, as those of the data set."""
+        return (images.float() * (cls.pixel_max / 255) - cls.pixel_mean).div_(cls.pixel_std)
 
     def _evaluation(self, split: str) -> EvaluationBatches[Batch]:
         data = self._place(split)

@@ -38,6 +38,7 @@ class MNIST(ImageDataModule):
 
     image_shape = (1, 28, 28)
     num_classes = 10
+    class_names = tuple("0123456789")
     pixel_mean = 33.32
     pixel_std = 78.57
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hoconv.jit import Library
 from hoconv.registration import Op, define, gradient_layout, register_autocast, register_gradient
 
 
@@ -26,15 +27,22 @@ class _Ops(NamedTuple):
 
 
 def register_bilinear(
-    library: torch.library.Library, name: str, impl: str, option: str, *, one_pass: bool = False
+    library: torch.library.Library,
+    name: str,
+    impl: str,
+    option: str,
+    code: Library,
+    *,
+    one_pass: bool = False,
 ) -> Op:
-    """Registers the ops of one implementation, whose kernels come with a compiled library.
+    """Registers the ops of one implementation.
 
     They are ``<name>`` for F, ``<name>_grad_input`` for X and ``<name>_grad_weight`` for W, each
     with gradients of every order in reverse and forward mode.
 
     Args:
         option: the name of the last argument in the schemas.
+        code: has the kernels.
         one_pass: whether the kernels have ``<name>_backward`` too, X and W in one pass over g.
 
     Returns:
@@ -42,7 +50,7 @@ def register_bilinear(
     """
 
     def define_one(suffix: str, schema: str, fake: Callable[..., Any]) -> Op:
-        return define(library, name + suffix, impl, schema.format(option), fake)
+        return define(library, name + suffix, impl, schema.format(option), fake, code)
 
     ops = _Ops(
         define_one("", "(Tensor x, Tensor weight, int {}) -> Tensor", _fake_like_first),

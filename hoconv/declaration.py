@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hoconv.jit import Library
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -33,6 +35,7 @@ class Implementation:
             or None. It compiles nothing.
         prepare: ``prepare(device_type, *program)`` compiles one program, where the operator
             generates code; raises if that fails.
+        libraries: the compiled code that it calls, which ``python -m hoconv.jit`` compiles ahead.
         thread_invariant: whether a CPU's results have the same bits with any number of threads;
             PyTorch's matrix products do not promise it.
     """
@@ -42,6 +45,7 @@ class Implementation:
     load: Callable[[], str | None] = lambda: None
     obstacle: Callable[[], str | None] = lambda: None
     prepare: Callable[..., None] = lambda *program: None
+    libraries: tuple[Library, ...] = ()
     thread_invariant: bool = True
 
 
@@ -147,6 +151,17 @@ def operators() -> list[Operator]:
     """Returns all declared operators: hoconv's own, then those of installed packages."""
     broken_packages()
     return list(_declared.values())
+
+
+def libraries(device_type: str) -> list[Library]:
+    """Returns the compiled code for a device of all declared operators, each library once."""
+    found = (
+        library
+        for operator in operators()
+        for implementation in operator.implementations.values()
+        for library in implementation.libraries
+    )
+    return [library for library in dict.fromkeys(found) if library.device == device_type]
 
 
 @functools.cache

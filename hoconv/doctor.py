@@ -13,6 +13,7 @@ import itertools
 import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 import hoconv
 from hoconv import jit
-from hoconv.declaration import Operator, broken_packages, operators
+from hoconv.declaration import Operator, broken_packages, libraries, operators
 from hoconv.implementations import (
     BrokenImplementationError,
     ImplementationError,
@@ -43,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "chooses")  # fmt: skip
     arguments = parser.parse_args(argv)
     untried = "" if arguments.build else ", unless it turns out to be broken: --build tries"
-    broken = False
+    broken, shown = False, {""}  # a compiler's further lines, shown once
     for title, facts in (
         ("Environment", _environment_facts()),
         ("Compilers", _compiler_facts()),
-        ("Implementations", _implementation_facts(arguments.build)),
+        ("Implementations", implementations()),
+        ("Compiled code", _library_facts(arguments.build)),
         (f"What impl=auto means{untried}", _auto_facts(arguments.build)),
         ("What is broken", _broken_facts(arguments.build)),
     ):
@@ -56,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(title)
         width = max(len(name) for name in facts)
         for name, fact in facts.items():
-            print(f"  {name:<{width}}  {fact}")
+            line, _, details = fact.partition("\n")
+            print(f"  {name:<{width}}  {line}")
+            if details not in shown:
+                print(textwrap.indent(details, "    "))
+            shown.add(details)
             broken |= fact.startswith(_BROKEN)
     return int(broken)
 
@@ -115,22 +121,25 @@ def _compiler_facts() -> dict[str, str]:
     return facts
 
 
-def _implementation_facts(compiling: bool) -> dict[str, str]:
-    facts = implementations()
-    for name, library in (("cpp", "cpu"), ("cuda", "cuda")):
-        if facts[name] == "available":
-            facts[name] = _try_library(library) if compiling else _find_library(library)
-    return facts
+def _library_facts(compiling: bool) -> dict[str, str]:
+    """Finds the state of each library that this machine can have."""
+    describe = _try_library if compiling else _find_library
+    return {
+        f"{library.name} for {library.device}": describe(library)
+        for device in devices()
+        for library in libraries(device)
+        if not library.obstacle()
+    }
 
 
-def _try_library(library: str) -> str:
-    reason = jit.load(library)
+def _try_library(library: jit.Library) -> str:
+    reason = library.load()
     return f"{_BROKEN}{reason}" if reason else "built and loaded"
 
 
-def _find_library(library: str) -> str:
+def _find_library(library: jit.Library) -> str:
     try:
-        return "built" if jit.find(library) else "can be built"
+        return "built" if library.find() else "can be built"
     except jit.BuildError as error:
         return f"{_BROKEN}{error}"
 
@@ -169,7 +178,7 @@ def _broken_facts(compiling: bool) -> dict[str, str]:
                 try:
                     choose(operator, impl, device)
                 except BrokenImplementationError as error:
-                    reason = str(error).partition(": ")[2].splitlines()[0]
+                    reason = str(error).partition(": ")[2]
                     facts[f"{operator.name} {impl} on {device}"] = f"{_BROKEN}{reason}"
                 except ImplementationError:
                     pass  # something is missing, which is said above

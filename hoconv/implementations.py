@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hoconv import jit
-from hoconv.declaration import Operator, find, layers
+from hoconv.declaration import Operator, find, layers, libraries
 from hoconv.jit import BuildError
 
 # How many decisions a process caches. A process may run any number of programs; the decision that
@@ -39,13 +39,18 @@ def implementations() -> dict[str, str]:
     """Finds what can be built on this machine: name -> ``"available"``, or what is missing.
 
     It looks for compilers and devices and compiles nothing, so that it does not know what is
-    broken.
+    broken. Where all compiled code of the operators is in the cache, no compiler is missing.
     """
     return {
         "reference": "available",
-        "cpp": jit.obstacle("cpu") or "available",
-        "cuda": jit.obstacle("cuda") or "available",
+        "cpp": _find_obstacle("cpu") or "available",
+        "cuda": _find_obstacle("cuda") or "available",
     }
+
+
+def _find_obstacle(device_type: str) -> str | None:
+    reasons = [each.obstacle() for each in libraries(device_type)] or [jit.obstacle(device_type)]
+    return next(filter(None, reasons), None)
 
 
 def set_impl(module: nn.Module, impl: str | Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn import Parameter
 from torch.utils._pytree import (
     tree_any_only,
     tree_flatten,
@@ -24,23 +25,44 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from hoconv import jit
 from hoconv.declaration import Implementation
+from hoconv.jit import CSRC, Library
 
-# Implementation -> the compiled library that has its kernels.
-LIBRARIES = {"cpp": "cpu", "cuda": "cuda"}
+
+def kernels(folder: str) -> dict[str, Library]:
+    """Returns the libraries of hoconv's own kernels in a folder of csrc/, by implementation."""
+    name, root = folder.replace("/", "_"), CSRC / folder
+
+    def library(device: Literal["cpu", "cuda"], *patterns: str) -> Library:
+        found = sorted(path for pattern in patterns for path in root.glob(pattern))
+        # A folder without sources is an error on use, not on import.
+        return Library(name, found or [root], device, include=[CSRC])
+
+    return {
+        "cpp": library("cpu", "cpu/*.cpp", "aten/*.cpp"),
+        "cuda": library("cuda", "cuda/**/*.cu"),
+    }
 
 
 def compiled(
-    impl: str, function: Callable[..., Tensor], devices: tuple[str, ...]
+    function: Callable[..., Any], devices: tuple[str, ...], *libraries: Library
 ) -> Implementation:
-    """Returns the declaration of an implementation whose kernels are in a compiled library."""
-    library = LIBRARIES[impl]
+    """Returns the declaration of an implementation that calls compiled code.
+
+    Args:
+        function, devices: as of the implementation.
+        libraries: what it calls.
+    """
+
+    def first(reasons: Iterable[str | None]) -> str | None:
+        return next(filter(None, reasons), None)
+
     return Implementation(
         function,
         devices,
-        load=functools.partial(jit.load, library),
-        obstacle=functools.partial(jit.obstacle, library),
+        load=lambda: first(library.load() for library in libraries),
+        obstacle=lambda: first(library.obstacle() for library in libraries),
+        libraries=libraries,
     )
 
 
@@ -53,26 +75,40 @@ class Op:
 
     Attributes:
         overload: the op itself.
+        kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
         takes_lists: whether an argument is a list of tensors.
         gradient: calls the op, given its arguments and what runs it, such that autograd records it;
             set by :func:`register_gradient`.
     """
 
-    def __init__(self, overload: torch._ops.OpOverload) -> None:
+    def __init__(
+        self, overload: torch._ops.OpOverload, kernel: Callable[..., Any] | None = None
+    ) -> None:
         self.overload = overload
+        self.kernel = kernel
         self.takes_lists = any(is_tensorlist_like_type(a.type) for a in overload._schema.arguments)
         self.gradient: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if not is_eager(*(_flatten(args) if self.takes_lists else args)):
+        flat = _flatten(args) if self.takes_lists else args
+        if not is_eager(*flat):
             return self.overload(*args)
+        run = self.kernel if self.kernel and _is_plain(flat) else self.overload
         if self.gradient and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self.gradient(args, self._run_kernel)
-        return self._run_kernel(*args)
+            return self.gradient(args, functools.partial(_run_below_autograd, run))
+        return _run_below_autograd(run, *args)
 
-    def _run_kernel(self, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.overload(*args)
+
+def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return run(*args)
+
+
+def _is_plain(args: Iterable[Any]) -> bool:
+    """Whether no tensor and no mode asks for a dispatch of its own."""
+    return not torch._C._len_torch_dispatch_stack() and all(
+        not isinstance(a, Tensor) or type(a) in (Tensor, Parameter) for a in args
+    )
 
 
 def is_eager(*args: Any) -> bool:
@@ -87,31 +123,38 @@ def is_eager(*args: Any) -> bool:
 
 
 def define(
-    library: torch.library.Library, name: str, impl: str, schema: str, fake: Callable[..., Any]
+    library: torch.library.Library,
+    name: str,
+    impl: str,
+    schema: str,
+    fake: Callable[..., Any],
+    code: Library | None = None,
 ) -> Op:
     """Defines an implementation's overload of an op, and returns it.
 
-    The first call of an overload whose kernels are in a compiled library loads that library, so
-    that a saved program runs in a process that has called nothing else.
+    The first call of an overload whose kernels are in compiled code loads that, so that a saved
+    program runs in a process that has called nothing else.
 
     Args:
         fake: returns what the op would return, for tensors without data.
+        code: the compiled code that has the kernels, if any.
     """
     overload = f"{name}.{impl}"
     library.define(overload + schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{library.ns}::{overload}", fake)
     op = getattr(getattr(getattr(torch.ops, library.ns), name), impl)
 
-    def load_and_call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if reason := jit.load(LIBRARIES[impl]):
+    def load_and_call(code: Library, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if reason := code.load():
             raise RuntimeError(f"{op.name()} cannot run here: {reason}")
         key = keyset.highestPriorityTypeId()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key.name):
             raise RuntimeError(f"{op.name()} has no kernel for {key.name} tensors")
         return op.redispatch(keyset, *args)
 
-    if impl in LIBRARIES:  # the kernels that it loads take precedence over it
-        library.impl(overload, load_and_call, "CompositeExplicitAutograd", with_keyset=True)
+    if code:  # the kernels that it loads take precedence over this
+        call = functools.partial(load_and_call, code)
+        library.impl(overload, call, "CompositeExplicitAutograd", with_keyset=True)
     register_vmap(library, op)
     return Op(op)
 

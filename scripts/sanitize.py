@@ -2,9 +2,9 @@
 
     python scripts/sanitize.py -m hoconv.check --small --device cpu --impl cpp
 
-The CPU library and generated code are compiled by a wrapper of GCC that adds the sanitizers' flags,
-into a cache of their own in outputs/. Every finding is printed with its stack, once for each place.
-The exit code is 1 if there is a finding or the script fails.
+The CPU libraries and generated code are compiled by a wrapper of GCC that adds the sanitizers'
+flags, into a cache of their own in outputs/. Every finding is printed with its stack, once for each
+place. The exit code is 1 if there is a finding or the script fails.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from PIL import Image
@@ -79,7 +80,7 @@ def test_a_checkpoint_of_before_predicts(run, tmp_path, experiment, written):
 def test_a_configuration_that_cannot_be_read_is_one_line(run, tmp_path, text):
     folder = tmp_path / "old" / "checkpoints"
     folder.mkdir(parents=True)
-    (folder / "epoch_0.ckpt").touch()
+    torch.save({"state_dict": {}}, folder / "epoch_0.ckpt")
     (folder.parent / "config.yaml").write_text(text)
     (folder.parent / "results.json").write_text('{"model": "cnn", "data": "digits", "seed": 1}')
     failed = run("mode=predict", f"ckpt={folder / 'epoch_0.ckpt'}", f"input={tmp_path}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hoconv import jit
+from hoconv.declaration import libraries
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
@@ -21,7 +21,6 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 # Compiles nothing where the cache has the library of exactly these sources.
 USE = """
 import sys, torch, hoconv
-from hoconv import jit
 layer = hoconv.HighOrderConv2d(3, impl="cpp")
 layer(torch.randn(1, 3, 8, 8)).sum().backward()
 print(hoconv.__file__, layer.generator.weight.grad.norm() > 0, sep="\\n")
@@ -78,9 +77,10 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """The CPU library of these sources is in the cache, or cannot be made here."""
-    if reason := jit.load("cpu"):
-        pytest.skip(reason)
+    """The CPU libraries of these sources are in the cache, or cannot be made here."""
+    for library in libraries("cpu"):
+        if reason := library.load():
+            pytest.skip(reason)
 
 
 @pytest.mark.slow
@@ -115,4 +115,4 @@ def test_an_installed_package_compiles_its_kernels(sources: Path, tmp_path: Path
         TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"),
     ).splitlines()  # fmt: skip
     assert Path(where).is_relative_to(tmp_path / "site")
-    assert list((tmp_path / "cache").rglob("cpu-*.so"))
+    assert list((tmp_path / "cache").rglob("high_order_layer-cpu-*.so"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +13,13 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from datamodules.coco.folder import ImageFolder
+from datamodules.digits import Digits
+from models.tasks.captioner import Captioner
+from models.tasks.classifier import Classifier
+from models.tasks.segmenter import Segmenter
 from training.callbacks.pictures import colours
 
 CPU = ("trainer=cpu", "impl=reference")
@@ -76,7 +82,7 @@ def test_masks_of_a_folder_are_written_in_the_size_of_its_images(run, trained, p
     saved = OmegaConf.load(trained.parents[1] / "config.yaml")
     model = instantiate(saved.model).eval()
     model.load_state_dict(torch.load(trained, weights_only=False)["state_dict"])
-    data = ImageFolder(photos, image_size=16, batch_size=1)
+    data = ImageFolder(photos, image_shape=(3, 16, 16), batch_size=1)
     for batch in data.predict_dataloader():
         with Image.open(masks / f"{batch.names[0]}.png") as mask:
             assert mask.mode == "P"
@@ -101,7 +107,7 @@ def test_captions_of_a_folder_are_written_as_lines_of_json(run, train, photos):
     saved = OmegaConf.load(checkpoint.parents[1] / "config.yaml")
     model = instantiate(saved.model).eval()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
-    data = ImageFolder(photos, image_size=16, batch_size=8)
+    data = ImageFolder(photos, image_shape=(3, 16, 16), batch_size=8)
     (batch,) = data.predict_dataloader()
     with torch.no_grad():
         captions = model.predict_step(data.on_after_batch_transfer(batch, 0), 0)
@@ -157,15 +163,12 @@ def test_a_checkpoint_with_published_weights_needs_no_download(
         raise AssertionError("loaded")
 
     monkeypatch.setattr(Backbone, "load", fail)
-    config = OmegaConf.load(trained.parents[1] / "config.yaml")
-    config.model.weights = "ResNet18_Weights.DEFAULT"
-    model = instantiate(config.model)
-    folder = tmp_path / "other"
-    shutil.copytree(trained.parents[1], folder)
-    OmegaConf.save(config, folder / "config.yaml")
-    contents = torch.load(trained, weights_only=False) | {"state_dict": model.state_dict()}
-    torch.save(contents, folder / "checkpoints" / trained.name)
-    done = predict(run, folder / "checkpoints" / trained.name, photos)
+    contents = torch.load(trained, weights_only=True)
+    described = contents["run"]["config"]["model"]
+    described["weights"] = "ResNet18_Weights.DEFAULT"
+    contents["state_dict"] = instantiate(described).state_dict()
+    torch.save(contents, tmp_path / "published.ckpt")
+    done = predict(run, tmp_path / "published.ckpt", photos)
     assert done.exit_code == 0, done.err
 
 
@@ -186,14 +189,21 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
         (("mode=predict",), "needs ckpt="),
         (("mode=predict", "ckpt=nowhere.ckpt", "input=."), "there is no file"),
         (("mode=predict", "ckpt={stray}", "input=."), "is not in the folder of a run"),
+        (("mode=test",), "mode=test needs ckpt="),
+        (("mode=test", "ckpt=nowhere.ckpt"), "there is no file"),
+        (("ckpt=nowhere.ckpt", "debug=fast"), "there is no file"),
+        (("mode=predict", "ckpt={ckpt}"), "needs input="),
         (("mode=predict", "ckpt={ckpt}", "input={empty}"), "there are no images"),
         (("mode=predict", "ckpt={damaged}", "input=."), "is damaged"),
-        (("mode=guess",), "mode: expected train or predict, got 'guess'"),
+        (("mode=guess",), "mode: expected train, test, predict; got 'guess'"),
     ],
 )
 def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message):
     (tmp_path / "empty").mkdir()
-    stray = shutil.copy(trained, tmp_path / "stray.ckpt")
+    stray = tmp_path / "stray.ckpt"  # as an earlier version wrote it
+    contents = torch.load(trained, weights_only=True)
+    del contents["run"]
+    torch.save(contents, stray)
     shutil.copytree(trained.parents[1], tmp_path / "damaged")
     damaged = tmp_path / "damaged" / "checkpoints" / trained.name
     damaged.write_bytes(trained.read_bytes()[:-5000])
@@ -205,9 +215,100 @@ def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message)
     assert message in line
 
 
-def test_a_model_that_predicts_nothing_for_a_folder_is_one_line(run, photos):
-    done = run("debug=fast", *CPU)
+@pytest.fixture
+def classifier(run, runs) -> Path:
+    """A checkpoint of a classifier of digits, alone in its folder, and the results of its test."""
+    kept = runs / "alone" / "classifier.ckpt"
+    if not kept.exists():
+        done = run("debug=fast", "trainer.max_epochs=2", *CPU)
+        kept.parent.mkdir()
+        shutil.copy(done.folder / "results.json", kept.with_suffix(".json"))
+        shutil.copy(next((done.folder / "checkpoints").iterdir()), kept)
+    return kept
+
+
+def test_classes_of_a_folder_are_a_table_with_names_and_probabilities(run, classifier, tmp_path):
+    folder, digits = tmp_path / "photos", load_digits(return_X_y=True)[0].reshape(-1, 8, 8)[:3]
+    folder.mkdir()
+    for number, pixels in enumerate(digits):
+        grey = (pixels * (255 / 16)).round().astype(np.uint8)
+        Image.fromarray(grey).save(folder / f"{number}.png")
+    done = predict(run, classifier, folder)
+    assert done.exit_code == 0, done.err
+    with (done.folder / "classes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == ["0.png", "1.png", "2.png"]
+    assert list(rows[0]) == ["image", "class", "probability", *"0123456789"]
+
+    model = Classifier.load_from_checkpoint(classifier).eval()
+    images = torch.as_tensor(digits)[:, None]
+    inputs = (images - Digits.pixel_mean) / Digits.pixel_std
+    with torch.no_grad():
+        expected = model(inputs.float()).softmax(-1)
+    found = torch.tensor([[float(row[name]) for name in "0123456789"] for row in rows])
+    assert torch.allclose(found, expected, atol=0.02)  # a file has 256 grey levels, not 17
+    assert [row["class"] for row in rows] == [str(int(label)) for label in found.argmax(1)]
+    assert [float(row["probability"]) for row in rows] == found.amax(1).tolist()
+
+
+def test_a_checkpoint_alone_is_tested_as_after_its_training(run, classifier):
+    before = json.loads(classifier.with_suffix(".json").read_text())
+    limit = ("trainer.limit_test_batches=2", *CPU)
+    done = run("mode=test", f"ckpt={classifier}", "logger=none", *limit)
+    assert done.exit_code == 0, done.err
+    assert {"test/loss", "test/accuracy"} == set(done.results["metrics"])
+    for name, value in done.results["metrics"].items():
+        assert value == before["metrics"][name]
+    assert (done.results["model"], done.results["data"]) == ("cnn", "digits")
+    smaller = run("mode=test", f"ckpt={classifier}", "data.batch_size=8", *limit)
+    assert smaller.results["metrics"] != done.results["metrics"]  # other images
+
+
+@pytest.mark.parametrize(
+    ("experiment", "task"), [("coco_segmentation", Segmenter), ("coco_captions", Captioner)]
+)
+def test_a_checkpoint_alone_loads(train, tmp_path, experiment, task):
+    checkpoint = shutil.copy(train(experiment), tmp_path / "alone.ckpt")
+    model = task.load_from_checkpoint(checkpoint)
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    found = model.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(
+        torch.equal(found[name], value) for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
+    )  # fmt: skip
+
+
+def test_training_starts_from_the_weights_of_a_checkpoint(run, classifier):
+    still = ("debug=fast", "logger=none", "model.learning_rate=0", *CPU)
+    done = run(f"ckpt={classifier}", *still)
+    assert done.exit_code == 0, done.err
+    assert f"Starting from the weights of {classifier}: " in done.out
+    weights = torch.load(classifier, weights_only=True)["state_dict"]
     (checkpoint,) = (done.folder / "checkpoints").iterdir()
-    failed = predict(run, checkpoint, photos)
+    found = torch.load(checkpoint, weights_only=True)["state_dict"]
+    for name, value in weights.items():
+        if "running_" not in name and "num_batches" not in name:
+            assert torch.equal(found[name], value), name
+
+
+def test_weights_that_do_not_fit_are_named_and_start_anew(run, classifier):
+    done = run(f"ckpt={classifier}", "debug=fast", "model.network.num_classes=12",
+               "model.num_classes=12", *CPU)  # fmt: skip
+    assert done.exit_code == 0, done.err
+    named = [line for line in done.err.splitlines() if line.startswith("Warning: ckpt: ")]
+    assert len(named) == 2  # weight and bias of the last layer
+    assert "(10,) in the checkpoint, (12,) here: starts anew" in done.err
+
+
+def test_a_checkpoint_of_another_network_is_one_line(run, train):
+    failed = run(f"ckpt={train('coco_captions')}", "model=lstm", "debug=fast", *CPU)
     assert failed.exit_code == 1
-    assert "is a Classifier, which predicts nothing" in failed.err
+    assert "ckpt: no weights of" in failed.err.splitlines()[-1]
+
+
+def test_a_model_that_predicts_nothing_is_one_line(run, classifier, photos, monkeypatch):
+    monkeypatch.delattr(Classifier, "predict_step")
+    failed = predict(run, classifier, photos)
+    assert failed.exit_code == 1
+    assert "is a Classifier, which predicts nothing: it has no predict_step" in failed.err

@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -27,6 +28,8 @@ from training import console, disk
 FOLDER = "resume"  # of the step checkpoints, in the folder of the run
 # A resumed run finds its own checkpoints there.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+# Said at the start of a run, with what to do.
+warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -37,10 +40,12 @@ class WholeFiles(TorchCheckpointIO):
 
     Args:
         run_dir: the folder of the run.
+        describe: returns what a file holds beside Lightning's state; a model's own entries stay.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]) -> None:
         self._run_dir = run_dir
+        self._describe = describe
         self._written = True  # whether the last checkpoint is on the disk
         self._replaced: list[Path] = []
 
@@ -62,7 +67,7 @@ class WholeFiles(TorchCheckpointIO):
 
         def save() -> None:
             with disk.replaced(path) as file:
-                torch.save(checkpoint, file)
+                torch.save(self._describe() | checkpoint, file)
 
         self._written = disk.attempt(path, write)
 
@@ -95,9 +100,8 @@ class StepCheckpoints(pl.Callback):
     """Writes a checkpoint every `every_n_steps` steps, and one on SIGTERM before the run stops.
 
     Checkpoints are written when the next batch has been fetched: by then the step, its validation
-    and its logging are over. Beside Lightning's state they hold the state of the training loader, a
-    :class:`~datamodules.sampling.TrainingLoader` or :class:`~datamodules.memory.TrainingBatches`,
-    of the random number generators of every process, and of the logger.
+    and its logging are over. Beside Lightning's state they hold the state of the training loader,
+    where it has one, of the random number generators of every process, and of the logger.
 
     Args:
         run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.
@@ -126,7 +130,7 @@ class StepCheckpoints(pl.Callback):
     ) -> None:
         loader: Any = trainer.train_dataloader
         checkpoint["resume"] = {
-            "loader": loader.state_dict(),
+            "loader": loader.state_dict() if _resumes_exactly(loader) else None,
             "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "logger": getattr(trainer.logger, "continuation", {}) if trainer.is_global_zero else {},
             "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
@@ -134,9 +138,15 @@ class StepCheckpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        if self._restored is not None:
+        loader: Any = trainer.train_dataloader
+        if not _resumes_exactly(loader):
+            console.warn(
+                f"data: the training loader, a {type(loader).__name__}, has no state_dict and "
+                "load_state_dict: resume=auto restores all but the place in the epoch, and draws "
+                "other batches for the rest of it (docs/your_own.md)"
+            )
+        if self._restored is not None and self._restored["loader"] is not None:
             # Lightning does it too, but not if the model asks for the number of steps in its setup.
-            loader: Any = trainer.train_dataloader
             loader.load_state_dict(self._restored["loader"])
         if threading.current_thread() is threading.main_thread():
             # Lightning's own handler, which stops where a checkpoint would not be exact, comes
@@ -188,6 +198,10 @@ class StepCheckpoints(pl.Callback):
                 _delete(old)
 
 
+def _resumes_exactly(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """Returns the step and the path of every step checkpoint, the newest last."""
     paths = (run_dir / FOLDER).glob("step_*.ckpt")
@@ -226,14 +240,14 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_plugins(run_dir: Path) -> list[Any]:
-    """Returns the trainer's plugins.
+def make_plugins(run_dir: Path, describe: Callable[[], dict[str, Any]]) -> list[Any]:
+    """Returns the trainer's plugins; `describe` is that of :class:`WholeFiles`.
 
     They write checkpoints whole, and keep Lightning from requeueing a SLURM job: SLURM does it,
     with --requeue.
     """
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return [WholeFiles(run_dir), *slurm]
+    return [WholeFiles(run_dir, describe), *slurm]
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -59,14 +59,16 @@ def show_results(
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
     table.add_section()
-    for label, value, form in (
-        ("samples/s", throughput["samples_per_sec"], "{:,.0f}"),
-        ("ms a step", throughput["step_ms"], "{:.2f}"),
-        ("waiting for data", throughput["data_wait_fraction"], "{:.1%}"),
-        ("peak memory, MB", throughput["peak_memory_mb"], "{:,.0f}"),
-        ("warm-up and compiling, s", throughput["warmup_seconds"], "{:.1f}"),
+    for name, label, form in (
+        ("samples_per_sec", "samples/s", "{:,.0f}"),
+        ("step_ms", "ms a step", "{:.2f}"),
+        ("data_wait_fraction", "waiting for data", "{:.1%}"),
+        ("peak_memory_mb", "peak memory, MB", "{:,.0f}"),
+        ("warmup_seconds", "warm-up and compiling, s", "{:.1f}"),
     ):
-        table.add_row(label, "too short to measure" if value is None else form.format(value))
+        if name in throughput:  # of a fit
+            value = throughput[name]
+            table.add_row(label, "too short to measure" if value is None else form.format(value))
     if capture.get("captures"):
         table.add_section()
         table.add_row("captured steps", f"{capture['replays']:,}")

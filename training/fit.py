@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -11,12 +12,15 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
+from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
 from training.implementations import show_implementations
 from training.instantiation import instantiate
 from training.model import build
+from training.predict import missing_for_test
 from training.results.record import Results
+from training.results.saved import describe, read
 from training.trainer import make_trainer
 
 
@@ -28,12 +32,17 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     pl.seed_everything(config.seed, workers=True, verbose=False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
+    start = read(config.ckpt) if config.ckpt else None
     data = instantiate(config.data)  # reads nothing yet
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, {})
     logger = instantiate(config.logger, **logged) if config.logger else False
     throughput, capture = Throughput(), CapturedSteps(config.capture)
-    trainer = make_trainer(config, run_dir, logger, throughput, capture)
+    callbacks: list[pl.Callback] = [throughput, capture]
+    if start is not None and resumed is None:
+        callbacks.append(InitialWeights(start.path, start.state_dict))
+    about = functools.partial(describe, config, results.identity, data)
+    trainer = make_trainer(config, run_dir, logger, callbacks, about)
 
     results.environment["implementations"] = show_implementations(model, trainer)
 
@@ -62,7 +71,9 @@ def _test(
     config: DictConfig,
 ) -> None:
     """Tests the weights of `checkpoint`, or those of the last step where there is none."""
-    if not isinstance(trainer.strategy, FSDPStrategy):
+    if missing := missing_for_test(model, data):
+        console.warn(f"not tested: {missing}")
+    elif not isinstance(trainer.strategy, FSDPStrategy):
         if checkpoint is None:
             console.warn("the weights of the last step are tested: no checkpoint could be written")
         trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)

@@ -13,7 +13,8 @@ from training.moved import require_current_targets
 
 
 def instantiate(config: DictConfig, **arguments: Any) -> Any:
-    """Does what ``hydra.utils.instantiate`` does, but raises the errors of the called code itself.
+    """Does what ``hydra.utils.instantiate`` does, but raises the errors of the called code itself,
+    and gives it plain lists and dicts, which ``save_hyperparameters`` may put into checkpoints.
 
     Raises:
         MisconfigurationException: a value in `config` is not allowed, for which the called code
@@ -21,7 +22,7 @@ def instantiate(config: DictConfig, **arguments: Any) -> Any:
     """
     require_current_targets(config)
     try:
-        return hydra.utils.instantiate(config, **arguments)
+        return hydra.utils.instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ValueError) or str(error).startswith("Error locating target"):

@@ -23,5 +23,5 @@ def build(model: DictConfig, config: DictConfig) -> Any:
     if config.channels_last:
         built.to(memory_format=torch.channels_last)
     if config.compile:
-        built.network.compile()
+        getattr(built, "network", built).compile()
     return built

@@ -39,8 +39,10 @@ OVERRIDES = {
     "model.network.impl": "impl",
     "model.width": "model.network.width",
 }
-# The callbacks that these models had before they were part of the configuration.
+# The callbacks of these models, where an earlier configuration has none: they were no part of it,
+# or classifiers had none.
 CALLBACKS = {
+    CLASSIFIER: {"classes": {"_target_": "training.callbacks.classes.ClassWriter"}},
     SEGMENTER: {
         "pictures": {"_target_": "training.callbacks.pictures.SegmentationPictures"},
         "masks": {"_target_": "training.callbacks.masks.MaskWriter"},
@@ -82,13 +84,14 @@ def renamed(override: str) -> str:
 
 
 def upgrade(config: Any) -> Any:
-    """The config.yaml of an earlier run, as the same run writes it today.
+    """The configuration of an earlier run, as the same run has it today.
 
     Raises:
         AttributeError, KeyError, TypeError: it is not that of a run.
     """
-    config = OmegaConf.to_container(config)
+    config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
     if "callbacks" in config:  # all names changed before callbacks became part of it
+        config["callbacks"] = config["callbacks"] or _callbacks(config)
         return OmegaConf.create(config)
     model = config["model"]
     model.pop("impl", None)
@@ -101,8 +104,12 @@ def upgrade(config: Any) -> Any:
     for node in _mappings(config):
         if (target := node.get("_target_")) in TARGETS:
             node["_target_"] = TARGETS[target]
-    config["callbacks"] = CALLBACKS.get(model["_target_"], {})
+    config["callbacks"] = _callbacks(config)
     return OmegaConf.create(config)
+
+
+def _callbacks(config: dict[str, Any]) -> dict[str, Any]:
+    return CALLBACKS.get(config["model"]["_target_"], {})
 
 
 def _mappings(value: Any) -> Iterator[dict[Any, Any]]:

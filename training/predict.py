@@ -1,90 +1,183 @@
-"""``mode=predict``: predictions of a trained model for the images of a folder."""
+"""``mode=predict`` and ``mode=test``: what a trained model says, and how well it does."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.utilities import rank_zero_only
 
-from training import console
-from training.folder import CONFIG, saved_config
+from datamodules.images import ImageDataModule
+from training import console, disk
+from training.folder import as_given
 from training.implementations import show_implementations
+from training.instantiation import instantiate
 from training.model import build
 from training.results.record import Results
+from training.results.saved import Saved, load_weights, read
 from training.trainer import make_callbacks
 
 
 def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
-    """Writes a prediction for every image of ``config.input`` into the folder of the run.
+    """Writes predictions into the folder of the run: of every image of ``config.input``, or, where
+    that is null, of what the data's `predict_dataloader` yields.
 
     The model and the size of its images are those of the run that made ``config.ckpt``; the
-    implementation and the trainer are those of `config`. Returns the path of the checkpoint.
+    implementation and the trainer are those of `config`. The model's callbacks write; where none of
+    them does, ``predictions.pt`` has the list of what its predict step returned. Returns the path
+    of the checkpoint.
 
     Raises:
-        MisconfigurationException: there is no such checkpoint, no configuration beside it, or its
-            model predicts nothing for images of a folder.
+        MisconfigurationException: there is no such checkpoint, nothing describes its run, its
+            model has no predict step, or there is nothing to predict for.
         DataNotFoundError: ``config.input`` holds no images.
     """
-    if config.ckpt is None or config.input is None:
+    if config.ckpt is None:
         raise MisconfigurationException(
             "mode=predict needs ckpt=<a checkpoint of a run> and input=<a folder of images>"
         )
-    checkpoint = Path(config.ckpt).resolve()
-    saved = _run_of(checkpoint, results)
-    model = build(saved.model, config)
+    saved = read(config.ckpt)
+    model = _build(saved, config, results)
     if type(model).predict_step is pl.LightningModule.predict_step:
         raise MisconfigurationException(
-            f"ckpt: the model of {checkpoint} is a {type(model).__name__}, which predicts nothing "
-            "for a folder of images; use one that was trained with model=segmentation or "
-            "model=captions"
+            f"ckpt: the model of {saved.path} is a {type(model).__name__}, which predicts nothing: "
+            "it has no predict_step; define it"
         )
-    try:
-        contents = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        model.load_state_dict(contents["state_dict"])
-    except (EOFError, KeyError, RuntimeError, UnpicklingError) as error:
-        raise MisconfigurationException(
-            f"ckpt: {checkpoint} is damaged, or not of the model that is described beside it: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
-
-    data = ImageFolder(
-        config.input, saved.data.image_size, saved.data.batch_size, saved.data.num_workers
-    )
-    trainer = pl.Trainer(
-        **config.trainer,
-        logger=False,
-        callbacks=[console.make_progress(), *make_callbacks(saved.callbacks)],
-        default_root_dir=run_dir,
-        enable_progress_bar=console.stdout().is_terminal,
-    )
+    data = _to_predict(saved, config, results)
+    trainer = _make_trainer(config, saved, run_dir)
     results.environment["implementations"] = show_implementations(model, trainer)
 
-    trainer.predict(model, datamodule=data, return_predictions=False)
-    skipped = sum(map(len, data.skipped.values()))
-    results.metrics = {
-        "predict/images": float(len(data.images) - skipped),
-        "predict/skipped": float(skipped),
-    }
-    return checkpoint
+    written = any(isinstance(each, BasePredictionWriter) for each in _callbacks(trainer))
+    predictions = trainer.predict(model, datamodule=data, return_predictions=not written)
+    if not written:
+        _write(predictions, run_dir / "predictions.pt")
+    if config.input is not None:
+        skipped = sum(map(len, data.skipped.values()))
+        results.metrics = {
+            "predict/images": float(len(data.images) - skipped),
+            "predict/skipped": float(skipped),
+        }
+    return saved.path
 
 
-def _run_of(checkpoint: Path, results: Results) -> Any:
-    """Reads the configuration of the run that made a checkpoint; copies its model, data and seed to
-    `results`."""
-    folder = checkpoint.parent.parent
-    if not checkpoint.is_file():
-        raise MisconfigurationException(f"ckpt: there is no file {checkpoint}")
-    if not (folder / CONFIG).is_file():
+def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
+    """Tests the weights of ``config.ckpt``, and fills in `results`; returns the path.
+
+    Model and data are those of the run that made the checkpoint, but for what the command line says
+    of ``data``; the implementation and the trainer are those of `config`.
+
+    Raises:
+        MisconfigurationException: there is no such checkpoint, nothing describes its run, or there
+            is no test step or no test data.
+    """
+    if config.ckpt is None:
+        raise MisconfigurationException("mode=test needs ckpt=<a checkpoint of a run>")
+    saved = read(config.ckpt)
+    model = _build(saved, config, results)
+    data = instantiate(_data(saved, config, results))
+    if missing := missing_for_test(model, data):
+        raise MisconfigurationException(f"mode=test: {missing}")
+    trainer = _make_trainer(config, saved, run_dir)
+    results.environment["implementations"] = show_implementations(model, trainer)
+
+    trainer.test(model, datamodule=data, verbose=False)
+    results.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return saved.path
+
+
+def missing_for_test(model: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
+    """What a test lacks; None where it can run."""
+    for part, base, name in (
+        (model, pl.LightningModule, "test_step"),
+        (data, pl.LightningDataModule, "test_dataloader"),
+    ):
+        if getattr(type(part), name) is getattr(base, name):
+            return f"{type(part).__name__} has no {name}; define it"
+    return None
+
+
+def _build(saved: Saved, config: DictConfig, results: Results) -> Any:
+    """Makes the model of a checkpoint, with its weights; its identity becomes that of `results`."""
+    results.identity |= saved.identity
+    model = build(saved.config.model, config)
+    load_weights(model, saved)
+    return model
+
+
+def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer:
+    return pl.Trainer(
+        **config.trainer,
+        logger=False,
+        callbacks=[console.make_progress(), *make_callbacks(saved.config.callbacks)],
+        default_root_dir=run_dir,
+        enable_progress_bar=console.stdout().is_terminal,
+        enable_checkpointing=False,
+    )
+
+
+def _data(saved: Saved, config: DictConfig, results: Results) -> Any:
+    """The data of a checkpoint's run, with what the command line sets; from the data folder of this
+    machine."""
+    chosen = HydraConfig.get()
+    given = {text.partition("=")[0].lstrip("+") for text in as_given(chosen.overrides.task)}
+    if given & {"data", "experiment"}:
+        results.identity["data"] = chosen.runtime.choices["data"]
+        return config.data
+    data = saved.config.data
+    if "data_dir" in data:
+        data.data_dir = config.data_dir
+    for name in given:
+        if name.startswith("data."):
+            OmegaConf.update(data, name.removeprefix("data."), OmegaConf.select(config, name))
+    return data
+
+
+def _to_predict(saved: Saved, config: DictConfig, results: Results) -> Any:
+    if config.input is not None:
+        return _images(config.input, saved)
+    data = instantiate(_data(saved, config, results))
+    if type(data).predict_dataloader is pl.LightningDataModule.predict_dataloader:
         raise MisconfigurationException(
-            f"ckpt: {checkpoint} is not in the folder of a run: there is no {folder / CONFIG}"
+            f"mode=predict needs input=<a folder of images>: a {type(data).__name__} has no "
+            "predict_dataloader"
         )
-    record = json.loads((folder / "results.json").read_text())
-    results.identity |= {key: record[key] for key in ("model", "data", "seed")}
-    return saved_config(folder)
+    return data
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@rank_zero_only
+def _write(predictions: Any, path: Path) -> None:
+    with disk.replaced(path) as file:
+        torch.save(predictions, file)
+
+
+def _images(folder: str, saved: Saved) -> Any:
+    """The images of a folder, as the model of a checkpoint reads them."""
+    from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
+
+    data = saved.config.data
+    dataset = get_class(data._target_)
+    if issubclass(dataset, ImageDataModule):
+        return ImageFolder(
+            folder, dataset.image_shape, data.batch_size,
+            normalise=dataset.normalise_file, class_names=saved.class_names,
+        )  # fmt: skip
+    if "image_size" not in data:
+        raise MisconfigurationException(
+            f"input: a {dataset.__name__} says nothing of how its model reads the images of a "
+            "folder; give it a data.image_size, or use load_from_checkpoint in a script"
+        )
+    shape = (3, data.image_size, data.image_size)
+    return ImageFolder(
+        folder, shape, data.batch_size, data.get("num_workers", 0), class_names=saved.class_names
+    )

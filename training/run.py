@@ -29,12 +29,12 @@ from training.folder import as_given, begin, is_finished
 from training.implementations import as_plain
 from training.lock import RunningError, held
 from training.moved import require_current_names
-from training.predict import predict
+from training.predict import predict, test
 from training.resolvers import check, register
 from training.results import loggers
 from training.results.record import Results
 
-MODES = {"train": fit_and_test, "predict": predict}
+MODES = {"train": fit_and_test, "test": test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
 USER_ERRORS = (
     CacheError,
@@ -117,7 +117,8 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         )
         disk.settle()
     paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
-    console.show_results(results.metrics, results.throughput, results.capture, paths)
+    throughput = results.throughput if config.mode == "train" else {}
+    console.show_results(results.metrics, throughput, results.capture, paths)
     return _objective(config, results)
 
 
@@ -135,11 +136,11 @@ def _new_results(config: DictConfig, run_dir: Path) -> Results:
 
 def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
     """Does what ``config.mode`` names; returns the path of the checkpoint, where there is one."""
-    if config.mode == "train":  # a prediction takes these values from the run of the checkpoint
+    if config.mode not in MODES:
+        raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
+    if config.mode == "train":  # the other modes take these values from the run of the checkpoint
         check(config)
         console.show_config(config)
-    if config.mode not in MODES:
-        raise MisconfigurationException(f"mode: expected {' or '.join(MODES)}, got {config.mode!r}")
     begin(config, run_dir)
     return MODES[config.mode](config, run_dir, results)
 

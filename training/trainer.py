@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
-from hoconv.lightning import Throughput
 from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
 from training.callbacks.statistics import FirstStatistics
-from training.capture.steps import CapturedSteps
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.instantiation import instantiate
 
@@ -33,10 +32,18 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 def make_trainer(
-    config: DictConfig, run_dir: Path, logger: Any, throughput: Throughput, capture: CapturedSteps
+    config: DictConfig,
+    run_dir: Path,
+    logger: Any,
+    callbacks: list[pl.Callback],
+    describe: Callable[[], dict[str, Any]],
 ) -> pl.Trainer:
     """Makes the Trainer that `config` describes in ``trainer``, ``callbacks``, ``checkpoint``,
     ``step_checkpoints`` and ``find_nan``.
+
+    Args:
+        callbacks: that come before all others.
+        describe: of :class:`~training.checkpoints.WholeFiles`.
 
     Raises:
         MisconfigurationException: the hardware is missing, a sweep would start itself again, or the
@@ -62,8 +69,7 @@ def make_trainer(
         **options,
         logger=logger,
         callbacks=[
-            throughput,
-            capture,
+            *callbacks,
             OverriddenHooks(),
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
@@ -74,7 +80,7 @@ def make_trainer(
             *([FiniteLayers()] if config.find_nan else []),
             *make_callbacks(config.callbacks),
         ],
-        plugins=make_plugins(run_dir),
+        plugins=make_plugins(run_dir, describe),
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
     )

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/tensor.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv::approx {
 

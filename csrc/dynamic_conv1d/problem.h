@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/tensor.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv::dynamic_conv1d {
 

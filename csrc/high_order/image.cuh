@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "common/cuda_launch.cuh"
 #include "high_order/image.h"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::high_order {
 

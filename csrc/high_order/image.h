@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/tensor.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv::high_order {
 

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/blocks.h"
-#include "common/vec.h"
 #include "high_order/image.h"
+#include "hoconv/blocks.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::high_order {
 

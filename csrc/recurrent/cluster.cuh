@@ -4,102 +4,44 @@
 // For GPUs of compute capability 9.0 and later; compiled by NVRTC.
 #pragma once
 
-#include "recurrent/block.cuh"
+#include "recurrent/instructions.cuh"
 
 namespace hoconv::recurrent {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// The address, in the shared memory of another block, of what lies at `address` in one's own.
-__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
-  uint32_t found;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(address), "r"(rank));
-  return found;
-}
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  // Not .aligned: lanes of a warp may come here one after another.
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
 
 template <typename A, int N>
 struct alignas(sizeof(A) * N < 16 ? sizeof(A) * N : 16) Vector {
   A of[N];
 };
 
-// Counts the bytes that other blocks push. Exchanges take turns with two barriers: a block that
-// pushes for exchange x + 2 has got x + 1 from everyone, and they sent that after x was complete.
+// Counts the bytes that other blocks push. Exchanges take turns with two barriers, and each is
+// ready to count two exchanges ahead: others push for exchange x + 2 when they have got x + 1 from
+// this block, which sends that after it has waited for x.
 struct Exchanges {
   uint64_t* barriers;  // two, in shared memory
   uint32_t count;
 
-  __device__ __forceinline__ void start(uint64_t* memory) {
+  __device__ __forceinline__ void start(uint64_t* memory, uint32_t first_bytes,
+                                        uint32_t second_bytes) {
     barriers = memory;
     count = 0;
-    if (threadIdx.x < 2)
-      asm volatile(
-          "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + threadIdx.x))
-          : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (threadIdx.x < 2) {
+      init_barrier(shared_address(barriers + threadIdx.x));
+      show_barriers();
+      expect_bytes(shared_address(barriers + threadIdx.x),
+                   threadIdx.x ? second_bytes : first_bytes);
+    }
   }
   __device__ __forceinline__ uint32_t barrier() const {
     return shared_address(barriers + count % 2);
   }
-  __device__ __forceinline__ void expect(uint32_t bytes) {
-    if (threadIdx.x == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier()),
-                   "r"(bytes)
-                   : "memory");
-  }
-  __device__ __forceinline__ void wait() {
-    uint32_t done = 0;
-    while (!done)
-      asm volatile(
-          "{\n.reg .pred p;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(barrier()), "r"(count / 2 % 2)
-          : "memory");
+  // Waits for what others push in this exchange; the one after the next will be of `bytes`.
+  __device__ __forceinline__ void wait(uint32_t bytes) {
+    wait_for_phase(barrier(), count / 2 % 2);
+    if (threadIdx.x == 0) expect_bytes(barrier(), bytes);
     ++count;
     __syncwarp();  // what follows is of whole warps
   }
 };
-
-// Stores BYTES bytes to another block and counts them at its barrier.
-template <int BYTES>
-__device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* from) {
-  if constexpr (BYTES == 16) {
-    const uint4 v = *static_cast<const uint4*>(from);
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
-        "[%5];" ::"r"(to),
-        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-        : "memory");
-  } else if constexpr (BYTES == 8) {
-    const uint2 v = *static_cast<const uint2*>(from);
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::
-            "r"(to),
-        "r"(v.x), "r"(v.y), "r"(barrier)
-        : "memory");
-  } else {
-    static_assert(BYTES == 4);
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
-        "r"(*static_cast<const uint32_t*>(from)), "r"(barrier)
-        : "memory");
-  }
-}
 
 // Pushes COLUMNS columns of ROWS rows to the same place in the C - 1 other blocks.
 template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
@@ -166,6 +108,27 @@ __device__ __forceinline__ void reduce_rows(A (&values)[ROUNDS<THREADS, ROWS>], 
   }
 }
 
+// Adds up the squares of what `columns` numbers of each row deviate from their mean.
+template <int THREADS, int ROWS, int COLUMNS, typename A>
+__device__ __forceinline__ void spread_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
+                                            int columns) {
+  reduce_rows<THREADS, ROWS, COLUMNS>(values, from, columns, A(0), [](A a, A b) { return a + b; });
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
+    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+    const A mean = values[round] / A(max(columns, 1));
+    A value = 0;
+    for (int column = at % REDUCING; column < columns; column += REDUCING) {
+      const A deviation = from[row * COLUMNS + column] - mean;
+      value += deviation * deviation;
+    }
+#pragma unroll
+    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
+      value += __shfl_xor_sync(0xffffffffu, value, lanes);
+    values[round] = value;
+  }
+}
+
 // Pushes what rows have been reduced to to every block, at `to` in its memory, (C senders, ROWS).
 template <int C, int THREADS, int ROWS, typename A>
 __device__ __forceinline__ void push_reduced(const Exchanges& exchanges,
@@ -184,21 +147,40 @@ __device__ __forceinline__ void push_reduced(const Exchanges& exchanges,
   }
 }
 
-__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                              uint32_t b1, BFloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// Combines what the C blocks have reduced rows to, (C, ROWS), and writes it to (ROWS).
+template <int C, int THREADS, int ROWS, typename A, typename F>
+__device__ __forceinline__ void combine_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
+                                             A* to, A neutral, F combine) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
+    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+    A value = neutral;
+    for (int k = at % REDUCING; k < C; k += REDUCING) value = combine(value, from[k * ROWS + row]);
+#pragma unroll
+    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
+      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    values[round] = value;
+    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+  }
 }
-__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                              uint32_t b1, Half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+
+// The same of spreads, given the sums of all blocks' features, and of each block's own in `parts`.
+template <int C, int THREADS, int ROWS, int UNITS, int SIZE, typename A>
+__device__ __forceinline__ void combine_spreads(const A (&totals)[ROUNDS<THREADS, ROWS>],
+                                                const A* from, const A* parts, A* to) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
+    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+    A value = 0;
+    for (int k = at % REDUCING; k < C; k += REDUCING) {
+      const int place = k * ROWS + row, count = max(min(UNITS, SIZE - k * UNITS), 0);
+      value += combine_spread(from[place], parts[place], count, totals[round], SIZE);
+    }
+#pragma unroll
+    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
+      value += __shfl_xor_sync(0xffffffffu, value, lanes);
+    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+  }
 }
 
 // Loads what a lane holds of two rows of the weights, null past the last, and of 32 columns from k
@@ -218,21 +200,30 @@ __device__ __noinline__ Vector<uint32_t, 8> load_slice(const T* upper, const T* 
   return bits;
 }
 
+// Slices of the weights that are on their way from the L2 cache.
+constexpr int AHEAD = 4;
+// Unrolled copies of a loop's body: all, or as many whole rounds of AHEAD as keep the code short.
+__device__ constexpr int count_copies(int turns) {
+  return turns > 4 * AHEAD ? 2 * AHEAD : turns > 0 ? turns : 1;
+}
+
 // A product by this block's slice of the weights, (M, K): y (SPLIT, ROWS, stride) is W x^T in
 // SPLIT sums over parts of K, for x (ROWS, stride). Each warp holds tiles of 16 rows and a part of
-// K as operands of the tensor cores: HELD slices of 32 columns in registers, the others in shared
-// memory, at `rest`. M is a multiple of 16, K of 32 SPLIT.
-template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+// K as operands of the tensor cores: HELD slices of 32 columns in registers, KEPT in shared memory,
+// at `rest`, and the others in global memory, at `far`, where they stay in the L2 cache: a thread
+// reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT.
+template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
 struct Product {
   static constexpr int WARPS = THREADS / 32, TILES = M / 16, JOBS = TILES * SPLIT;
   static constexpr int EACH = (JOBS + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
+  static constexpr int FAR = SLICES - HELD - KEPT;
   static constexpr int COLUMN_TILES = (ROWS + 7) / 8, CHAINS = COLUMN_TILES == 1 ? 4 : 2;
   uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
 
   // row(m) and column(k) are where an element of the slice is in the weights, or -1.
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const T* weights, int64_t row_stride, int64_t column_stride,
-                                       R row, K_ column, uint4* rest) {
+                                       R row, K_ column, uint4* rest, uint4* far) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -250,7 +241,8 @@ struct Product {
 #pragma unroll 1
       for (int s = HELD; s < SLICES; ++s) {
         const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
-        uint4* place = rest + ((warp * EACH + e) * (SLICES - HELD) + s - HELD) * 64 + lane;
+        uint4* place =
+            s < HELD + KEPT ? rest + at<KEPT>(e, s - HELD) : far + at<FAR>(e, s - HELD - KEPT);
         place[0] = make_uint4(bits.of[0], bits.of[1], bits.of[2], bits.of[3]);
         place[32] = make_uint4(bits.of[4], bits.of[5], bits.of[6], bits.of[7]);
       }
@@ -258,38 +250,48 @@ struct Product {
   }
 
   template <int X_STRIDE, int Y_STRIDE>
-  __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest) const {
+  __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest,
+                                           const uint4* far) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       const int job = warp + e * WARPS, split = job / TILES;
       if (job >= JOBS) break;
+      uint4 coming[AHEAD][2];
+#pragma unroll
+      for (int s = 0; s < AHEAD && s < FAR; ++s) read(coming[s], far + at<FAR>(e, s));
       float sums[COLUMN_TILES][CHAINS][4] = {};
-#pragma unroll
-      for (int s = 0; s < SLICES; ++s) {
-        uint32_t a[2][4];
-        if (s < HELD) {
-#pragma unroll
-          for (int z = 0; z < 8; ++z) a[z / 4][z % 4] = held[e][s][z / 4][z % 4];
-        } else {
-          const uint4* place = rest + ((warp * EACH + e) * (SLICES - HELD) + s - HELD) * 64 + lane;
-          const uint4 v = place[0], w = place[32];
-          a[0][0] = v.x, a[0][1] = v.y, a[0][2] = v.z, a[0][3] = v.w;
-          a[1][0] = w.x, a[1][1] = w.y, a[1][2] = w.z, a[1][3] = w.w;
-        }
+      // `chain` is a constant wherever loops are unrolled: sums stay in registers.
+      const auto turn = [&](const uint32_t (&a)[2][4], int s, int chain) {
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; ++n) {
           const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
           const T* from = x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
                           (split * SLICES + s) * 32;
           uint32_t b[4];
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                       : "r"(shared_address(from))
-                       : "memory");
-          multiply_tile(sums[n][s * 2 % CHAINS], a[0], b[0], b[1], T());
-          multiply_tile(sums[n][(s * 2 + 1) % CHAINS], a[1], b[2], b[3], T());
+          load_tiles(b, from);
+          multiply_tile(sums[n][chain * 2 % CHAINS], a[0], b[0], b[1], T());
+          multiply_tile(sums[n][(chain * 2 + 1) % CHAINS], a[1], b[2], b[3], T());
         }
+      };
+      const auto turn_of = [&](const uint4(&v)[2], int s, int chain) {
+        const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w},
+                                  {v[1].x, v[1].y, v[1].z, v[1].w}};
+        turn(a, s, chain);
+      };
+#pragma unroll
+      for (int s = 0; s < HELD; ++s) turn(held[e][s], s, s);
+#pragma unroll(count_copies(KEPT))
+      for (int s = 0; s < KEPT; ++s) {
+        const uint4* place = rest + at<KEPT>(e, s);
+        const uint4 v[2] = {place[0], place[32]};
+        turn_of(v, HELD + s, s);
+      }
+#pragma unroll(count_copies(FAR))
+      for (int s = 0; s < FAR; ++s) {
+        const uint4 v[2] = {coming[s % AHEAD][0], coming[s % AHEAD][1]};
+        if (s + AHEAD < FAR) read(coming[s % AHEAD], far + at<FAR>(e, s + AHEAD));
+        turn_of(v, HELD + KEPT + s, s);
       }
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n)
@@ -302,6 +304,16 @@ struct Product {
             y[(split * ROWS + row) * Y_STRIDE + job % TILES * 16 + lane / 4 + z / 2 * 8] = sum;
         }
     }
+  }
+
+  // Where a lane's part of a slice is, of COUNT slices of each job.
+  template <int COUNT>
+  static __device__ __forceinline__ int at(int e, int s) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return ((warp * EACH + e) * COUNT + s) * 64 + lane;
+  }
+  static __device__ __forceinline__ void read(uint4 (&to)[2], const uint4* from) {
+    to[0] = __ldcg(from), to[1] = __ldcg(from + 32);
   }
 };
 
@@ -320,8 +332,8 @@ __device__ __noinline__ Vector<A, 4> load_four(const A* row, int64_t column_stri
 
 // The same without tensor cores, in float32 or float64: SPLIT lanes share EACH rows of the weights
 // and add up at the end, so that y is (ROWS, stride). They take turns with 4 columns; HELD turns
-// are in registers.
-template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
+// are in registers, KEPT in shared memory.
+template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
 struct PlainProduct {
   using Four = Vector<A, 4>;
   static constexpr int GROUPS = THREADS / SPLIT, EACH = (M + GROUPS - 1) / GROUPS;
@@ -331,7 +343,7 @@ struct PlainProduct {
 
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const A* weights, int64_t row_stride, int64_t column_stride,
-                                       R row, K_ column, uint4* rest) {
+                                       R row, K_ column, uint4* rest, uint4* far) {
     const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -342,12 +354,12 @@ struct PlainProduct {
         held[e][s] = load_four(from, column_stride, column, (s * SPLIT + part) * 4);
 #pragma unroll 1
       for (int s = HELD; s < TURNS; ++s)
-        *in_rest(rest, e, s) = load_four(from, column_stride, column, (s * SPLIT + part) * 4);
+        *at(rest, far, e, s) = load_four(from, column_stride, column, (s * SPLIT + part) * 4);
     }
   }
 
   template <int X_STRIDE, int Y_STRIDE>
-  __device__ __forceinline__ void multiply(const A* x, A* y, const uint4* rest) const {
+  __device__ __forceinline__ void multiply(const A* x, A* y, uint4* rest, uint4* far) const {
     const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
 #pragma unroll
     for (int begin = 0; begin < ROWS; begin += BATCH) {
@@ -372,9 +384,15 @@ struct PlainProduct {
         turn(w, s);
       }
 #pragma unroll 4
-      for (int s = HELD; s < TURNS; ++s) {
+      for (int s = HELD; s < HELD + KEPT; ++s) {
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) w[e] = *in_rest(const_cast<uint4*>(rest), e, s);
+        for (int e = 0; e < EACH; ++e) w[e] = *at(rest, nullptr, e, s);
+        turn(w, s);
+      }
+#pragma unroll 4
+      for (int s = HELD + KEPT; s < TURNS; ++s) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) w[e] = *at(nullptr, far, e, s);
         turn(w, s);
       }
 #pragma unroll
@@ -390,15 +408,18 @@ struct PlainProduct {
     }
   }
 
-  static __device__ __forceinline__ Four* in_rest(uint4* rest, int e, int s) {
-    return reinterpret_cast<Four*>(rest) + ((s - HELD) * EACH + e) * THREADS + threadIdx.x;
+  // Where a thread's part of a turn past HELD is.
+  static __device__ __forceinline__ Four* at(uint4* rest, uint4* far, int e, int s) {
+    const int turn = s - HELD - (s < HELD + KEPT ? 0 : KEPT);
+    Four* const from = reinterpret_cast<Four*>(s < HELD + KEPT ? rest : far);
+    return from + (turn * EACH + e) * THREADS + threadIdx.x;
   }
 };
-template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
-struct Product<float, M, K, ROWS, THREADS, SPLIT, HELD>
-    : PlainProduct<float, M, K, ROWS, THREADS, SPLIT, HELD> {};
-template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
-struct Product<double, M, K, ROWS, THREADS, SPLIT, HELD>
-    : PlainProduct<double, M, K, ROWS, THREADS, SPLIT, HELD> {};
+template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
+struct Product<float, M, K, ROWS, THREADS, SPLIT, HELD, KEPT>
+    : PlainProduct<float, M, K, ROWS, THREADS, SPLIT, HELD, KEPT> {};
+template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
+struct Product<double, M, K, ROWS, THREADS, SPLIT, HELD, KEPT>
+    : PlainProduct<double, M, K, ROWS, THREADS, SPLIT, HELD, KEPT> {};
 
 }  // namespace hoconv::recurrent

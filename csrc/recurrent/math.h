@@ -34,6 +34,14 @@ HOCONV_INLINE uint32_t philox(int64_t seed, int64_t feature, int64_t row, int64_
   return c0;
 }
 
+// What a part of a row, of `count` numbers, adds to the sum of the squares of the deviations from
+// the mean of the whole row (Chan, Golub and LeVeque 1979), given its own and the sums of numbers.
+template <typename A>
+HOCONV_INLINE A combine_spread(A own, A part, int count, A whole, int size) {
+  const A deviation = count > 0 ? part / A(count) - whole / A(size) : A(0);
+  return own + A(count) * deviation * deviation;
+}
+
 // As in PyTorch, the result is NaN if an operand is.
 template <typename A>
 HOCONV_INLINE A minimum(A a, A b) {

@@ -1,8 +1,11 @@
-"""The images of a folder, for a trained model to predict from. B batch, S image size."""
+"""The images of a folder, for a trained model to predict from.
+
+B batch, C channels, S image size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from datamodules.coco.datamodule import normalise
 from datamodules.coco.decoding import UnreadableImageError, decode
@@ -25,7 +29,7 @@ class FolderBatch(NamedTuple):
     """Images and the files that they come from.
 
     Attributes:
-        images: (B, 3, S, S).
+        images: (B, C, S, S).
         sizes: H and W of each image before it was resized.
         names: of the files, relative to the folder.
         skipped: (reason, name) of each file that cannot be read; not counted in B.
@@ -40,9 +44,9 @@ class FolderBatch(NamedTuple):
 class FolderSet(Dataset[FolderBatch]):
     """An item is a batch of one image, or of none where the file cannot be read."""
 
-    def __init__(self, folder: Path, image_size: int) -> None:
+    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         self.folder = folder
-        self.image_size = image_size
+        self.image_shape = image_shape
         self.names = sorted(
             str(path.relative_to(folder))
             for path in folder.rglob("*")
@@ -57,10 +61,12 @@ class FolderSet(Dataset[FolderBatch]):
         try:
             image = decode(self.folder / name, upright=True)
         except UnreadableImageError as error:
-            nothing = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
+            nothing = torch.empty(0, *self.image_shape, dtype=torch.uint8)
             return FolderBatch(nothing, [], [], [(str(error), name)])
         height, width = image.shape[1:]
-        return FolderBatch(resize(image, self.image_size)[None], [(height, width)], [name], [])
+        channels, _, image_size = self.image_shape
+        image = rgb_to_grayscale(image) if channels == 1 else image
+        return FolderBatch(resize(image, image_size)[None], [(height, width)], [name], [])
 
 
 def _join(items: Sequence[FolderBatch]) -> FolderBatch:
@@ -69,13 +75,15 @@ def _join(items: Sequence[FolderBatch]) -> FolderBatch:
 
 
 class ImageFolder(pl.LightningDataModule):
-    """All images in a folder and its subfolders, resized and normalised as by :class:`COCO`.
+    """All images in a folder and its subfolders, resized and normalised.
 
     Args:
         folder: of JPEG, PNG, GIF or WebP files, which are turned upright as their EXIF says.
-        image_size: S.
+        image_shape: (C, S, S); C is 3, or 1 for grey.
         batch_size: images a batch.
         num_workers: processes that decode.
+        normalise: from (B, C, S, S) uint8 to float32; as :class:`COCO` does by default.
+        class_names: what a writer of predictions calls the classes.
 
     Attributes:
         skipped: reason -> names of the files that cannot be read; a warning at the end counts them.
@@ -85,15 +93,23 @@ class ImageFolder(pl.LightningDataModule):
     """
 
     def __init__(
-        self, folder: str | Path, image_size: int, batch_size: int, num_workers: int = 0
+        self,
+        folder: str | Path,
+        image_shape: tuple[int, int, int],
+        batch_size: int,
+        num_workers: int = 0,
+        normalise: Callable[[Tensor], Tensor] = normalise,
+        class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.images = FolderSet(Path(folder), image_size)
+        self.images = FolderSet(Path(folder), image_shape)
         if not self.images.names:
             raise DataNotFoundError(
                 f"input: there are no images ({', '.join(SUFFIXES)}) in {Path(folder).resolve()}"
             )
         self.batch_size = batch_size
+        self.normalise = normalise
+        self.class_names = class_names
         self.num_workers = num_workers
         self.skipped: dict[str, list[str]] = {}
 
@@ -108,7 +124,7 @@ class ImageFolder(pl.LightningDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> FolderBatch:
         for reason, name in batch.skipped:
             self.skipped.setdefault(reason, []).append(name)
-        return batch._replace(images=normalise(batch.images))
+        return batch._replace(images=self.normalise(batch.images))
 
     def teardown(self, stage: str) -> None:
         report(str(self.images.folder), self.skipped)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hoconv.approx import gradients, multipliers
 from hoconv.approx.gradients import Gradient
+from hoconv.approx.ops import KERNELS
 from hoconv.approx.reference import Pair, output_size
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
@@ -245,8 +246,8 @@ def _conv2d(
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:
     return {
         "reference": Implementation(functools.partial(function, "reference")),
-        "cpp": compiled("cpp", functools.partial(function, "cpp"), ("cpu",)),
-        "cuda": compiled("cuda", functools.partial(function, "cuda"), ("cuda",)),
+        "cpp": compiled(functools.partial(function, "cpp"), ("cpu",), KERNELS["cpp"]),
+        "cuda": compiled(functools.partial(function, "cuda"), ("cuda",), KERNELS["cuda"]),
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.approx import reference
-from hoconv.registration import LIBRARIES, Op, define, register_gradient
+from hoconv.registration import Op, define, kernels, register_gradient
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
@@ -29,6 +29,7 @@ NO_FORWARD_MODE = (
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
+KERNELS = kernels("approx")
 
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
 _SCHEMAS = {
@@ -119,7 +120,8 @@ _FAKES = {
 def _register(impl: str) -> Ops:
     """Registers the ops of one implementation; compiled kernels come with their library."""
     defined = [
-        define(_library, name, impl, schema, _FAKES[name]) for name, schema in _SCHEMAS.items()
+        define(_library, name, impl, schema, _FAKES[name], KERNELS.get(impl))
+        for name, schema in _SCHEMAS.items()
     ]
     ops = Ops(*defined)
     for op in defined:
@@ -182,7 +184,7 @@ def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
         return function(*args).contiguous()
 
     # An op of a compiled library has a kernel for all devices already: the one that loads it.
-    keys = ("CPU", "CUDA") if impl in LIBRARIES else ("CompositeExplicitAutograd",)
+    keys = ("CPU", "CUDA") if impl in KERNELS else ("CompositeExplicitAutograd",)
     for key in keys:
         _library.impl(f"{name}.{impl}", contiguous, key)
 

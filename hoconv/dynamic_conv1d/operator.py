@@ -171,8 +171,8 @@ OPERATOR = declare(
         function=dynamic_conv1d,
         implementations={
             "reference": Implementation(reference.dynamic_conv1d),
-            "cpp": compiled("cpp", ops.cpp, ("cpu", "cuda")),
-            "cuda": compiled("cuda", ops.cuda, ("cuda",)),
+            "cpp": compiled(ops.cpp, ("cpu", "cuda"), ops.KERNELS["cpp"]),
+            "cuda": compiled(ops.cuda, ("cuda",), ops.KERNELS["cuda"]),
         },
         samples=_samples,
         tolerances=_TOLERANCES,

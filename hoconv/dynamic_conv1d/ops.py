@@ -15,12 +15,14 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_bilinear
+from hoconv.registration import kernels
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
 
-cpp = register_bilinear(_library, "dynamic_conv1d", "cpp", "padding")
-cuda = register_bilinear(_library, "dynamic_conv1d", "cuda", "padding")
+KERNELS = kernels("dynamic_conv1d")
+cpp = register_bilinear(_library, "dynamic_conv1d", "cpp", "padding", KERNELS["cpp"])
+cuda = register_bilinear(_library, "dynamic_conv1d", "cuda", "padding", KERNELS["cuda"])
 
 
 def _flops(x_shape: tuple[int, ...], taps: int) -> int:

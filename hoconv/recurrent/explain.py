@@ -82,8 +82,10 @@ def _explain_clusters(plan: Plan) -> Iterable[str]:
         B, layout = next(iter(fitting.items()))
         rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
         kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
-        if layout.rest_bytes:
-            kept += f" and {layout.rest_bytes >> 10} KiB in shared memory"
+        if layout.kept_bytes:
+            kept += f", {layout.kept_bytes >> 10} KiB in shared memory"
+        if layout.far_bytes:
+            kept += f", {layout.far_bytes >> 10} KiB read from the L2 cache at every step"
         waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
         limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
         yield (

@@ -102,7 +102,7 @@ class CudnnLayer:
                     flat, len(flat), x.shape[2], _MODES[self.function], states[0].shape[1], 0, 1,
                     False, False,
                 )  # fmt: skip
-        given = [states[i][None] for i in self.order]
+        given = [states[i][None].contiguous() for i in self.order]
         output, *final = getattr(torch._VF, self.function)(
             x.flip(0) if reverse else x, given if self.function == "lstm" else given[0], flat,
             bool(self.biases), 1, 0.0, torch.is_grad_enabled(), False, False,

@@ -32,6 +32,8 @@ from hoconv.registration import (
     without_autocast,
 )
 
+_KEPT = 256  # programs
+
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
 # sequences: those of the program, in order. states: before the first step. parameters: in the order
@@ -42,7 +44,6 @@ _library.define(
     "str plan, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-compiled_op = Op(torch.ops.hoconv.recurrent.compiled)
 
 
 def _run(
@@ -54,10 +55,12 @@ def _run(
     which: str,
     impl: str,
 ) -> list[Tensor]:
+    """Runs a program. Gradients may share memory; other results and states do not."""
     made = find_plan(plan)
     program = made.program(which)
     named = _name_parameters(made, parameters)
     device_type = sequences[0].device.type
+    loop = made.loop(which, impl, device_type)
     with without_autocast(device_type):  # the program chooses its dtypes itself
         results, final = interpret(
             program,
@@ -65,25 +68,47 @@ def _run(
             _name_sequences(program, sequences),
             _name_states(program, states),
             seed,
-            made.loop(which, impl, device_type),
+            loop,
         )
     if which == "backward":
         rows = results.get("d_x")
         x = torch.zeros_like(sequences[0]) if rows is None else rows
-        found = [x, *unpack(program, results, named).values(), *final.values()]
-    else:
-        found = [*results.values(), *final.values()]
-    taken = {t.untyped_storage().data_ptr() for t in (*sequences, *states, *parameters)}
-    own = []
-    for tensor in found:  # results must not share memory with each other or with inputs
+        return [x, *unpack(program, results, named).values(), *final.values()]
+    found = [*results.values(), *final.values()]
+    if loop and _are_of_loop(program):
+        return found
+    return _separate(found, (*sequences, *states, *parameters))
+
+
+def _run_apart(
+    sequences: list[Tensor], states: list[Tensor], parameters: list[Tensor], *args: Any
+) -> list[Tensor]:
+    """As :func:`_run`, but nothing shares memory, as PyTorch expects of an op."""
+    found = _run(sequences, states, parameters, *args)
+    return _separate(found, (*sequences, *states, *parameters))
+
+
+@functools.lru_cache(_KEPT)
+def _are_of_loop(program: Program) -> bool:
+    """Whether a loop writes each result of a program, to memory of its own."""
+    values = [value for _, value in program.results]
+    return {*values} <= {y.sequence for y in program.yields} and len({*values}) == len(values)
+
+
+def _separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Copies what shares memory with an earlier tensor, or with one of `others`."""
+    taken = {t.untyped_storage().data_ptr() for t in others}
+    found = []
+    for tensor in tensors:
         start = tensor.untyped_storage().data_ptr()
-        own.append(tensor.clone() if start in taken else tensor.contiguous())
+        found.append(tensor.clone() if start in taken else tensor.contiguous())
         taken.add(start)
-    return own
+    return found
 
 
-_library.impl("recurrent.compiled", _run, "CPU")
-_library.impl("recurrent.compiled", _run, "CUDA")
+_library.impl("recurrent.compiled", _run_apart, "CPU")
+_library.impl("recurrent.compiled", _run_apart, "CUDA")
+compiled_op = Op(torch.ops.hoconv.recurrent.compiled, _run)
 
 
 @torch.library.register_fake("hoconv::recurrent.compiled")
@@ -150,7 +175,8 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         read = _name_sequences(forward, sequences)
         read |= dict(zip((name for name, _ in forward.results), results, strict=True))
         read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
-        zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
+        zero = states[0].new_zeros(())
+        zeroed = [zero.expand_as(s) if g is None else g for g, s in zip(d_states, states)]
         d_x, *found = compiled_op(
             [read[name] for name, _ in backward.sequences], zeroed, parameters, seed, ctx.plan,
             "backward", ctx.impl,

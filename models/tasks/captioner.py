@@ -17,6 +17,7 @@ from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
+from models.networks.described import make
 from models.tasks.mean import Mean
 from models.tasks.optimizer import adamw
 
@@ -49,7 +50,7 @@ class Captioner(pl.LightningModule):
         weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.network = network(weights=weights)
+        self.network = make(network)(weights=weights)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.beam_width = beam_width

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from models.networks.described import make
 from models.tasks.optimizer import adamw
+
+if TYPE_CHECKING:  # its package needs pycocotools
+    from datamodules.coco.folder import FolderBatch
 
 
 class Classifier(pl.LightningModule):
@@ -18,7 +22,7 @@ class Classifier(pl.LightningModule):
     A batch is ``(inputs, labels)``. Logs ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        network: maps inputs (B, ...) to logits (B, num_classes).
+        network: maps inputs (B, ...) to logits (B, num_classes); or its description.
         num_classes: the labels are 0 ... num_classes - 1.
         learning_rate: its peak, reached after a tenth of the steps.
         weight_decay: of AdamW.
@@ -28,7 +32,7 @@ class Classifier(pl.LightningModule):
         self, network: nn.Module, num_classes: int, learning_rate: float, weight_decay: float
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network = make(network)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
@@ -46,6 +50,12 @@ class Classifier(pl.LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("test", batch, self.test_accuracy)
+
+    def predict_step(self, batch: FolderBatch, batch_idx: int) -> Tensor:
+        """Returns the probability of every class for each image, (B, num_classes) float32."""
+        if not batch.names:
+            return batch.images.new_empty(0)
+        return self(batch.images).float().softmax(-1)
 
     def _evaluate(
         self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from datamodules.coco.annotations import IGNORE
 from datamodules.coco.folder import FolderBatch
 from models.networks.backbone import load_backbones
+from models.networks.described import make
 from models.tasks.mean import Mean
 from models.tasks.optimizer import adamw
 
@@ -46,7 +47,7 @@ class Segmenter(pl.LightningModule):
         weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.network = network(weights=weights)
+        self.network = make(network)(weights=weights)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         options: Any = {

@@ -6,6 +6,7 @@ Most tests compile a toy source in place of the kernels: how they are built is w
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import select
 import shlex
@@ -17,12 +18,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hoconv import jit
-from hoconv.jit import cache
+from hoconv import declaration, jit, registration
+from hoconv.high_order.conv2d.ops import KERNELS
+from hoconv.jit import Library, cache, compilers, headers
+from hoconv.jit.library import _load_once
+from hoconv.registration import kernels
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100  # seconds until another process or thread is given up
@@ -35,7 +40,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def _new_process() -> Iterator[None]:
     """What is remembered once a process is forgotten, before the test and after it."""
-    remembered = (jit._load_once, jit.compiler, jit._identity)
+    remembered = (_load_once, compilers.compiler, compilers.identity)
     for function in remembered:
         function.cache_clear()
     yield
@@ -51,6 +56,7 @@ class Toy:
         self.source = self.csrc / "toy" / "cpu" / "toy.cpp"
         self.source.parent.mkdir(parents=True)
         self.source.write_text('extern "C" int answer() { return 42; }\n')
+        self.library = Library("toy", [self.source], include=[self.csrc])
         self.compiler, self.calls = folder / "compiler", folder / "calls"
         self.gate, self.started, self.first = (folder / n for n in ("gate", "started", "first"))
         self.calls.touch()
@@ -82,7 +88,6 @@ class Toy:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _new_process: None) -> Iterator[Toy]:
     toy = Toy(tmp_path)
-    monkeypatch.setattr(jit, "CSRC", toy.csrc)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(toy.cache))
     monkeypatch.setenv("CXX", str(toy.compiler))
     yield toy
@@ -93,9 +98,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _new_process: None) -> 
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
-    """The CPU library, in the user's cache."""
-    return jit.compile("cpu")
+def compiled() -> Path:
+    """A library of kernels, in the user's cache."""
+    return KERNELS["cpp"].compile()
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,19 +128,20 @@ def without_compiler(folder: Path, cache: Path) -> Mapping[str, str]:
 def test_library_is_compiled_once_and_this_is_said_once(
     toy: Toy, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = jit.compile("cpu"), jit.compile("cpu")
+    first, second = toy.library.compile(), toy.library.compile()
     assert first == second
     assert first.exists()
     assert toy.compilations == 1
     said = capfd.readouterr()
     assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert said.err.startswith("hoconv: compiling the cpu library, once (about 20 s) ... ")
+    began, ended = said.err.splitlines()
+    assert began == "hoconv: compiling toy for cpu, once (1 of 1 files, about 10 s)"
+    assert re.fullmatch(r"hoconv: compiled toy for cpu in \d+ s", ended)
 
 
 @needs_compiler
 def test_cache_is_where_torch_extensions_dir_says(toy: Toy) -> None:
-    assert jit.compile("cpu").parent == toy.cache / "hoconv"
+    assert toy.library.compile().parent == toy.cache / "hoconv"
 
 
 @needs_compiler
@@ -144,68 +150,181 @@ def test_cache_is_in_the_home_folder_by_default(
 ) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.compile("cpu").parent == tmp_path / ".cache" / "hoconv"
+    assert toy.library.compile().parent == tmp_path / ".cache" / "hoconv"
 
 
 @needs_compiler
-def test_only_the_library_its_digest_and_its_lock_are_left(toy: Toy) -> None:
-    library = jit.compile("cpu")
-    digest = f"{library.name}.sha256"
-    assert toy.cached == [library.with_suffix(".lock").name, library.name, digest]
+def test_only_files_with_their_digests_and_locks_are_left(toy: Toy) -> None:
+    library = toy.library.compile()
+    (made,) = toy.cache.rglob("*.o")
+    assert {*toy.cached} == {
+        name
+        for path in (library, made)
+        for name in (path.name, f"{path.name}.sha256", path.with_suffix(".lock").name)
+    }
 
 
 @needs_compiler
 def test_found_library_is_used_where_nothing_can_be_written(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = jit.compile("cpu")
+    library = toy.library.compile()
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     monkeypatch.setattr(cache, "open", refuse, raising=False)
-    assert jit.compile("cpu") == library
+    assert toy.library.compile() == library
 
 
 # When another library is made
 
 
-@needs_compiler
-def test_changed_source_is_compiled_again(toy: Toy) -> None:
-    first = jit.compile("cpu")
-    toy.source.write_text('extern "C" int answer() { return 43; }\n')
-    second = jit.compile("cpu")
-    assert first != second
-    assert first.exists()
-    assert toy.compilations == 2
+class Family:
+    """Two libraries of two sources each, in a cache of their own; headers are shared."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy, self.folder = toy, toy.csrc / "toy"
+        (self.folder / "used.h").write_text("#define USED 1\n")
+        (self.folder / "deep.h").write_text('#include "used.h"\n')
+        (self.folder / "other.h").write_text("#define OTHER 1\n")
+        self.write("one", "two", "three", "four")
+        self.libraries = [self.library("one", "two"), self.library("three", "four")]
+
+    def write(self, *names: str) -> None:
+        includes = {
+            "one": '#include "deep.h"',
+            "two": "#  include <toy/deep.h>  // with the prefix",
+            "three": '#include "toy/other.h"',
+            "four": "#include <hoconv/blocks.h>",
+        }
+        for name in names:
+            (self.folder / f"{name}.cpp").write_text(f"{includes[name]}\nint {name};\n")
+
+    def library(self, *names: str) -> Library:
+        sources = [self.folder / f"{name}.cpp" for name in names]
+        return Library("".join(names), sources, include=[self.toy.csrc])
+
+    def compile(self) -> tuple[list[Path], set[str]]:
+        """The libraries, and the sources that were compiled for them."""
+        self.toy.calls.write_text("")
+        made = [each.compile() for each in self.libraries]
+        words = self.toy.calls.read_text().split()
+        return made, {Path(word).stem for word in words if word.endswith(".cpp")}
 
 
 @needs_compiler
-def test_changed_header_is_compiled_again(toy: Toy) -> None:
-    header = toy.csrc / "toy" / "answer.h"
-    header.write_text("#define ANSWER 42\n")
-    toy.source.write_text('#include "toy/answer.h"\nextern "C" int answer() { return ANSWER; }\n')
-    first = jit.compile("cpu")
-    header.write_text("#define ANSWER 43\n")
-    assert jit.compile("cpu") != first
+@pytest.mark.parametrize(
+    ("changed", "compiled"),
+    [
+        ("one.cpp", {"one"}),
+        ("used.h", {"one", "two"}),  # included by a header
+        ("other.h", {"three"}),
+        ("unused.h", set()),
+    ],
+)
+def test_only_what_includes_a_change_is_compiled_again(
+    toy: Toy, changed: str, compiled: set[str]
+) -> None:
+    family = Family(toy)
+    before, everything = family.compile()
+    assert everything == {"one", "two", "three", "four"}
+    with (family.folder / changed).open("a") as file:
+        file.write("// changed\n")
+    after, again = family.compile()
+    assert again == compiled
+    touched = bool({"one", "two"} & compiled), bool({"three", "four"} & compiled)
+    assert (before[0] != after[0], before[1] != after[1]) == touched
+    assert all(path.exists() for path in before)
 
 
 @needs_compiler
-def test_link_to_the_sources_that_became_a_text_file_is_an_error(toy: Toy) -> None:
-    shutil.rmtree(toy.csrc)
-    toy.csrc.write_text("../csrc")
-    with pytest.raises(jit.BuildError, match=r"csrc has no sources.* core\.symlinks=true"):
-        jit.compile("cpu")
+def test_a_change_of_a_public_header_is_seen(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = toy.csrc / "public"
+    shutil.copytree(headers.PUBLIC, public)
+    monkeypatch.setattr(headers, "PUBLIC", public)
+    family = Family(toy)
+    family.compile()
+    with (public / "hoconv" / "blocks.h").open("a") as file:
+        file.write("// changed\n")
+    assert family.compile()[1] == {"four"}
+
+
+@needs_compiler
+def test_the_same_sources_elsewhere_are_not_compiled_again(toy: Toy, tmp_path: Path) -> None:
+    family = Family(toy)
+    before, _ = family.compile()
+    shutil.copytree(toy.csrc, tmp_path / "elsewhere")
+    toy.csrc = tmp_path / "elsewhere"
+    moved = Family(toy)
+    assert moved.compile() == (before, set())
+
+
+@needs_compiler
+def test_a_header_in_a_folder_that_comes_first_is_seen(toy: Toy, tmp_path: Path) -> None:
+    family, first = Family(toy), tmp_path / "first"
+    library = Library("toy", [family.folder / "two.cpp"], include=[first, toy.csrc])
+    before = library.compile()
+    (first / "toy").mkdir(parents=True)
+    (first / "toy" / "deep.h").write_text("#define DEEP 1\n")
+    assert library.compile() != before
+
+
+def test_a_header_that_a_macro_names_is_refused(toy: Toy) -> None:
+    toy.source.write_text("#define HEADER <vector>\n#include HEADER\n")
+    with pytest.raises(jit.BuildError, match=r'#include HEADER: expected "a header" or <a header>'):
+        toy.library.compile()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"name": "a/b"}, "name: expected letters, digits, _, - and ., got 'a/b'"),
+        ({"device": "gpu"}, "device: expected cpu or cuda, got 'gpu'"),
+        ({"sources": []}, "sources: expected at least one file, got none"),
+        ({"sources": "toy.cpp"}, "sources: expected a list, got 'toy.cpp'"),
+        ({"flags": ["-I/opt/include"]}, "flags: got '-I/opt/include'; name folders of headers in"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        Library(**{"name": "toy", "sources": ["toy.cpp"], **arguments})
+
+
+@needs_compiler
+def test_flags_compile_and_link_and_make_another_library(toy: Toy) -> None:
+    toy.source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    made = [Library("toy", [toy.source], flags=[f"-DANSWER={n}", "-lm"]) for n in (42, 43)]
+    assert [each.functions().answer() for each in made] == [42, 43]
+    assert all("-lm" in line for line in toy.calls.read_text().splitlines() if "-shared" in line)
+
+
+def test_a_source_that_is_not_there_is_named(toy: Toy) -> None:
+    toy.source.unlink()
+    reason = f"toy: cannot read the source {toy.source} (No such file or directory)"
+    assert toy.library.load() == reason
+
+
+@needs_compiler
+def test_link_to_the_sources_that_became_a_text_file_is_an_error(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("../csrc")
+    monkeypatch.setattr(headers, "CSRC", text)
+    monkeypatch.setattr(registration, "CSRC", text)
+    with pytest.raises(jit.BuildError, match=r"approx: cannot read .* core\.symlinks=true"):
+        kernels("approx")["cpp"].compile()
     assert toy.compilations == 0
 
 
 @needs_compiler
 def test_other_version_of_the_compiler_makes_another_library(toy: Toy) -> None:
-    first = jit.compile("cpu")
+    first = toy.library.compile()
     toy.compiles_with('[ "$1" = --version ] && echo 99.0 && exit; exec c++ "$@"')
-    jit._identity.cache_clear()
-    assert jit.compile("cpu") != first
+    compilers.identity.cache_clear()
+    assert toy.library.compile() != first
 
 
 @needs_compiler
@@ -215,7 +334,7 @@ def test_other_instruction_set_makes_another_library(
     made = set()
     for capability in ("DEFAULT", "AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
-        made.add(jit.compile("cpu"))
+        made.add(toy.library.compile())
     assert len(made) == 3
     calls = [line for line in toy.calls.read_text().splitlines() if " -c " in line]
     assert [("-mavx2" in call, "-mavx512f" in call) for call in calls] == [
@@ -233,14 +352,14 @@ from tests.support import Variant
 for operator in operators():
     for dtype in operator.tolerances:
         check(Variant(operator, "cpp", "cpu"), dtype)
-print(*(path for path in torch.ops.loaded_libraries if "hoconv" in path))
+print(*(path for path in torch.ops.loaded_libraries if "conv2d" in path))
 """
 
 
 @needs_compiler
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_lesser_machine_with_the_same_cache_gets_its_own_library(
-    capability: str, library: Path
+    capability: str, compiled: Path
 ) -> None:
     here = torch.backends.cpu.get_cpu_capability()
     if here.lower() in (capability, "default"):
@@ -248,8 +367,8 @@ def test_lesser_machine_with_the_same_cache_gets_its_own_library(
     done = python(CHECK_ALL_OPERATORS, ATEN_CPU_CAPABILITY=capability)
     assert done.returncode == 0, done.stderr
     loaded = Path(done.stdout.strip())
-    assert loaded.parent == library.parent
-    assert loaded != library
+    assert loaded.parent == compiled.parent
+    assert loaded != compiled
 
 
 # What can go wrong
@@ -303,16 +422,16 @@ def test_broken_compiler_makes_auto_the_reference_and_cpp_an_error(
     assert command.startswith(f"  command: {compiler} ")
     fallback = "high_order_conv2d uses reference on cpu; cpp is broken: the compiler failed"
     assert done.stderr.count(fallback) == 1
-    assert done.stderr.count("compiling the cpu library") == 1  # not tried at every call
+    assert done.stderr.count("compiling high_order_conv2d for cpu") == 1  # not at every call
 
 
 @needs_compiler
 def test_library_compiled_before_is_loaded_without_a_compiler(
-    tmp_path: Path, library: Path
+    tmp_path: Path, compiled: Path
 ) -> None:
     folder = tmp_path / "cache"
     (folder / "hoconv").mkdir(parents=True)
-    for file in (library, library.with_name(f"{library.name}.sha256")):
+    for file in (compiled, compiled.with_name(f"{compiled.name}.sha256")):
         shutil.copy(file, folder / "hoconv")
     code = """
 import torch, hoconv
@@ -321,18 +440,18 @@ from hoconv.implementations import choose
 x, weight = torch.randn(1, 2, 4, 5), torch.randn(9, 1, 1, 4, 5)
 out = hoconv.high_order_conv2d(x, weight, impl="cpp")
 torch.testing.assert_close(out, hoconv.high_order_conv2d(x, weight, impl="reference"))
-print(hoconv.implementations()["cpp"], choose(OPERATOR, "auto", "cpu").name)
+print(choose(OPERATOR, "auto", "cpu").name)
 """
     done = python(code, **without_compiler(tmp_path, folder))
-    assert (done.stdout, done.stderr) == ("available cpp\n", "")
+    assert (done.stdout, done.stderr) == ("cpp\n", "")
 
 
 def test_missing_named_compiler_is_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    reason = jit.load("cpu")
+    reason = toy.library.load()
     assert reason is not None
     assert "CXX=/nowhere/c++ was not found" in reason
-    assert jit.obstacle("cpu") == reason
+    assert toy.library.obstacle() == reason
 
 
 def test_failing_compiler_shows_its_first_errors_and_leaves_no_files(
@@ -341,19 +460,19 @@ def test_failing_compiler_shows_its_first_errors_and_leaves_no_files(
     script = 'echo note; for i in 7 8 9 10 11 12 13; do echo "t.cpp:$i: error: no x$i"; done'
     toy.compiles_with(f'case " $* " in *" -c "*) {{ {script}; }} >&2; exit 1 ;; esac')
     with pytest.raises(jit.BuildError) as raised:
-        jit.compile("cpu")
+        toy.library.compile()
     first, *more, last, command = str(raised.value).splitlines()
     assert first == "the compiler failed: t.cpp:7: error: no x7"
     assert more == [f"  t.cpp:{i}: error: no x{i}" for i in (8, 9, 10, 11)]
     assert last == "  ... and 2 more errors"
     assert command.startswith(f"  command: {toy.compiler} ")
-    assert capfd.readouterr().err.endswith(" ... failed\n")
+    assert "compiled" not in capfd.readouterr().err
     assert [name for name in toy.cached if not name.endswith(".lock")] == []
 
 
 def test_compiler_that_fails_silently_is_reported(toy: Toy) -> None:
     toy.compiles_with("exit 1")
-    reason = jit.load("cpu")
+    reason = toy.library.load()
     assert reason is not None
     assert "the compiler failed: no output, exit status 1" in reason
     assert str(toy.compiler) in reason
@@ -365,7 +484,7 @@ def test_cache_that_cannot_be_written_is_named_with_the_fix(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(file))
-    reason = jit.load("cpu")
+    reason = toy.library.load()
     assert reason is not None
     assert f"cannot write the build cache {file}/hoconv" in reason
     assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in reason
@@ -373,12 +492,12 @@ def test_cache_that_cannot_be_written_is_named_with_the_fix(
 
 def test_compiler_that_cannot_be_run_is_named(toy: Toy) -> None:
     toy.compiler.write_bytes(b"\0 no program")
-    assert jit.load("cpu") == f"the compiler {toy.compiler} cannot be run (Exec format error)"
+    assert toy.library.load() == f"the compiler {toy.compiler} cannot be run (Exec format error)"
 
 
 def test_library_that_cannot_be_loaded_is_named(toy: Toy) -> None:
     toy.compiles_with('for last; do :; done; [ $# = 1 ] || echo "not a library" > "$last"')
-    assert str(jit.compile("cpu")) in (jit.load("cpu") or "")
+    assert str(toy.library.compile()) in (toy.library.load() or "")
 
 
 @needs_compiler
@@ -386,7 +505,7 @@ def test_threads_that_load_at_once_compile_once(toy: Toy, monkeypatch: pytest.Mo
     loaded = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(jit.load, ["cpu"] * 8)) == {None}
+        assert set(pool.map(Library.load, [toy.library] * 8)) == {None}
     assert len(loaded) == toy.compilations == 1
 
 
@@ -401,7 +520,7 @@ def test_missing_cuda_compiler_is_said_with_the_fix(
 
     monkeypatch.setattr(shutil, "which", without_nvcc)
     with pytest.raises(jit.BuildError, match=r"no CUDA compiler was found; .* CUDA_HOME"):
-        jit.compile("cuda", ("9.0",))
+        Library("toy", [toy.source], "cuda").compile(("9.0",))
 
 
 # Several processes
@@ -410,10 +529,8 @@ def test_missing_cuda_compiler_is_said_with_the_fix(
 def compile_in_another_process(toy: Toy) -> subprocess.Popen[str]:
     """Returns once its compiler is half-way."""
     code = f"""
-from pathlib import Path
-from hoconv import jit
-jit.CSRC = Path({str(toy.csrc)!r})
-print(jit.compile("cpu"))
+from hoconv.jit import Library
+print(Library("toy", [{str(toy.source)!r}], include=[{str(toy.csrc)!r}]).compile())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -445,7 +562,7 @@ def test_second_process_waits_for_the_first_rather_than_compile_twice(
         flock(*arguments)
 
     monkeypatch.setattr(cache.fcntl, "flock", noted)
-    second = threading.Thread(target=lambda: made.append(jit.compile("cpu")), daemon=True)
+    second = threading.Thread(target=lambda: made.append(toy.library.compile()), daemon=True)
     second.start()
     assert locks.wait(PATIENCE)
     toy.gate.write_text("go on\n")
@@ -460,12 +577,26 @@ def test_killed_build_is_no_obstacle_to_the_next(toy: Toy) -> None:
     killed = compile_in_another_process(toy)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    assert len(toy.cached) == 2  # its lock file and its half-made library
-    assert jit.compile("cpu").exists()
-    assert jit.load("cpu") is None
+    assert len(toy.cached) == 4  # lock files and half-made files of the library and its object
+    assert toy.library.compile().exists()
+    assert toy.library.load() is None
 
 
 # python -m hoconv.jit
+
+
+@pytest.fixture
+def broken(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Declares the toy's library, and one after it that does not compile."""
+    source = toy.csrc / "broken.cpp"
+    source.write_text("int broken() { return nothing; }\n")
+    broken = Library("broken", [source])
+
+    def libraries(device: str) -> list[Library]:
+        return [broken, toy.library] if device == "cpu" else []
+
+    monkeypatch.setattr(declaration, "libraries", libraries)
+    return broken
 
 
 def run_module(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -475,34 +606,34 @@ def run_module(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @needs_compiler
-def test_command_prints_the_path_of_the_library(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_module(monkeypatch, "cpu")
-    (printed,) = capsys.readouterr().out.splitlines()
-    assert printed == str(jit.compile("cpu"))
-    assert toy.compilations == 1
-
-
-@needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_command_compiles_what_it_can_and_explains_the_rest(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Toy,
+    broken: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for source in broken.sources:
+        Path(source).write_text("int whole() { return 1; }\n")
     run_module(monkeypatch)
     said = capsys.readouterr()
-    assert said.out == f"{jit.compile('cpu')}\n"
+    assert said.out == f"{broken.compile()}\n{toy.library.compile()}\n"
     assert f"cuda: not compiled: {jit.no_gpu()}" in said.err
 
 
+@needs_compiler
 @pytest.mark.parametrize("named", [["cpu"], []])
-def test_command_fails_with_the_reason_where_a_library_does_not_compile(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, named: list[str]
+def test_command_fails_with_the_reason_and_compiles_the_others(
+    toy: Toy,
+    broken: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: list[str],
 ) -> None:
-    toy.compiles_with("exit 1")
     with pytest.raises(SystemExit) as exit:
         run_module(monkeypatch, *named)
-    assert str(exit.value).startswith("cpu: the compiler failed")
+    assert re.match(r"broken for cpu: the compiler failed: .*broken\.cpp:1", str(exit.value))
+    assert capsys.readouterr().out == f"{toy.library.compile()}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--arch", "9.0"], ["cpu", "--arch", "9.0"], ["rocm"]])

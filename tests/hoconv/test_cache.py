@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hoconv import jit
-from hoconv.jit import cache, nvrtc
+from hoconv.jit import cache, generated, nvrtc
 from hoconv.jit.generated import compile_cpp, compile_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +26,16 @@ ANOTHER = 12345  # a user who is neither the one that runs the tests nor root
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 Maker = Callable[[], Path]
-MAKERS: dict[str, tuple[Maker, str | None]] = {
-    "library": (functools.partial(jit.compile, "cpu"), jit.obstacle("cpu")),
-    "C++": (functools.partial(compile_cpp, "toy", CPP), jit.obstacle("cpu")),
-    "CUDA": (functools.partial(compile_cuda, "toy", CUDA, "sm_90"), nvrtc.obstacle()),
+
+
+def library_in(folder: Path) -> jit.Library:
+    return jit.Library("toy", [folder / "toy.cpp"])
+
+
+MAKERS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
+    "library": (lambda folder: library_in(folder).compile(), jit.obstacle("cpu")),
+    "C++": (lambda folder: compile_cpp("toy", CPP), jit.obstacle("cpu")),
+    "CUDA": (lambda folder: compile_cuda("toy", CUDA, "sm_90"), nvrtc.obstacle()),
 }
 
 
@@ -39,12 +45,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     maker, reason = MAKERS[request.param]
     if reason:
         pytest.skip(reason)
-    source = tmp_path / "csrc" / "toy" / "cpu" / "toy.cpp"
-    source.parent.mkdir(parents=True)
-    source.write_text(CPP)
-    monkeypatch.setattr(jit, "CSRC", tmp_path / "csrc")
+    (tmp_path / "toy.cpp").write_text(CPP)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    return maker
+    return functools.partial(maker, tmp_path)
 
 
 def digest_of(path: Path) -> Path:
@@ -154,9 +157,10 @@ def test_a_planted_library_is_neither_loaded_nor_reported(
     """As in a folder for all, where another was first."""
     ran = tmp_path / "ran"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    folder = tmp_path / "hoconv"
-    folder.mkdir()
-    library = folder / jit._name("cpu", (), jit._identity(jit.compiler("cpu")))
+    (tmp_path / "toy.cpp").write_text(CPP)
+    toy = library_in(tmp_path)
+    library = toy.compile()
+    folder = library.parent
     source = f'__attribute__((constructor)) void run() {{ fclose(fopen("{ran}", "w")); }}'
     subprocess.run(
         [jit.compiler("cpu"), "-shared", "-fPIC", "-xc++", "-", "-o", library],
@@ -166,11 +170,7 @@ def test_a_planted_library_is_neither_loaded_nor_reported(
     for each in (library, digest_of(library), folder):
         os.chown(each, ANOTHER, ANOTHER)
     tmp_path.chmod(0o1777)
-    jit._load_once.cache_clear()
-    try:
-        reason = jit.load("cpu")
-    finally:
-        jit._load_once.cache_clear()
+    reason = toy.load()
     assert f"{folder} belongs to user {ANOTHER}" in (reason or "")
     assert not ran.exists()
 
@@ -193,6 +193,35 @@ def test_a_cache_behind_a_link_is_found(make: Maker, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "hoconv").symlink_to(real)
     assert make().parent == real
+
+
+# What its key depends on
+
+GENERATED: dict[str, tuple[Callable[[str], Path], str | None]] = {
+    "C++": (functools.partial(compile_cpp, "toy"), jit.obstacle("cpu")),
+    "CUDA": (lambda text: compile_cuda("toy", text, "sm_90"), nvrtc.obstacle()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generated_code_is_compiled_again_where_a_header_that_it_includes_changed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_text, reason = GENERATED[kind]
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(generated, "_FOLDERS", (tmp_path,))
+    (tmp_path / "outer.h").write_text('#include "another/inner.h"\n')
+    (tmp_path / "another").mkdir()
+    inner, unused = tmp_path / "another" / "inner.h", tmp_path / "another" / "unused.h"
+    inner.write_text("#define ANSWER 42\n")
+    text = '#include "outer.h"\n' + (CPP if kind == "C++" else CUDA).replace("42", "ANSWER")
+    first = compile_text(text)
+    unused.write_text("")
+    assert compile_text(text) == first
+    inner.write_text("#define ANSWER 43\n")
+    assert compile_text(text) != first
 
 
 # What cannot be written

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from torch import Tensor
 from hoconv import declaration as operators
 from hoconv import doctor, jit
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.implementations import obstacle
-from hoconv.jit import nvrtc
+from hoconv.implementations import _find_failure, obstacle
+from hoconv.jit import compilers, nvrtc
+from hoconv.jit.library import _load_once
+from hoconv.registration import compiled as compiled_code
 
 
 @pytest.fixture
@@ -101,39 +105,42 @@ def test_looking_loads_nothing_and_claims_nothing(
     assert loaded == []
 
 
-def test_a_library_is_only_said_to_be_built_where_it_is(
-    loaded: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def compiled(
+    loaded: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[jit.Library]:
+    """A library that the operator's implementation `cpp` calls, in a cache of its own."""
     if reason := jit.obstacle("cpu"):
         pytest.skip(reason)
-    source = tmp_path / "csrc" / "toy" / "cpu" / "toy.cpp"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    monkeypatch.setattr(jit, "CSRC", tmp_path / "csrc")
+    (tmp_path / "toy.cpp").touch()
+    library = jit.Library("toy", [tmp_path / "toy.cpp"])
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert report(capsys)["cpp"] == "can be built"
-    library = jit.compile("cpu")
+    operator = operators.find("toy")
+    made = {**operator.implementations, "cpp": compiled_code(Tensor.clone, ("cpu",), library)}
+    monkeypatch.setattr(operators, "_declared", {})
+    declare(dataclasses.replace(operator, implementations=made))
+    yield library
+    _load_once.cache_clear()
+
+
+def test_a_library_is_only_said_to_be_built_where_it_is(
+    compiled: jit.Library, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(capsys)["toy for cpu"] == "can be built"
+    path = compiled.compile()
     capsys.readouterr()
-    assert report(capsys)["cpp"] == "built"
-    library.write_bytes(b"")
-    assert report(capsys)["cpp"] == "can be built"
-    library.parent.chmod(0o777)
-    assert report(capsys, code=1)["cpp"].startswith("broken: the build cache")
+    assert report(capsys)["toy for cpu"] == "built"
+    path.write_bytes(b"")
+    assert report(capsys)["toy for cpu"] == "can be built"
+    path.parent.chmod(0o777)
+    assert report(capsys, code=1)["toy for cpu"].startswith("broken: the build cache")
 
 
 def test_build_tells_what_is_really_chosen_and_what_is_broken(
-    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    loaded: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
-    monkeypatch.setattr(jit, "load", {"cpu": None}.__getitem__)
-
     facts = report(capsys, "--build", code=1)
 
-    assert facts["cpp"] == "built and loaded"
-    assert facts["cuda"] == "no GPU"
     assert facts["toy"] == (
         "cpu: cpp (licensed cannot: needs a licence; fast is broken: its disk is full)"
     )
@@ -142,12 +149,21 @@ def test_build_tells_what_is_really_chosen_and_what_is_broken(
     assert sorted(loaded) == ["cpp", "fast", "slow"]  # each once
 
 
-def test_build_tells_that_a_library_is_broken(
-    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_build_shows_the_first_errors_of_a_broken_library_once(
+    compiled: jit.Library, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "implementations", lambda: {"cpp": "available", "cuda": "no GPU"})
-    monkeypatch.setattr(jit, "load", {"cpu": "no such name"}.__getitem__)
-    assert report(capsys, "--build", code=1)["cpp"] == "broken: no such name"
+    assert report(capsys, "--build", code=1)["toy for cpu"] == "built and loaded"
+    Path(compiled.sources[0]).write_text("int f() { return one; }\nint g() { return two; }\n")
+    _load_once.cache_clear()
+    obstacle.cache_clear()
+    _find_failure.cache_clear()
+
+    assert doctor.main(["--build"]) == 1
+
+    said = capsys.readouterr().out
+    assert re.search(r"toy for cpu +broken: the compiler failed: .*one", said)
+    assert re.search(r"toy cpp on cpu +broken: the compiler failed: .*one", said)
+    assert len(re.findall("two", said)) == 1
 
 
 def test_packages_that_cannot_be_imported_are_named(
@@ -169,8 +185,9 @@ def test_each_operator_is_judged_by_what_it_needs(
             raise jit.BuildError("no CUDA compiler was found; install one")
         return "/bin/echo"
 
-    monkeypatch.setattr(jit, "compiler", compiler)
-    monkeypatch.setattr(jit, "find", lambda library: None)
+    for module in (jit, compilers):
+        monkeypatch.setattr(module, "compiler", compiler)
+    monkeypatch.setattr(jit.Library, "find", lambda library: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "devices", lambda: ("cpu", "cuda"))
     monkeypatch.setattr(nvrtc, "_library", lambda: None)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hoconv import jit
 from hoconv.declaration import operators
+from hoconv.dynamic_conv1d.ops import KERNELS
 from tests.support import Variant, variants
 
 LOAD = """
@@ -81,7 +81,7 @@ def test_says_why_where_the_kernels_cannot_be_built(tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_kernel_is_named() -> None:
-    if reason := jit.load("cpu"):
+    if reason := KERNELS["cpp"].load():
         pytest.skip(reason)
     q = torch.empty(1, 1, 1, device="meta")
     op = torch.ops.hoconv.dynamic_conv1d.cpp

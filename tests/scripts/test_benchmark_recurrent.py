@@ -34,6 +34,7 @@ def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(module.SHAPES, device, ((3, 2, 4), (2, 5, 4)))
         monkeypatch.setitem(module.LONGEST, device, 5)
     monkeypatch.setattr(module, "TYPICAL", (3, 2, 4))
+    monkeypatch.setattr(module, "SMALLER", (3, 2, 4))
     return module
 
 
@@ -73,6 +74,18 @@ def test_cells_are_timed_against_their_definition(
     check_rows(record["rows"])
     found = {(row["cell"], row["contender"]) for row in record["rows"]}
     assert found == {(cell, name) for cell in recurrent.CELLS for name in ("reference", "ours")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_published_cells_are_timed_against_their_definition(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "published", device=device)
+
+    check_rows(record["rows"])
+    names = {"reference", "ours"} | ({"ours, graph"} if device == "cuda" else set())
+    found = {(row["cell"], row["contender"]) for row in record["rows"]}
+    assert found == {(cell.name, name) for cell in recurrent.PUBLISHED for name in names}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ NAME = "train/loss"
 
 
 class LossRecord(pl.Callback):
-    """Writes ``step,loss`` for every training batch, the mean over all devices, in digits that give
-    the same float back: runs can be compared bit for bit. Every ``trainer.log_every_n_steps`` steps
-    the last loss is logged as ``train/loss`` and shown in the progress bar.
+    """Writes ``step,loss`` for every training batch that has a loss, the mean over all devices, in
+    digits that give the same float back: runs can be compared bit for bit. Every
+    ``trainer.log_every_n_steps`` steps the last loss is logged as ``train/loss`` and shown in the
+    progress bar.
 
     Losses stay on the device until there are ``log_every_n_steps`` of them. A GPU's are copied then
     and written when the next are copied: no step waits for the GPU, as it would for
@@ -56,7 +58,10 @@ class LossRecord(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._losses.append(outputs["loss"].detach())
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is None:
+            return  # the model skipped this batch, or optimises by itself
+        self._losses.append(loss.detach())
         every = trainer.log_every_n_steps  # pyright: ignore
         if every and (self._rows + len(self._losses)) % every == 0:
             self._copy(logged_step=trainer.global_step)

@@ -20,7 +20,7 @@
 
 #include "approx/cpu/lanes.h"
 #include "approx/problem.h"
-#include "common/blocks.h"
+#include "hoconv/blocks.h"
 
 namespace hoconv::approx {
 

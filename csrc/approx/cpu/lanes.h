@@ -21,8 +21,8 @@
 #include <cstdint>
 
 #include "approx/multipliers.h"
-#include "common/blocks.h"
-#include "common/vec.h"
+#include "hoconv/blocks.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::approx {
 

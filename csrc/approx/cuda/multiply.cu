@@ -11,7 +11,7 @@
 
 #include "approx/multipliers.h"
 #include "approx/problem.h"
-#include "common/cuda_launch.cuh"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::approx {
 namespace {

@@ -14,7 +14,7 @@
 #include <algorithm>
 
 #include "approx/problem.h"
-#include "common/cuda_launch.cuh"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::approx {
 namespace {

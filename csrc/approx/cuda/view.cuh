@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "approx/multipliers.h"
-#include "common/cuda_launch.cuh"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::approx {
 
@@ -147,6 +147,12 @@ struct Product {
   View left, right;
   Target out;
   int64_t batch, M, N, K;
+};
+
+// Computes a product that is not empty, with no more rows than columns, by one multiplier.
+template <typename Multiplier>
+struct Gemm {
+  static void run(const Product& p, const Tensor& like, cudaStream_t stream);
 };
 
 void gemm(const std::string& multiplier, Product product, const Tensor& like, cudaStream_t stream);

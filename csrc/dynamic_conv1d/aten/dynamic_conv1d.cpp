@@ -8,8 +8,8 @@
 
 #include <vector>
 
-#include "common/aten_ops.h"
 #include "dynamic_conv1d/problem.h"
+#include "hoconv/aten_ops.h"
 
 namespace hoconv::dynamic_conv1d {
 namespace {

@@ -18,10 +18,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/blocks.h"
-#include "common/huge_pages.h"
-#include "common/vec.h"
 #include "dynamic_conv1d/problem.h"
+#include "hoconv/blocks.h"
+#include "hoconv/huge_pages.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::dynamic_conv1d {
 namespace {

@@ -13,8 +13,8 @@
 
 #include <algorithm>
 
-#include "common/cuda_launch.cuh"
 #include "dynamic_conv1d/problem.h"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::dynamic_conv1d {
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/tensor.h"
 #include "high_order/image.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv::high_order::conv2d {
 

@@ -168,8 +168,8 @@ OPERATOR = declare(
         function=high_order_conv2d,
         implementations={
             "reference": Implementation(reference.high_order_conv2d),
-            "cpp": compiled("cpp", ops.cpp, ("cpu", "cuda")),
-            "cuda": compiled("cuda", ops.cuda, ("cuda",)),
+            "cpp": compiled(ops.cpp, ("cpu", "cuda"), ops.KERNELS["cpp"]),
+            "cuda": compiled(ops.cuda, ("cuda",), ops.KERNELS["cuda"]),
         },
         samples=_samples,
         tolerances=_TOLERANCES,

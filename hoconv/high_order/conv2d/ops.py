@@ -14,12 +14,18 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_bilinear
+from hoconv.registration import kernels
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
 
-cpp = register_bilinear(_library, "high_order_conv2d", "cpp", "dilation", one_pass=True)
-cuda = register_bilinear(_library, "high_order_conv2d", "cuda", "dilation", one_pass=True)
+KERNELS = kernels("high_order/conv2d")
+cpp = register_bilinear(
+    _library, "high_order_conv2d", "cpp", "dilation", KERNELS["cpp"], one_pass=True
+)
+cuda = register_bilinear(
+    _library, "high_order_conv2d", "cuda", "dilation", KERNELS["cuda"], one_pass=True
+)
 
 
 def _flops(weight_shape: tuple[int, ...], channels: int) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.high_order.layer import ops, reference
+from hoconv.high_order.layer import composed, ops, reference
 from hoconv.implementations import resolve
 from hoconv.registration import autocast, check_dtypes, compiled
 
@@ -204,14 +204,21 @@ def _unfold(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (columns * kernels).sum(2).view_as(x)
 
 
+def _compiled(impl: str, *devices: str) -> Implementation:
+    # Where a layer is not fused, the high-order convolution computes it.
+    application = composed.APPLICATION.implementations[impl].libraries
+    run = functools.partial(ops.run, impl)
+    return compiled(run, devices, ops.KERNELS[impl], *application)
+
+
 OPERATOR = declare(
     Operator(
         name="high_order_layer",
         function=high_order_layer,
         implementations={
             "reference": Implementation(reference.high_order_layer),
-            "cpp": compiled("cpp", functools.partial(ops.run, "cpp"), ("cpu", "cuda")),
-            "cuda": compiled("cuda", functools.partial(ops.run, "cuda"), ("cuda",)),
+            "cpp": _compiled("cpp", "cpu", "cuda"),
+            "cuda": _compiled("cuda", "cuda"),
         },
         samples=_samples,
         tolerances=_TOLERANCES,

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.high_order.layer import composed, reference
-from hoconv.high_order.layer.rule import is_backward_fused, why_unfused
+from hoconv.high_order.layer.rule import KERNELS, is_backward_fused, why_unfused
 from hoconv.registration import (
-    LIBRARIES,
     Op,
     define,
     gradients,
@@ -48,13 +47,13 @@ _SCHEMAS = {
 
 
 def _register(impl: str) -> Op:
-    """Registers the ops of one implementation, whose kernels come with a compiled library.
+    """Registers the ops of one implementation.
 
     Returns:
         The forward.
     """
     forward, backward = (
-        define(_library, name, impl, schema, fake)
+        define(_library, name, impl, schema, fake, KERNELS[impl])
         for (name, schema), fake in zip(
             _SCHEMAS.items(), (_fake_forward, _fake_backward), strict=True
         )
@@ -103,7 +102,7 @@ def _fake_backward(
 
 
 # Implementation -> its forward.
-_FORWARD = {impl: _register(impl) for impl in LIBRARIES}
+_FORWARD = {impl: _register(impl) for impl in KERNELS}
 
 
 def _flops(x_shape: Any, weight_shape: Any, kernel_size: int) -> tuple[int, int]:

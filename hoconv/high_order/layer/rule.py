@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv import jit
+from hoconv.registration import kernels
+
+KERNELS = kernels("high_order/layer")
 
 
 def why_unfused(impl: str, weight: Tensor, kernel_size: int, dilation: int) -> str | None:
@@ -82,7 +84,7 @@ def _why_cuda_unfused_once(
     kernel_size: int, generator_size: int, channels: int, dilation: int, dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:  # fmt: skip
-    explain = jit.functions("cuda").hoconv_high_order_layer_why_unfused
+    explain = KERNELS["cuda"].functions().hoconv_high_order_layer_why_unfused
     explain.restype = ctypes.c_char_p
     explain.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]
     shared_memory = _gpu(device).shared_memory_per_block_optin
@@ -94,7 +96,7 @@ def _why_cuda_unfused_once(
 @functools.cache
 def _least_width_backward_once(*layer: Any) -> int:
     *sizes, three_products, device = layer
-    find = jit.functions("cuda").hoconv_high_order_layer_least_width_backward
+    find = KERNELS["cuda"].functions().hoconv_high_order_layer_least_width_backward
     find.restype = ctypes.c_int64
     find.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_bool, ctypes.c_bool]
     gpu = _gpu(device)

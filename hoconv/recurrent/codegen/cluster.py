@@ -18,8 +18,9 @@ from hoconv.recurrent.codegen.cluster_layout import ClusterLayout
 from hoconv.recurrent.codegen.expressions import TYPES, expression, initial, reduced
 from hoconv.recurrent.codegen.steps import offset
 from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
-from hoconv.recurrent.ir.program import Group, Value, flat
+from hoconv.recurrent.ir.program import Group, Op, Value, flat
 from hoconv.recurrent.passes.distribute import Gathered, SharedProduct
+from hoconv.recurrent.passes.sums import SPREAD
 
 HEADER = '#include "recurrent/cluster.cuh"'
 NAME = "run_cluster"
@@ -45,7 +46,7 @@ class _Writer:
         self.program, self.loops = layout.shared.program, layout.loops
         self.wide = TYPES[layout.wide]
         whole = replace(self.program, step=(Group(tuple(flat(self.program.step))),))
-        self.storage = assign_storage(whole)
+        self.storage = assign_storage(whole, in_registers=True)
         self.names: dict[Value, str] = {}
         # The declarations of registers, and what is loaded into some before the first step.
         self.declared: dict[str, str] = {}
@@ -141,11 +142,7 @@ class _Writer:
             gathered, start = shared.reads[value]
             yield f"{register} = {self._element(gathered, f'({_feature(value)} + {start})')};"
         elif value in shared.reductions:
-            index, exchange = list(shared.reductions).index(value), shared.reductions[value]
-            copy = self._copy(exchange, exchange + 1, self.shape.blocks * self.shape.rows)
-            one = f"reduced{index}[{copy} + k * ROWS + r]"
-            yield f"{register} = {initial(op)};"
-            yield f"for (int k = 0; k < C; ++k) {register} = {reduced(op, register, one)};"
+            yield f"{register} = {self._whole(value)}[r];"
         else:
             # A cast takes sums of products as they are.
             name = self.register if op.kind == "cast" else self.typed
@@ -223,27 +220,27 @@ class _Writer:
                     place = f"r * {layout.operand_stride(index)} + {before} + unit"
                     yield f"x{index}[{place}] = {self.typed(segment.value, n)};"
                 before += layout.units(segment.value.type.size)
-        for index, operand in self._reduced(phase):
-            if operand.type.size == n:
+        for index, op in self._reduced(phase):
+            if op.values[0].type.size == n and op.kind != SPREAD:
                 place = f"i % 2 * {self._count_units(n)} + r * {layout.units(n)} + unit"
-                yield f"rows{index}[{place}] = {self.register(operand, n)};"
+                yield f"rows{index}[{place}] = {self.register(op.values[0], n)};"
 
     def _scattered(self, exchange: int) -> list[tuple[int, SharedProduct]]:
         """The products of which blocks add up partial results in an exchange."""
         found = enumerate(self.shared.products)
         return [(i, p) for i, p in found if p.gathered is None and p.exchange == exchange]
 
-    def _reduced(self, exchange: int) -> list[tuple[int, Value]]:
-        """The vectors whose rows are reduced in an exchange."""
+    def _reduced(self, exchange: int) -> list[tuple[int, Op]]:
+        """The reductions of rows in an exchange."""
         found = enumerate(self.shared.reductions.items())
-        return [(i, self.shared.made[v].values[0]) for i, (v, at) in found if at == exchange]
+        return [(i, self.shared.made[value]) for i, (value, at) in found if at == exchange]
 
     def _count_units(self, n: int) -> int:
         return self.shape.rows * self.layout.units(n)
 
     def _multiply(self, index: int, x: str, x_stride: int) -> str:
         strides = f"{x_stride}, {self.layout.slices[index].stride}"
-        return f"product{index}.multiply<{strides}>({x}, y{index}, rest{index});"
+        return f"product{index}.multiply<{strides}>({x}, y{index}, rest{index}, far{index});"
 
     def _pushes(self, k: int) -> Iterator[str]:
         """What a block sends in an exchange."""
@@ -265,23 +262,54 @@ class _Writer:
                 given = f"C, THREADS, ROWS, {sizes}, {layout.count_sums(index)}"
                 to = f"sums{index} + {copy} + {row * self.shape.rows}"
                 yield f"push_sums<{given}>(exchanges, y{index} + {row}, {to});"
-        for index, _ in self._reduced(k):
-            to = f"reduced{index} + {self._copy(k, k + 1, self.shape.blocks * self.shape.rows)}"
+        for index, op in self._reduced(k):
+            to = self._parts(op.result)
             yield f"push_reduced<C, THREADS, ROWS>(exchanges, totals{index}, {to});"
 
     def _reduce(self, k: int) -> Iterator[str]:
         """Reduces a block's own features of rows, before any is sent: they do not wait in turn."""
         values = list(self.shared.reductions)
-        for index, operand in self._reduced(k):
-            n, op = operand.type.size, self.shared.made[values[index]]
+        for index, op in self._reduced(k):
+            n = op.values[0].type.size
             units = self.layout.units(n)
             own = f"min({units}, {n} - rank * {units})"
-            combine = f"[]({self.wide} a, {self.wide} b) {{ return {reduced(op, 'a', 'b')}; }}"
+            rows = f"rows{values.index(op.values[1]) if op.kind == SPREAD else index}"
+            given = f"totals{index}, {rows} + i % 2 * {self._count_units(n)}, {own}"
             yield f"{self.wide} totals{index}[ROUNDS<THREADS, ROWS>];"
-            yield (
-                f"reduce_rows<THREADS, ROWS, {units}>(totals{index}, "
-                f"rows{index} + i % 2 * {self._count_units(n)}, {own}, {initial(op)}, {combine});"
-            )
+            if op.kind == SPREAD:
+                yield f"spread_rows<THREADS, ROWS, {units}>({given});"
+                continue
+            given += f", {initial(op)}, {self._function(op)}"
+            yield f"reduce_rows<THREADS, ROWS, {units}>({given});"
+
+    def _combine(self, k: int) -> Iterator[str]:
+        """Combines what blocks have reduced their own features of rows to in an exchange."""
+        values = list(self.shared.reductions)
+        for index, op in self._reduced(k) if self.shape.blocks > 1 else ():
+            parts, whole = self._parts(op.result), self._whole(op.result)
+            if op.kind == SPREAD:
+                x, total = op.values
+                sizes = f"C, THREADS, ROWS, {self.layout.units(x.type.size)}, {x.type.size}"
+                given = f"totals{values.index(total)}, {parts}, {self._parts(total)}, {whole}"
+                yield f"combine_spreads<{sizes}>({given});"
+                continue
+            given = f"totals{index}, {parts}, {whole}, {initial(op)}, {self._function(op)}"
+            yield f"combine_rows<C, THREADS, ROWS>({given});"
+
+    def _parts(self, value: Value) -> str:
+        """What each block has reduced its own features of each row to in this step."""
+        index, exchange = list(self.shared.reductions).index(value), self.shared.reductions[value]
+        copy = self._copy(exchange, exchange + 1, self.shape.blocks * self.shape.rows)
+        return f"(reduced{index} + {copy})"
+
+    def _whole(self, value: Value) -> str:
+        """What each row is reduced to in this step."""
+        if self.shape.blocks == 1:
+            return self._parts(value)
+        return f"whole{list(self.shared.reductions).index(value)}"
+
+    def _function(self, op: Op) -> str:
+        return f"[]({self.wide} a, {self.wide} b) {{ return {reduced(op, 'a', 'b')}; }}"
 
     # Memory of the call
 
@@ -327,21 +355,29 @@ class _Writer:
 
     def begin(self, n: int) -> Iterator[str]:
         """Reads the initial states."""
-        for state, (buffer, *_) in zip(self.program.states, self.storage.initial, strict=True):
+        for state, buffer in zip(self.program.states, self.storage.first, strict=True):
             if n in self.loops_of(state.value):
-                reverse = buffer.kind == "history" and self.program.reverse
-                row = "((T - 1) * B + row)" if reverse else "row"
-                place = f"{row} * {state.value.type.size} + {_feature(state.value)}"
+                place = (
+                    f"row * c.{buffer.name}_row + {_feature(state.value)} * c.{buffer.name}_column"
+                )
                 yield f"{self.register(state.value, n)} = c.{buffer.name}[{place}];"
+
+    def keep_first(self, n: int) -> Iterator[str]:
+        """Writes the initial states that are saved."""
+        for state, buffer in zip(self.program.states, self.storage.states, strict=True):
+            if buffer.kind == "history":
+                row = "((T - 1) * B + row)" if self.program.reverse else "row"
+                yield from self._keep(state.value, f"c.{buffer.name}[{row}", n)
 
     def end(self, n: int) -> Iterator[str]:
         """Writes the final states."""
-        alone = "if (rank == 0) " if n == 1 else ""
-        for state, buffers in zip(self.program.states, self.storage.initial, strict=True):
-            for buffer in buffers:
-                if buffer.kind == "state" and state.value.type.size == n:
-                    place = f"c.{buffer.name}[(T % 2 * B + row) * {n} + j]"
-                    yield f"{alone}{place} = {self.register(state.value, n)};"
+        for state, buffer in zip(self.program.states, self.storage.last, strict=True):
+            yield from self._keep(state.value, f"c.{buffer.name}[row", n)
+
+    def _keep(self, state: Value, row: str, n: int) -> Iterator[str]:
+        if state.type.size == n:
+            alone = "if (rank == 0) " if n == 1 else ""
+            yield f"{alone}{row} * {n} + {_feature(state)}] = {self.register(state, n)};"
 
     # The kernel
 
@@ -355,7 +391,9 @@ class _Writer:
         for index, gathered, column in ready:
             x = f"{self._gathered(gathered)} + {column}"
             yield self._multiply(index, x, self.layout.gathered_stride(gathered))
-        if ready:
+        combined = list(self._combine(k - 1))
+        yield from combined
+        if ready or combined:
             yield "__syncthreads();"
         values = self.shared.phases[k]
         last = k == self.shared.exchanges
@@ -379,9 +417,6 @@ class _Writer:
         if scattered:
             yield "__syncthreads();"
         yield from self._reduce(k)
-        expected = self.layout.expected_bytes(k)
-        if expected:
-            yield f"exchanges.expect({expected});"
         pushes = list(self._pushes(k))
         yield from pushes
         yield from self.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
@@ -390,9 +425,17 @@ class _Writer:
             yield from self.all_loops(lambda n: self.load(0, n), lambda _: ())
             yield "}"
         if self.shape.blocks > 1:
-            yield "exchanges.wait();" if expected else "cluster_sync();"
+            waits = self.layout.expected_bytes(k)
+            yield f"exchanges.wait({self._count_bytes(k, 2)});" if waits else "cluster_sync();"
         elif pushes:
             yield "__syncthreads();"
+
+    def _count_bytes(self, exchange: int, ahead: int) -> int:
+        """The bytes of the exchange so many ahead, of those that have any; 0 of none."""
+        all_bytes = list(map(self.layout.expected_bytes, range(self.shared.exchanges)))
+        counted = [k for k, bytes in enumerate(all_bytes) if bytes]
+        before = sum(k < exchange for k in counted)
+        return all_bytes[counted[(before + ahead) % len(counted)]] if counted else 0
 
     def advance(self, n: int) -> Iterator[str]:
         """Moves the next states, and what was loaded for the next step, to their registers."""
@@ -416,7 +459,7 @@ class _Writer:
         first = self.all_loops(lambda n: self.load(0, n), nothing)
         first += self.all_loops(self.take_loaded, nothing)
         steps += self.all_loops(self.advance, nothing)
-        states = self.all_loops(self.begin, nothing)
+        states = self.all_loops(self.begin, self.keep_first)
         final = self.all_loops(nothing, self.end)
         weights = [line for i in range(len(self.layout.slices)) for line in self._load_weights(i)]
         once = self.all_loops(lambda n: self.once[n].values(), nothing)
@@ -425,7 +468,9 @@ class _Writer:
             HEADER, "", "using namespace hoconv::recurrent;", "",
             "struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;",
             *(f"  {TYPES[b.type.dtype]}* {b.name};" for b in self.storage.buffers),
-            "  char* scratch;", "};", "",
+            "  char* scratch;",
+            *(f"  int64_t {b.name}_row, {b.name}_column;" for b in self.storage.strided),
+            "};", "",
             f"constexpr int C = {self.shape.blocks}, ROWS = {self.shape.rows};",
             f"constexpr int THREADS = {self.shape.threads};",
             "", f'extern "C" __global__ void __launch_bounds__(THREADS, 1) {NAME}(const Call c) {{',
@@ -448,7 +493,9 @@ class _Writer:
                 "__syncthreads();",
                 "[[maybe_unused]] Exchanges exchanges;",
                 *([] if alone else [
-                    "exchanges.start(reinterpret_cast<uint64_t*>(shared));", "cluster_sync();"
+                    "exchanges.start(reinterpret_cast<uint64_t*>(shared), "
+                    f"{self._count_bytes(0, 0)}, {self._count_bytes(0, 1)});",
+                    "cluster_sync();",
                 ]),
                 "for (int64_t i = 0; i < T; ++i) {",
                 *_indent(
@@ -469,30 +516,36 @@ class _Writer:
             own = TYPES[array.dtype]
             start = f"reinterpret_cast<{own}*>(shared + {array.first_byte})"
             yield f"{own}* const {array.name} = {start};"
-        at = self.layout.array_bytes
+        at, far = self.layout.array_bytes, 0
+        own = f"c.scratch + int64_t{{blockIdx.x}} * {self.layout.far_bytes}"
         for index, each in enumerate(self.layout.slices):
             yield f"uint4* const rest{index} = reinterpret_cast<uint4*>(shared + {at});"
-            at += each.rest_bytes
+            yield f"uint4* const far{index} = reinterpret_cast<uint4*>({own} + {far});"
+            at += each.shared_bytes
+            far += each.far_bytes
 
     def _declare_products(self) -> Iterator[str]:
         for index, (product, each) in enumerate(zip(self.shared.products, self.layout.slices)):
             dtype = TYPES[product.op.values[0].type.dtype]
-            sizes = f"{each.rows}, {each.columns}, ROWS, THREADS, {each.splits}, {each.held}"
-            yield f"Product<{dtype}, {sizes}> product{index};"
+            sizes = f"{each.rows}, {each.columns}, ROWS, THREADS, {each.splits}"
+            yield f"Product<{dtype}, {sizes}, {each.held}, {each.kept}> product{index};"
 
     def _load_weights(self, index: int) -> list[str]:
         product = self.shared.products[index]
-        m, k = product.op.result.type.size, product.op.values[0].type.size
+        k = product.op.values[0].type.size
         segments = [(s.start, s.value.type.size) for s in product.segments]
         parts = [(p.start, p.value.type.size) for p in product.parts]
         row = self._find(parts, "m", whole=not product.gathered)
         column = self._find([(0, k)] if product.in_place else segments, "k",
                             whole=bool(product.gathered))  # fmt: skip
         buffer = self.storage.homes[product.op.values[1]].buffer
-        strides = f"{k}, 1" if product.op.kind == "linear" else f"1, {m}"
+        strides = f"c.{buffer.name}_row", f"c.{buffer.name}_column"
+        if product.op.kind != "linear":
+            strides = strides[::-1]
         return [
-            f"product{index}.load(c.{buffer.name}, {strides}, [=](int m) {{ return {row}; }},",
-            f"    [=](int k) {{ return {column}; }}, rest{index});",
+            f"product{index}.load(c.{buffer.name}, {', '.join(strides)},",
+            f"    [=](int m) {{ return {row}; }},",
+            f"    [=](int k) {{ return {column}; }}, rest{index}, far{index});",
         ]
 
     def _find(self, ranges: Sequence[tuple[int, int]], at: str, whole: bool) -> str:

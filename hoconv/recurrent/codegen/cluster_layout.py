@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hoconv.recurrent.ir.program import BYTES, Value
 from hoconv.recurrent.passes.distribute import COLUMNS, Distribution, Gathered, SharedProduct
+from hoconv.recurrent.passes.sums import SPREAD
 
 # Features of a block: whole vectors of 16 bytes, so that pushes are wide.
 _UNITS = 8
@@ -22,7 +23,10 @@ _SUM_PADDING = 4
 # Registers of a thread for weights, by warps: what a multiprocessor has less what a step needs, of
 # which each further row and feature of a thread takes some.
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
+_AHEAD = 40  # registers for weights that are read from global memory ahead of their use
 _MOST_SPLITS = 8
+# The shared memory of a block of compute capability 9.0.
+SHARED_BYTES = 232448
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,34 @@ class Slice:
 
     Attributes:
         rows, columns: of the slice, padded.
-        splits, held, each, turns: as SPLIT, HELD, EACH and SLICES or TURNS of ``Product``.
-        register_bytes, rest_bytes: what lies in registers and in shared memory.
+        splits, held, kept, each, turns: as SPLIT, HELD, KEPT, EACH and SLICES or TURNS of
+            ``Product``.
+        turn_bytes: what a turn reads.
     """
 
     rows: int
     columns: int
     splits: int
     held: int
+    kept: int
     each: int
     turns: int
-    register_bytes: int
-    rest_bytes: int
+    turn_bytes: int
+
+    @property
+    def register_bytes(self) -> int:
+        """What lies in registers."""
+        return self.held * self.turn_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """What lies in shared memory."""
+        return self.kept * self.turn_bytes
+
+    @property
+    def far_bytes(self) -> int:
+        """What lies in global memory."""
+        return (self.turns - self.held - self.kept) * self.turn_bytes
 
     @property
     def stride(self) -> int:
@@ -76,29 +96,39 @@ class Array:
 class ClusterLayout:
     """Where everything of a kernel is.
 
+    Args:
+        most_shared_bytes: the most shared memory of a block.
+
     Attributes:
         wide: the dtype in which products and reductions are summed.
         tiled: whether tensor cores multiply.
         loops: the sizes of vectors over which a thread loops; 1 for values of one feature, which
             every block computes.
+        arrays: in shared memory, in order; after them come weights.
         slices: of the weights, for each product.
-        arrays: in shared memory, in order; after them what registers do not hold of the weights.
     """
 
-    def __init__(self, shared: Distribution, shape: ClusterShape) -> None:
+    def __init__(
+        self, shared: Distribution, shape: ClusterShape, most_shared_bytes: int = SHARED_BYTES
+    ) -> None:
         self.shared, self.shape = shared, shape
         self.wide = shared.program.states[0].value.type.dtype
         self.tiled = any(p.op.values[0].type.dtype != self.wide for p in shared.products)
         self.loops = (1, *shared.sizes)
-        self.slices = self._slice_weights()
+        # Shared memory has room for arrays first: where these are depends on the slices' sizes.
+        self.slices = self._slice_weights(0, 0)
         self.arrays: list[Array] = []
         self.array_bytes = _BARRIERS
         self._place_arrays()
+        room = max(0, most_shared_bytes - self.array_bytes)
+        self.slices = self._slice_weights(0, room)
+        if self.far_bytes:
+            self.slices = self._slice_weights(_AHEAD, room)
 
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block."""
-        return self.array_bytes + sum(each.rest_bytes for each in self.slices)
+        return self.array_bytes + self.kept_bytes
 
     @property
     def register_bytes(self) -> int:
@@ -106,9 +136,14 @@ class ClusterLayout:
         return sum(each.register_bytes for each in self.slices)
 
     @property
-    def rest_bytes(self) -> int:
-        """The weights that a block holds in shared memory."""
-        return sum(each.rest_bytes for each in self.slices)
+    def kept_bytes(self) -> int:
+        """The weights that a block keeps in shared memory."""
+        return sum(each.shared_bytes for each in self.slices)
+
+    @property
+    def far_bytes(self) -> int:
+        """The weights that a block reads from global memory at every step."""
+        return sum(each.far_bytes for each in self.slices)
 
     @property
     def tile_products(self) -> int:
@@ -163,18 +198,21 @@ class ClusterLayout:
 
     # Products
 
-    def _slice_weights(self) -> list[Slice]:
+    def _slice_weights(self, ahead: int, room: int) -> list[Slice]:
+        """Puts the weights into registers, but `ahead`, then into `room` bytes of shared memory."""
         most = min(max(map(self.pairs, self.loops)), _MOST_PAIRS)
         registers = _REGISTERS.get(self.shape.warps, _REGISTERS[8]) - _REGISTERS_OF_PAIR * most
+        registers -= ahead
         found = []
         for product in self.shared.products:
             m, k = self._count_rows(product), self._count_columns(product)
             make = self._slice_tiles if self.tiled else self._slice
-            found.append(made := make(m, k, registers))
+            found.append(made := make(m, k, registers, room))
             registers -= made.register_bytes // (4 * self.shape.threads)
+            room -= made.shared_bytes
         return found
 
-    def _slice_tiles(self, m: int, k: int, registers: int) -> Slice:
+    def _slice_tiles(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
         tiles, splits, warps = m // _TILE, 1, self.shape.warps
         while 2 * splits * tiles <= warps and k // COLUMNS % (2 * splits) == 0:
@@ -182,9 +220,9 @@ class ClusterLayout:
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
         held = max(0, min(turns, registers // (8 * each)))
         own = each * warps * _TILE * COLUMNS * 2
-        return Slice(m, k, splits, held, each, turns, held * own, (turns - held) * own)
+        return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
 
-    def _slice(self, m: int, k: int, registers: int) -> Slice:
+    def _slice(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of plain multiply-adds: a turn is 4 columns of the rows of a thread."""
         threads, splits = self.shape.threads, 1
         while 2 * splits <= min(4 * threads // m, _MOST_SPLITS):
@@ -192,7 +230,7 @@ class ClusterLayout:
         each, turns = -(-m * splits // threads), k // 4 // splits
         held = max(0, min(turns, registers // (each * BYTES[self.wide])))
         own = 4 * BYTES[self.wide] * each * threads
-        return Slice(m, k, splits, held, each, turns, held * own, (turns - held) * own)
+        return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
 
     def _count_rows(self, product: SharedProduct) -> int:
         own = self.units if product.gathered else self.width
@@ -253,11 +291,13 @@ class ClusterLayout:
                 copies = self.copies(product.exchange, product.exchange + 1)
                 self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
         for index, (value, exchange) in enumerate(shared.reductions.items()):
-            # Two: a warp may still read what another writes for the next step.
-            units = self.units(shared.made[value].values[0].type.size)
-            self._place(f"rows{index}", self.wide, 2 * rows * units)
+            if shared.made[value].kind != SPREAD:  # which reads the rows of the sum
+                # Two: a warp may still read what another writes for the next step.
+                units = self.units(shared.made[value].values[0].type.size)
+                self._place(f"rows{index}", self.wide, 2 * rows * units)
             copies = self.copies(exchange, exchange + 1)
             self._place(f"reduced{index}", self.wide, copies * self.shape.blocks * rows)
+            self._place(f"whole{index}", self.wide, rows)
 
     def _place(self, name: str, dtype: str, count: int) -> None:
         self.arrays.append(Array(name, dtype, self.array_bytes))

@@ -3,7 +3,8 @@
 A value that another kernel or product reads has a home: the location from which they read it.
 A state has a buffer of two steps, which take turns (double buffering). A state that is saved for
 the gradient has a buffer of all steps instead, so that saving it copies nothing. A target may ask
-for homes at fixed addresses; a saved state then has both buffers, and is stored twice.
+for homes at fixed addresses; a saved state then has both buffers, and is stored twice. A target
+that keeps states in registers reads the first and writes the last ones in buffers of their own.
 
 B batch, T time steps, n features.
 """
@@ -16,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hoconv.recurrent.ir.kinds import is_rowwise
-from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield
+from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
+from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield, flat
 
 Kind = Literal["once", "sequence", "step", "state", "history"]
 
@@ -40,17 +41,18 @@ class Buffer:
 
     def shape(self, T: int, B: int) -> tuple[int, ...]:
         """The shape of the tensor for T steps and B rows."""
+        features = self.type.shape
         match self.kind:
             case "once":
-                return self.type.shape
+                return features
             case "sequence":
-                return (T, B, *self.type.shape)
+                return (T, B, *features)
             case "step":
-                return (B, *self.type.shape)
+                return (B, *features)
             case "state":
-                return (2, B, *self.type.shape)
+                return (2, B, *features)
             case "history":
-                return (T + 1, B, *self.type.shape)
+                return (T + 1, B, *features)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Storage:
         params, sequences, states, yields: buffers, in the order of the program's. A state and a
             yield may share one.
         initial: the buffers that hold each state before the first step.
+        first, last: where states are in registers: the buffers from which they are read before the
+            first step, and to which they are written after the last.
         temporaries: the other buffers, one for each value that is read by another item.
+        strided: the buffers of two dimensions whose tensors need not be contiguous.
     """
 
     items: tuple[Op | Group, ...]
@@ -84,21 +89,29 @@ class Storage:
     states: tuple[Buffer, ...]
     yields: tuple[Buffer, ...]
     initial: tuple[tuple[Buffer, ...], ...]
+    first: tuple[Buffer, ...]
+    last: tuple[Buffer, ...]
     temporaries: tuple[Buffer, ...]
+    strided: tuple[Buffer, ...]
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """All buffers, each once."""
-        found = (*self.params, *self.sequences, *self.states, *self.yields, *self.temporaries)
+        states = [b for b in self.states if b.kind == "history"] if self.first else self.states
+        found = (*self.params, *self.sequences, *self.first, *self.last, *states, *self.yields,
+                 *self.temporaries)  # fmt: skip
         return tuple(dict.fromkeys(found))
 
 
-def assign_storage(program: Program, fixed: Collection[Value] = ()) -> Storage:
+def assign_storage(
+    program: Program, fixed: Collection[Value] = (), in_registers: bool = False
+) -> Storage:
     """Assigns a home to every value that needs one.
 
     Args:
         fixed: values whose home must have the same address at every step; of a state, at every
             second step.
+        in_registers: whether states are in registers, and weights on the chip, for all steps.
     """
     items = [
         item if isinstance(item, Group) or not is_rowwise(item.kind) else Group((item,))
@@ -166,8 +179,16 @@ def assign_storage(program: Program, fixed: Collection[Value] = ()) -> Storage:
             if stores[made]:
                 homes[made] = stores[made][0]
     items.append(Group(()))
+    first, last = (
+        tuple(Buffer(f"{name}{i}", "step", s.value.type) for i, s in enumerate(program.states))
+        if in_registers
+        else ()
+        for name in ("first", "last")
+    )
+    weights = [op.values[1] for op in flat(program.step) if op.kind in PRODUCTS]
+    read = tuple(dict.fromkeys(homes[v].buffer for v in weights)) if in_registers else ()
     return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
-                   initial, tuple(temporaries))  # fmt: skip
+                   initial, first, last, tuple(temporaries), (*read, *first))  # fmt: skip
 
 
 def _saved_states(program: Program) -> dict[Value, Yield]:

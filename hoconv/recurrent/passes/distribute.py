@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
+from hoconv.recurrent.passes.sums import SPREAD, shorten_sums
 
 # A product reads part of a vector in place where the part begins and ends at multiples of this.
 COLUMNS = 32
@@ -137,7 +138,7 @@ def distribute(program: Program, alone: bool = False) -> Distribution:
         program: one that :func:`refuse` does not refuse.
         alone: whether the cluster is a single block.
     """
-    return _Distributing(program, alone).shared
+    return _Distributing(shorten_sums(program), alone).shared
 
 
 class _Distributing:
@@ -191,7 +192,7 @@ class _Distributing:
                 whole = self._gather(result)
                 shared.reads[result] = whole, 0
                 self.earliest[result] = whole.exchange + 1
-        elif is_reduction(op.kind) and op.values[0].type.size > 1:
+        elif op.kind == SPREAD or (is_reduction(op.kind) and op.values[0].type.size > 1):
             shared.reductions[result] = self.earliest[op.values[0]]
             self.earliest[result] = self.earliest[op.values[0]] + 1
         else:

@@ -28,7 +28,7 @@ def bind(
     initial: list[Tensor],
     resident: Mapping[Buffer, Tensor],
 ) -> dict[Buffer, Tensor]:
-    """Gives each buffer a tensor, and writes the initial states.
+    """Gives each buffer a tensor, and writes the initial states where a buffer keeps them.
 
     Args:
         values: the tensors that exist before the loop.
@@ -36,35 +36,37 @@ def bind(
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
     T, B = count_steps(program, values)
-    given = [p.value for p in program.params] + [v for _, v in program.sequences]
-    given += program.made_before
-    tensors = dict(resident)
     device = values[program.sequences[0][1]].device
-    for buffer, value in zip((*storage.params, *storage.sequences), given, strict=True):
-        tensor = values[value]
+    given = [values[p.value] for p in program.params] + [values[v] for _, v in program.sequences]
+    given += [values[v] for v in program.made_before]
+    buffers = (*storage.params, *storage.sequences)
+    if storage.first:
+        given, buffers = given + initial, buffers + storage.first
+    tensors = dict(resident)
+    for buffer, tensor in zip(buffers, given, strict=True):
         _check(buffer, tensor, T, B, device)
         if buffer in resident:
             resident[buffer].copy_(tensor)
         else:
-            tensors[buffer] = tensor.contiguous()
+            tensors[buffer] = tensor if buffer in storage.strided else tensor.contiguous()
     for buffer in storage.buffers:
         if buffer not in tensors:
             tensors[buffer] = empty(buffer, T, B, device)
-    for buffers, first in zip(storage.initial, initial, strict=True):
-        for each in buffers:
-            start = T - 1 if each.kind == "history" and program.reverse else 0
-            tensors[each].select(0, start).copy_(first)
+    if not storage.first:
+        for own, first in zip(storage.initial, initial, strict=True):
+            for each in own:
+                start = T - 1 if each.kind == "history" and program.reverse else 0
+                tensors[each].select(0, start).copy_(first)
     return tensors
 
 
 def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
     """Checks a tensor before compiled code reads it through a bare pointer."""
-    expected = DTYPES[buffer.type.dtype], buffer.shape(T, B), device
-    got = tensor.dtype, tensor.shape, tensor.device
-    if got != expected:
+    dtype, shape = DTYPES[buffer.type.dtype], buffer.shape(T, B)
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
         raise ValueError(
-            f"hoconv::recurrent: {buffer.name}: the compiled loop reads "
-            f"{expected[0]}, {expected[1]}, {device}; got {got[0]}, {tuple(got[1])}, {got[2]}"
+            f"hoconv::recurrent: {buffer.name}: the compiled loop reads {dtype}, {shape}, "
+            f"{device}; got {tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}"
         )
 
 
@@ -74,8 +76,12 @@ def results(
     """The sequences that T steps have written, and the states after the last step."""
     written: Tensors = {
         each.sequence: tensors[buffer].narrow(0, 0, T)
+        if buffer.kind == "history"
+        else tensors[buffer]
         for each, buffer in zip(program.yields, storage.yields, strict=True)
     }
+    if storage.last:
+        return written, [tensors[buffer] for buffer in storage.last]
     final = [
         tensors[b].select(0, T if b.kind == "history" else T % 2).clone() for b in storage.states
     ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster import HEADER, NAME, ClusterSource, emit_cluster
-from hoconv.recurrent.codegen.cluster_layout import ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster_layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.codegen.storage import Buffer
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Group, Program, flat
@@ -48,7 +48,7 @@ class Chip:
 
 
 # An H200's, as the driver says.
-H200 = Chip(232448, ((1, 132), (2, 66), (4, 30), (8, 15), (16, 7)))
+H200 = Chip(SHARED_BYTES, ((1, 132), (2, 66), (4, 30), (8, 15), (16, 7)))
 
 
 class Clusters:
@@ -67,13 +67,16 @@ class Clusters:
         self._lay_out = functools.cache(self._make_layout)
         self._emit = functools.cache(emit_cluster)
         self._load = functools.cache(lambda source, name: _load_cubin(source.text, name))
-        self._chosen = functools.cache(self.choose)
+        self._found = functools.cache(self._find)
 
     def find(self, B: int, device: torch.device) -> ClusterLayout | str:
         """The layout for a batch on a GPU, or why there is none."""
+        return self._found(B, device)
+
+    def _find(self, B: int, device: torch.device) -> ClusterLayout | str:
         if torch.cuda.get_device_capability(device) < CAPABILITY:
             return "its blocks form no clusters"
-        return self._chosen(B, _describe(device))
+        return self.choose(B, _describe(device))
 
     def choose(self, B: int, chip: Chip) -> ClusterLayout | str:
         """The layout for a batch on a chip, or why there is none."""
@@ -85,12 +88,12 @@ class Clusters:
                 continue
             rows = next((n for n in _ROWS if n * resident >= B), _ROWS[-1])
             for warps in _WARPS:
-                layout = self._lay_out(ClusterShape(blocks, rows, warps))
+                layout = self._lay_out(ClusterShape(blocks, rows, warps), chip.shared_bytes)
                 if layout.shared_bytes <= chip.shared_bytes:
                     rounds = math.ceil(B / rows / resident)
                     found.append((rounds * _estimate(layout), layout))
         if not found:
-            return f"the weights do not fit {_BLOCKS[-1]} multiprocessors"
+            return f"what {_BLOCKS[-1]} multiprocessors exchange does not fit their shared memory"
         fastest, layout = min(found, key=lambda each: each[0])
         if fastest > _estimate_graph(self.program, B) and not self.always:
             return "graphs are faster for so many rows"
@@ -105,14 +108,19 @@ class Clusters:
         tensors: Mapping[Buffer, Tensor], device: torch.device,
     ) -> None:  # fmt: skip
         """Launches a kernel for all steps; the current device is `device`."""
-        shape, shared_bytes = source.layout.shape, source.layout.shared_bytes
-        call = describe_call(source.storage, T, B, seed, tensors)
+        layout, shape = source.layout, source.layout.shape
+        clusters = -(-B // shape.rows)
+        scratch = None
+        if layout.far_bytes:
+            bytes = clusters * shape.blocks * layout.far_bytes
+            scratch = torch.empty(bytes, dtype=torch.uint8, device=device)
+        call = describe_call(source.storage, T, B, seed, tensors, scratch)
         self._load(source, _architecture(device)).launch_clusters(
-            NAME, -(-B // shape.rows), shape.blocks, shape.threads, shared_bytes, call
+            NAME, clusters, shape.blocks, shape.threads, layout.shared_bytes, call
         )
 
-    def _make_layout(self, shape: ClusterShape) -> ClusterLayout:
-        return ClusterLayout(self._distribute(shape.blocks == 1), shape)
+    def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
+        return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
 
 
 def _estimate(layout: ClusterLayout) -> float:
@@ -121,7 +129,8 @@ def _estimate(layout: ClusterLayout) -> float:
     pushed = 4.9e-5 * layout.pushed_bytes
     products = 0.016 * layout.tile_products + 0.002 * layout.plain_products
     warps = layout.shape.warps / _WARPS[0] * (products + 0.04)
-    return exchange * layout.shared.exchanges + pushed + warps + 4e-6 * layout.rest_bytes
+    read = 4e-6 * layout.kept_bytes + 13e-6 * layout.far_bytes
+    return exchange * layout.shared.exchanges + pushed + warps + read
 
 
 def _estimate_graph(program: Program, B: int) -> float:
@@ -151,6 +160,7 @@ def _load_cubin(text: str, architecture: str) -> Cubin:
     return Cubin(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
 
 
+@functools.cache
 def _architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"

@@ -10,6 +10,7 @@ from typing import Any
 # Numbers of cuda.h.
 _MOST_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CUfunction_attribute
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_KEPT = 256  # configurations of launches
 
 
 class _Attribute(ctypes.Structure):
@@ -36,6 +37,7 @@ class _Configuration(ctypes.Structure):
     )
 
 
+@functools.lru_cache(_KEPT)
 def _configure(
     clusters: int, blocks: int, threads: int, shared_bytes: int, stream: int | None
 ) -> _Configuration:
@@ -63,6 +65,7 @@ class Cubin:
         made = ctypes.byref(self.library)
         self._check(driver.cuLibraryLoadData(made, code, *no_options, *no_options))
         self._function = functools.cache(self._find_kernel)
+        self._clustered = functools.cache(self._allow_clusters)
 
     def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
         """As :data:`hoconv.recurrent.runtime.workspace.Launcher`."""
@@ -82,7 +85,10 @@ class Cubin:
         given = _configure(clusters, blocks, threads, shared_bytes, self.stream())
         self._check(
             self.driver.cuLaunchKernelEx(
-                ctypes.byref(given), self._clustered(name, shared_bytes), addresses, None
+                ctypes.byref(given),
+                self._clustered(name, shared_bytes, self._device()),
+                addresses,
+                None,
             )
         )
 
@@ -92,15 +98,22 @@ class Cubin:
         given = _configure(1, blocks, threads, shared_bytes, None)
         self._check(
             self.driver.cuOccupancyMaxActiveClusters(
-                ctypes.byref(count), self._clustered(name, shared_bytes), ctypes.byref(given)
+                ctypes.byref(count),
+                self._clustered(name, shared_bytes, self._device()),
+                ctypes.byref(given),
             )
         )
         return count.value
 
-    def _clustered(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
-        """The kernel, allowed to use so much shared memory, in clusters of more than 8 blocks."""
-        kernel, device = self._function(name), ctypes.c_int()
+    def _device(self) -> int:
+        """The device of the current context."""
+        device = ctypes.c_int()
         self._check(self.driver.cuCtxGetDevice(ctypes.byref(device)))
+        return device.value
+
+    def _allow_clusters(self, name: str, shared_bytes: int, device: int) -> ctypes.c_void_p:
+        """The kernel, allowed to use so much shared memory, in clusters of more than 8 blocks."""
+        kernel = self._function(name)
         for attribute, value in ((_MOST_SHARED_BYTES, shared_bytes), (_LARGE_CLUSTERS, 1)):
             self._check(self.driver.cuKernelSetAttribute(attribute, value, kernel, device))
         return kernel

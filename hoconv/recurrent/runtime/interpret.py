@@ -81,9 +81,11 @@ def interpret(
 
     run(program.before)
     initial = [
-        (
-            states[s.name] if s.total is None else like.new_zeros(like.shape[0], s.value.type.size)
-        ).to(DTYPES[s.value.type.dtype])
+        states[s.name].to(DTYPES[s.value.type.dtype])
+        if s.total is None
+        else like.new_zeros((), dtype=DTYPES[s.value.type.dtype]).expand(
+            like.shape[0], s.value.type.size
+        )
         for s in program.states
     ]
     written, final = (loop or _steps)(program, values, initial, seed)

@@ -1,49 +1,95 @@
 """Packs a layer's parameters as a program reads them, and unpacks their gradients.
 
-m features of a result, n features of an operand.
+What a program reads of several parameters, the same columns of each, are columns of one tensor: all
+these parameters, concatenated by rows. Their gradients are rows of one tensor.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hoconv.recurrent.ir.program import Piece, Program
+from hoconv.recurrent.ir.program import Param, Piece, Program
+
+_Names = tuple[str, ...]
+_KEPT = 256  # programs
 
 
 def pack(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensor of each param of a program: its pieces, concatenated by rows, contiguous."""
+    """The tensor of each param of a program; its rows may lie apart."""
+    wholes: dict[_Names, Tensor] = {}
     found = []
-    for param in program.params:
-        pieces = [_piece(piece, parameters) for piece in param.pieces]
-        found.append(pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces))
+    for param, names in zip(program.params, _group(program)[0], strict=True):
+        if names is None:
+            found.append(torch.cat([_read(parameters[p.parameter], p) for p in param.pieces]))
+            continue
+        if names not in wholes:
+            wholes[names] = _concatenate([parameters[name] for name in names])
+        found.append(_read(wholes[names], param.pieces[0]))
     return found
 
 
 def unpack(
     program: Program, results: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradient of each parameter, from the results of a backward program; 0 without one."""
-    parts: dict[str, dict[tuple[int, int] | None, Tensor]] = defaultdict(dict)
-    for i, param in enumerate(program.params):
+    """The gradient of each parameter, from the results of a backward program; 0 without one.
+
+    Gradients may lie in one tensor, beside each other.
+    """
+    groups, together = _group(program)
+    parts: dict[_Names, dict[tuple[int, int] | None, Tensor]] = defaultdict(dict)
+    for i, (param, names) in enumerate(zip(program.params, groups, strict=True)):
+        pieces = param.pieces
         if (result := results.get(f"d_{i}")) is None:
-            found = [torch.zeros_like(_piece(piece, parameters)) for piece in param.pieces]
-        else:
-            found = result.split([len(parameters[piece.parameter]) for piece in param.pieces])
-        for piece, part in zip(param.pieces, found, strict=True):
-            parts[piece.parameter][piece.columns] = part
-    return {
-        name: torch.cat([part for _, part in sorted(parts[name].items())], -1)
-        for name in parameters
-    }
+            zeros = [torch.zeros_like(_read(parameters[p.parameter], p)) for p in pieces]
+            result = torch.cat(zeros)
+        if names is not None and names in together:
+            parts[names][pieces[0].columns] = result
+            continue
+        rows = result.split([len(parameters[piece.parameter]) for piece in pieces])
+        for piece, part in zip(pieces, rows, strict=True):
+            parts[piece.parameter,][piece.columns] = part
+    found: dict[str, Tensor] = {}
+    for names, columns in parts.items():
+        whole = _concatenate([part for _, part in sorted(columns.items())], -1)
+        rows = [len(parameters[name]) for name in names]
+        found |= zip(names, whole.split(rows) if len(rows) > 1 else [whole], strict=True)
+    return {name: found[name] for name in parameters}
 
 
-def _piece(piece: Piece, parameters: Mapping[str, Tensor]) -> Tensor:
-    whole = parameters[piece.parameter]
+@functools.lru_cache(_KEPT)
+def _group(program: Program) -> tuple[list[_Names | None], set[_Names]]:
+    """The parameters of which each param is the same columns, or None; and those groups of
+    parameters of which nothing else reads one."""
+    widths: dict[str, int] = defaultdict(int)
+    for param in program.params:
+        for piece in param.pieces:
+            widths[piece.parameter] = max(widths[piece.parameter], (piece.columns or (0, 0))[1])
+
+    def find_names(param: Param) -> _Names | None:
+        names = tuple(piece.parameter for piece in param.pieces)
+        read = {(piece.columns, widths[piece.parameter]) for piece in param.pieces}
+        return names if len(read) == 1 and len({*names}) == len(names) else None
+
+    groups = [find_names(param) for param in program.params]
+    readers: dict[str, set[_Names | None]] = defaultdict(set)
+    for param, names in zip(program.params, groups, strict=True):
+        for piece in param.pieces:
+            readers[piece.parameter].add(names)
+    alone = {names for names in groups if names and all(len(readers[n]) == 1 for n in names)}
+    return groups, alone
+
+
+def _read(whole: Tensor, piece: Piece) -> Tensor:
     if piece.columns is None:
         return whole
     start, stop = piece.columns
     return whole.narrow(1, start, stop - start)
+
+
+def _concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim)

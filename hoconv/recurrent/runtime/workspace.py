@@ -33,7 +33,8 @@ def describe_call(
     """The ``Call`` of a kernel, from its first step on."""
     addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in storage.buffers]
     last = 0 if scratch is None else scratch.data_ptr()
-    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, last)
+    strides = (stride for b in storage.strided for stride in tensors[b].stride())
+    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, last, *strides)
     return (ctypes.c_int64 * len(given))(*given)
 
 

@@ -4,6 +4,8 @@ Input and states of a layer have H features. The sections, in float32 and on a G
 
 - ``cells``: cells that no library has, against the definition, which PyTorch calls at every step.
   The cells of ``--compile`` also against torch.compile, which unrolls ``--compile-steps`` steps.
+- ``published``: cells of papers (benchmarks/library/published.py), likewise; on a GPU also with
+  schedule ``graph``.
 - ``library``: LSTM and GRU against nn.LSTM and nn.GRU. On a GPU also with schedule ``graph``, which
   keeps no weights on the chip, and in float32 with TF32.
 - ``ladder``: an LSTM with every schedule, against nn.LSTM, in float32.
@@ -54,6 +56,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from benchmarks.library.published import CELLS as PUBLISHED
 from benchmarks.library.recurrent_report import (
     PHASES,
     draw_ladder,
@@ -142,6 +145,7 @@ SHAPES = {
 }  # fmt: skip
 LONGEST = {"cpu": 200, "cuda": 1000}  # T of the section lengths
 TYPICAL = (100, 64, 512)  # T, B, H
+SMALLER = (100, 32, 256)
 
 # A layer, and the function of its input that is timed.
 Timeable = tuple[nn.Module, Callable[[Tensor], Tensor]]
@@ -154,12 +158,16 @@ def ours(impl: str, schedule: str = "auto") -> Way:
 
     def make(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
         layer = rnn.RNN(
-            getattr(rnn, case.cell), case.H, case.H, case.layers, schedule=schedule, impl=impl,
+            find_cell(case.cell), case.H, case.H, case.layers, schedule=schedule, impl=impl,
             device=device, dtype=dtype,
         )  # fmt: skip
         return layer, lambda x: layer(x)[0]
 
     return make
+
+
+def find_cell(name: str) -> rnn.Cell:
+    return next((cell for cell in PUBLISHED if cell.name == name), None) or getattr(rnn, name)
 
 
 def make_pytorch(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
@@ -201,6 +209,14 @@ def cells(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, W
         yield Case(cell, *TYPICAL), ways
 
 
+def published(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    ways = {"reference": ours("reference"), "ours": ours(IMPLS[device])}
+    if device == "cuda":
+        ways["ours, graph"] = ours(IMPLS[device], "graph")
+    for cell in () if precision.tf32 else PUBLISHED:
+        yield Case(cell.name, *SMALLER), ways
+
+
 def library(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
     for cell, theirs in NN.items():
         for shape in SHAPES[device]:
@@ -229,7 +245,10 @@ def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str,
 
 
 DRAWN = {"library": draw_library, "ladder": draw_ladder}
-SECTIONS = {"cells": cells, "library": library, "ladder": ladder, "lengths": lengths}
+SECTIONS = {
+    "cells": cells, "published": published, "library": library, "ladder": ladder,
+    "lengths": lengths,
+}  # fmt: skip
 LATENCY = "latency"
 KEY = "cell", "layers", "precision", "contender"
 

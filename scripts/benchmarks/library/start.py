@@ -2,10 +2,10 @@
 
 Writes::
 
-    start_<library>.json
-        command, date, method, environment, library
+    start_<device>.json
+        command, date, method, environment, device
         first_s           import and load with an empty cache, compilation included
-        later_s           the same with the library in the cache: median_s, and each_s
+        later_s           the same with the libraries in the cache: median_s, and each_s
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hoconv.commands import write_json
 STARTS = 5
 METHOD = (
     "Each start is a fresh process; the clock starts after `import torch` (and, for CUDA, after "
-    "torch.cuda.init()), and stops when hoconv is imported and the library loaded. The first finds "
-    "an empty cache and compiles."
+    "torch.cuda.init()), and stops when hoconv is imported and the libraries of all operators for "
+    "the device are loaded, one after another. The first finds an empty cache and compiles."
 )
 
 
@@ -38,35 +38,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes the results."""
-    table = Table("library", "first use, compiling", "later starts, median", title="Start, s")
-    for library in arguments.device:
+    table = Table("libraries for", "first use, compiling", "later starts, median", title="Start, s")
+    for device in arguments.device:
         with tempfile.TemporaryDirectory() as cache:
-            first, *later = (_start(library, cache) for _ in range(1 + STARTS))
+            first, *later = (_start(device, cache) for _ in range(1 + STARTS))
         median = statistics.median(later)
-        table.add_row(library, f"{first:.2f}", f"{median:.3f}")
+        table.add_row(device, f"{first:.2f}", f"{median:.3f}")
         measured = {
             "method": METHOD,
-            "library": library,
+            "device": device,
             "first_s": first,
             "later_s": {"median_s": median, "each_s": later},
         }
-        write_json(arguments.out / f"start_{library}.json", head | measured)
+        write_json(arguments.out / f"start_{device}.json", head | measured)
     console().print(table)
 
 
-def _start(library: str, cache: str) -> float:
-    """Measures the seconds in which a new process imports hoconv and loads a library.
+def _start(device: str, cache: str) -> float:
+    """Measures the seconds in which a new process imports hoconv and loads a device's libraries.
 
     Raises:
-        BuildError: it cannot be compiled or loaded.
+        BuildError: one of them cannot be compiled or loaded.
     """
     program = """
 import sys, time, torch
 if sys.argv[1] == "cuda":
     torch.cuda.init()
 begin = time.perf_counter()
-from hoconv import jit
-reason = jit.load(sys.argv[1])
+from hoconv.declaration import libraries
+reason = next(filter(None, (each.load() for each in libraries(sys.argv[1]))), None)
 print(time.perf_counter() - begin, reason)
 """
     environment = {
@@ -74,9 +74,9 @@ print(time.perf_counter() - begin, reason)
         "TORCH_EXTENSIONS_DIR": cache,
         "PYTHONPATH": os.pathsep.join(sys.path),  # hoconv need not be installed
     }
-    done = subprocess.run([sys.executable, "-c", program, library], env=environment, check=True,
+    done = subprocess.run([sys.executable, "-c", program, device], env=environment, check=True,
                           stdout=subprocess.PIPE, text=True)  # fmt: skip
     seconds, reason = done.stdout.strip().split(maxsplit=1)
     if reason != "None":
-        raise jit.BuildError(f"{library}: {reason}")
+        raise jit.BuildError(f"{device}: {reason}")
     return float(seconds)

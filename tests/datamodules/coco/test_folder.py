@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_images_keep_their_names_and_sizes(folder, num_workers):
-    data = ImageFolder(folder, image_size=4, batch_size=2, num_workers=num_workers)
+    data = ImageFolder(folder, image_shape=(3, 4, 4), batch_size=2, num_workers=num_workers)
     first, second = data.predict_dataloader()
     assert first.names == ["a.png", "b.JPG"]
     assert second.names == ["below/grey.jpeg"]
@@ -36,7 +36,7 @@ def test_images_keep_their_names_and_sizes(folder, num_workers):
 
 
 def test_files_that_cannot_be_read_are_skipped_counted_and_named(folder):
-    data = ImageFolder(folder, image_size=4, batch_size=2)
+    data = ImageFolder(folder, image_shape=(3, 4, 4), batch_size=2)
     batches = [data.on_after_batch_transfer(batch, 0) for batch in data.predict_dataloader()]
     assert sum(len(batch.images) for batch in batches) == 3
     ((reason, names),) = data.skipped.items()
@@ -51,11 +51,11 @@ def test_a_photograph_is_turned_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn right by 90 degrees
     image.save(tmp_path / "photo.jpg", exif=exif)
-    (batch,) = ImageFolder(tmp_path, image_size=4, batch_size=1).predict_dataloader()
+    (batch,) = ImageFolder(tmp_path, image_shape=(3, 4, 4), batch_size=1).predict_dataloader()
     assert batch.sizes == [(6, 2)]
 
 
 @pytest.mark.parametrize("name", [".", "missing"])
 def test_a_folder_without_images_is_an_error(tmp_path, name):
     with pytest.raises(DataNotFoundError, match=f"no images .* in {(tmp_path / name).resolve()}"):
-        ImageFolder(tmp_path / name, image_size=4, batch_size=1)
+        ImageFolder(tmp_path / name, image_shape=(3, 4, 4), batch_size=1)

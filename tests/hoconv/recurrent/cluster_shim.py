@@ -1,8 +1,10 @@
 """Runs generated kernels of clusters on a CPU: threads are fibers, which wait for each other.
 
-A fiber runs until it waits; the first one that need not wait is next. So one block gets as far
-ahead of the others as the kernel lets it. What a block pushes arrives at once or, where the threads
-run in the reverse order, when its receiver waits for it: as early and as late as it may.
+Only instructions are emulated; what is written in terms of them (csrc/recurrent/cluster.cuh) is
+compiled as it is. A fiber runs until it waits; the first one that need not wait is next. So one
+block gets as far ahead of the others as the kernel lets it. What a block pushes arrives at once or,
+where the threads run in the reverse order, when its receiver waits for it: as early and as late as
+it may.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
+from hoconv import jit
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cluster import ClusterSource, emit_cluster
-from hoconv.recurrent.codegen.cluster_layout import ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster_layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.distribute import distribute
 from hoconv.recurrent.runtime.buffers import bind, results
@@ -26,29 +30,48 @@ _HEADER = """
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 #include "recurrent/math.h"
+#define __device__
 #define __global__
+#define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 using std::max;
 using std::min;
 struct uint4 { uint32_t x, y, z, w; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint4 __ldcg(const uint4* from) { return *from; }
 
 namespace hoconv::recurrent {
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
+
+template <typename R>
+struct Rounded {
+  uint16_t bits;
+  Rounded() = default;
+  explicit Rounded(float x) : bits(R(x).x) {}
+  explicit operator float() const { return R(bits, R::from_bits()); }
+};
+using BFloat16 = Rounded<torch::headeronly::BFloat16>;
+using Half = Rounded<torch::headeronly::Half>;
 
 struct Pushed { char* to; std::vector<char> data; };
 struct Barrier {
-  int64_t expected = -1, received = 0, completed = 0;
+  int64_t pending = 1, missing = 0, phase = 0;
   std::vector<Pushed> coming;
+};
+struct Warp {
+  int64_t arrivals[2] = {};
+  char slots[2][32][32];
 };
 struct Block {
   std::vector<char> memory;
-  Barrier barriers[2];
+  std::map<uint32_t, Barrier> barriers;
+  std::vector<Warp> warps;
   int64_t arrivals = 0;
 };
 struct Cluster { std::vector<Block> blocks; int64_t arrivals = 0; };
@@ -58,6 +81,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   Index thread, block;
   int rank;
+  int64_t rounds = 0;
   std::function<bool()> ready;
   bool done = false;
 };
@@ -72,7 +96,6 @@ inline void wait_until(std::function<bool()> ready) {
   swapcontext(&current->context, &scheduler);
 }
 inline Block& own() { return cluster->blocks[current->rank]; }
-inline int cluster_rank() { return current->rank; }
 inline char* shared_memory() { return own().memory.data(); }
 inline void wait_for(int64_t& arrivals, int64_t all) {
   const int64_t round = arrivals++ / all;
@@ -82,105 +105,108 @@ inline void __syncthreads() { wait_for(own().arrivals, threads_of_block); }
 inline void cluster_sync() {
   wait_for(cluster->arrivals, int64_t(threads_of_block) * cluster->blocks.size());
 }
+
+// What the lanes of a warp give, when all have come.
+template <typename T>
+const char (*collect(const T& given))[32] {
+  static_assert(sizeof(T) <= 32);
+  Warp& warp = own().warps[current->thread.x / 32];
+  const int64_t round = current->rounds++;
+  memcpy(warp.slots[round % 2][current->thread.x % 32], &given, sizeof(T));
+  int64_t& arrivals = warp.arrivals[round % 2];
+  ++arrivals;
+  wait_until([&arrivals, round] { return arrivals >= (round / 2 + 1) * 32; });
+  return warp.slots[round % 2];
+}
+inline void __syncwarp() { collect(0); }
+template <typename A>
+A __shfl_xor_sync(uint32_t, A value, int lanes) {
+  A other;
+  memcpy(&other, collect(value)[(current->thread.x % 32) ^ lanes], sizeof(A));
+  return other;
+}
+
+// An address is the block's rank and the place in its memory.
+inline uint32_t shared_address(const void* pointer) {
+  return current->rank << 20 | (static_cast<const char*>(pointer) - shared_memory());
+}
+inline uint32_t address_in(uint32_t address, int rank) {
+  return rank << 20 | (address & ((1 << 20) - 1));
+}
+inline int cluster_rank() { return current->rank; }
+inline Barrier& barrier_at(uint32_t address) {
+  return cluster->blocks[address >> 20].barriers.at(address);
+}
 inline void settle(Barrier& b) {
-  if (b.expected >= 0 && b.received == b.expected) b.received = 0, b.expected = -1, ++b.completed;
+  if (b.pending == 0 && b.missing == 0) b.pending = 1, ++b.phase;
 }
-
-struct Exchanges {
-  int64_t count = 0;
-  void start(uint64_t*) {}
-  void expect(int64_t bytes) {
-    if (current->thread.x) return;
-    Barrier& b = own().barriers[count % 2];
-    b.expected = bytes;
-    settle(b);
-  }
-  void wait() {
-    Barrier& b = own().barriers[count % 2];
-    const int64_t round = count++ / 2;
-    wait_until([&b, round] {
-      for (Pushed& pushed : b.coming) {
-        memcpy(pushed.to, pushed.data.data(), pushed.data.size());
-        b.received += pushed.data.size();
-      }
-      b.coming.clear();
-      settle(b);
-      return b.completed > round;
-    });
-  }
-  void push(int rank, const void* place, const void* from, int64_t bytes) const {
-    Block& to = cluster->blocks[rank];
-    char* there = to.memory.data() + (static_cast<const char*>(place) - shared_memory());
-    Barrier& b = to.barriers[count % 2];
-    if (late) {
-      const char* bits = static_cast<const char*>(from);
-      b.coming.push_back({there, {bits, bits + bytes}});
-      return;
+inline void init_barrier(uint32_t address) { own().barriers[address] = Barrier(); }
+inline void show_barriers() {}
+inline void expect_bytes(uint32_t address, uint32_t bytes) {
+  Barrier& b = barrier_at(address);
+  b.missing += bytes;
+  if (--b.pending < 0) abort();  // a barrier that has not ended its phase
+  settle(b);
+}
+inline void arrive(Barrier& b, int64_t bytes) {
+  b.missing -= bytes;
+  if (b.missing < 0) abort();  // nobody expects them
+  settle(b);
+}
+inline void wait_for_phase(uint32_t address, uint32_t parity) {
+  Barrier& b = barrier_at(address);
+  wait_until([&b, parity] {
+    for (Pushed& pushed : b.coming) {
+      memcpy(pushed.to, pushed.data.data(), pushed.data.size());
+      arrive(b, pushed.data.size());
     }
-    memcpy(there, from, bytes);
-    b.received += bytes;
-    settle(b);
+    b.coming.clear();
+    return b.phase % 2 != parity;
+  });
+}
+template <int BYTES>
+void push(uint32_t to, uint32_t barrier, const void* from) {
+  char* const there = cluster->blocks[to >> 20].memory.data() + (to & ((1 << 20) - 1));
+  if (to >> 20 != barrier >> 20 || to % BYTES) abort();
+  Barrier& b = barrier_at(barrier);
+  if (late) {
+    const char* bits = static_cast<const char*>(from);
+    b.coming.push_back({there, {bits, bits + BYTES}});
+    return;
   }
-};
-
-template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-void push_rows(const Exchanges& exchanges, T* from) {
-  if (current->thread.x) return;
-  for (int rank = 0; rank < C; ++rank)
-    for (int r = 0; rank != current->rank && r < ROWS; ++r)
-      exchanges.push(rank, from + r * STRIDE, from + r * STRIDE, COLUMNS * sizeof(T));
-}
-template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, int SPLIT, typename A>
-void push_sums(const Exchanges& exchanges, const A* from, A* to) {
-  if (current->thread.x) return;
-  for (int c = 0; c < C; ++c)
-    for (int r = 0; r < ROWS; ++r)
-      for (int column = 0; column < COLUMNS; ++column) {
-        A sum = 0;
-        for (int s = 0; s < SPLIT; ++s)
-          sum += from[(s * ROWS + r) * STRIDE + c * COLUMNS + column];
-        exchanges.push(c, to + (current->rank * ROWS + r) * COLUMNS + column, &sum, sizeof(A));
-      }
-}
-template <int THREADS, int ROWS> constexpr int ROUNDS = ROWS;
-template <int THREADS, int ROWS, int COLUMNS, typename A, typename F>
-void reduce_rows(A (&values)[ROWS], const A* from, int columns, A neutral, F combine) {
-  for (int r = 0; r < ROWS; ++r) {
-    values[r] = neutral;
-    for (int column = 0; column < columns; ++column)
-      values[r] = combine(values[r], from[r * COLUMNS + column]);
-  }
-}
-template <int C, int THREADS, int ROWS, typename A>
-void push_reduced(const Exchanges& exchanges, const A (&values)[ROWS], A* to) {
-  for (int r = 0; current->thread.x == 0 && r < ROWS; ++r)
-    for (int c = 0; c < C; ++c)
-      if (C == 1) to[r] = values[r];
-      else exchanges.push(c, to + current->rank * ROWS + r, &values[r], sizeof(A));
+  memcpy(there, from, BYTES);
+  arrive(b, BYTES);
 }
 
-template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD>
-struct Product {
-  std::function<double(int, int)> weight;
-  template <typename R, typename C>
-  void load(const T* weights, int64_t row_stride, int64_t column_stride, R row, C column, uint4*) {
-    weight = [=](int m, int k) -> double {
-      const int64_t i = row(m), j = column(k);
-      return i < 0 || j < 0 ? 0 : static_cast<double>(weights[i * row_stride + j * column_stride]);
-    };
+inline void load_tiles(uint32_t (&tiles)[4], const void* row) {
+  const char(*rows)[32] = collect(row);
+  const int lane = current->thread.x % 32;
+  for (int tile = 0; tile < 4; ++tile) {
+    const char* from;
+    memcpy(&from, rows[tile * 8 + lane / 4], sizeof(from));
+    memcpy(&tiles[tile], from + lane % 4 * 4, 4);
   }
-  template <int X_STRIDE, int Y_STRIDE, typename A>
-  void multiply(const T* x, A* y, const uint4*) {
-    for (int m = current->thread.x; m < M; m += THREADS)
-      for (int row = 0; row < ROWS; ++row) {
-        double sum = 0;
-        for (int k = 0; k < K; ++k)
-          sum += weight(m, k) * static_cast<double>(x[row * X_STRIDE + k]);
-        for (int s = 0; s < (sizeof(T) == 2 ? SPLIT : 1); ++s)
-          y[(s * ROWS + row) * Y_STRIDE + m] = s ? 0 : sum;
-      }
+}
+template <typename T>
+void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
+  struct Given { uint32_t a[4], b[2]; } given = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const char(*lanes)[32] = collect(given);
+  const auto half = [](uint32_t word, int which) {
+    T value;
+    value.bits = word >> 16 * which;
+    return float(value);
+  };
+  const int lane = current->thread.x % 32;
+  for (int z = 0; z < 4; ++z) {
+    const int row = lane / 4 + z / 2 * 8, column = lane % 4 * 2 + z % 2;
+    for (int k = 0; k < 16; ++k) {
+      Given of_row, of_column;
+      memcpy(&of_row, lanes[row % 8 * 4 + k % 8 / 2], sizeof(Given));
+      memcpy(&of_column, lanes[column * 4 + k % 8 / 2], sizeof(Given));
+      sum[z] += half(of_row.a[row / 8 + k / 8 * 2], k % 2) * half(of_column.b[k / 8], k % 2);
+    }
   }
-};
+}
 
 // Runs the clusters of a launch, one after another.
 inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, bool reversed,
@@ -191,7 +217,10 @@ inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, b
   for (int c = 0; c < clusters; ++c) {
     Cluster own;
     own.blocks.resize(blocks);
-    for (Block& block : own.blocks) block.memory.assign(bytes, char(0xff));
+    for (Block& block : own.blocks) {
+      block.memory.assign(bytes, char(0xff));
+      block.warps.resize(threads / 32);
+    }
     cluster = &own;
     std::vector<Fiber> fibers(blocks * threads);
     for (int i = 0; i < blocks * threads; ++i) {
@@ -224,18 +253,26 @@ inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, b
 #define threadIdx (hoconv::recurrent::current->thread)
 #define blockIdx (hoconv::recurrent::current->block)
 """
+_INSTRUCTIONS = '#include "recurrent/instructions.cuh"'
 _MEMORY = "extern __shared__ __align__(128) char shared[];"
 
 
 def shim_clusters(
-    programs: Mapping[str, Program], shape: ClusterShape, reversed: bool = False
-) -> dict[str, ShimClusters]:
+    programs: Mapping[str, Program], shape: ClusterShape, reversed: bool = False,
+    most_shared_bytes: int = SHARED_BYTES,
+) -> dict[str, ShimClusters]:  # fmt: skip
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of kernels of clusters."""
-    sources = {
-        name: emit_cluster(ClusterLayout(distribute(program, shape.blocks == 1), shape))
-        for name, program in programs.items()
-    }
-    text = "".join((_HEADER, *(_namespace(name, source) for name, source in sources.items())))
+
+    def lay_out(program: Program) -> ClusterLayout:
+        shared = distribute(program, shape.blocks == 1)
+        return ClusterLayout(shared, shape, most_shared_bytes)
+
+    sources = {name: emit_cluster(lay_out(program)) for name, program in programs.items()}
+    functions = (jit.CSRC / "recurrent/cluster.cuh").read_text()
+    assert _INSTRUCTIONS in functions
+    functions = functions.replace(_INSTRUCTIONS, "").replace("#pragma once", "")
+    named = (_namespace(name, source) for name, source in sources.items())
+    text = "".join((_HEADER, functions, *named))
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {
         name: ShimClusters(source, getattr(library, f"launch_{name}"), reversed)
@@ -276,7 +313,10 @@ class ShimClusters:
         T, B = count_steps(program, values)
         storage = self.source.storage
         tensors = bind(program, storage, values, initial, {})
-        call = describe_call(storage, T, B, seed, tensors)
-        clusters = -(-B // self.source.layout.shape.rows)
+        layout = self.source.layout
+        clusters = -(-B // layout.shape.rows)
+        bytes = clusters * layout.shape.blocks * layout.far_bytes
+        scratch = torch.empty(bytes, dtype=torch.uint8)
+        call = describe_call(storage, T, B, seed, tensors, scratch)
         self.launch(ctypes.byref(call), clusters, ctypes.c_bool(self.reversed))
         return results(program, storage, tensors, T)

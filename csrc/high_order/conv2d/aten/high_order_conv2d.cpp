@@ -9,8 +9,8 @@
 #include <array>
 #include <tuple>
 
-#include "common/aten_ops.h"
 #include "high_order/conv2d/problem.h"
+#include "hoconv/aten_ops.h"
 
 namespace hoconv::high_order::conv2d {
 namespace {

@@ -16,11 +16,11 @@
 #include <tuple>
 #include <vector>
 
-#include "common/blocks.h"
-#include "common/huge_pages.h"
-#include "common/vec.h"
 #include "high_order/conv2d/problem.h"
 #include "high_order/padded_image.h"
+#include "hoconv/blocks.h"
+#include "hoconv/huge_pages.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::high_order::conv2d {
 namespace {

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "common/blocks.h"
-#include "common/vec.h"
+#include "hoconv/blocks.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::high_order::layer::cpu {
 

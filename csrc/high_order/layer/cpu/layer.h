@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "common/vec.h"
 #include "high_order/conv2d/problem.h"
 #include "high_order/layer/cpu/kernels.h"
+#include "hoconv/vec.h"
 
 namespace hoconv::high_order::layer::cpu {
 

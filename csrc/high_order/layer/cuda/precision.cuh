@@ -20,7 +20,7 @@
 
 #include <cstring>
 
-#include "common/cuda_launch.cuh"
+#include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::high_order::layer {
 

@@ -36,7 +36,7 @@ def on_a_gpu(limits: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         shared_memory_per_block_optin = SHARED_MEMORY
         major, minor = 9, 0
 
-    monkeypatch.setattr(jit, "functions", lambda library: limits)
+    monkeypatch.setattr(jit.Library, "functions", lambda library: limits)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     caches = rule._why_cuda_unfused_once, rule._least_width_backward_once
     for cache in caches:

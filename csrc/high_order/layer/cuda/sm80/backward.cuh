@@ -1,5 +1,6 @@
 // Launches the backward kernel with as many blocks as the GPU runs at the same time, and the
-// kernels that add up their partial sums.
+// kernels that add up their partial sums. Each precision and k is instantiated in a source of its
+// own (backward/), since it takes long to compile.
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
 // s kernel size of the generator, N = columns / 8 of the product, Q channels a chunk.
@@ -8,6 +9,7 @@
 #include "high_order/layer/cuda/segments.cuh"
 #include "high_order/layer/cuda/sm80/backward_kernel.cuh"
 #include "high_order/layer/cuda/sm80/backward_sums.cuh"
+#include "high_order/layer/cuda/sm80/launch.cuh"
 
 namespace hoconv::high_order::layer::sm80 {
 
@@ -76,29 +78,17 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   }
 }
 
-// Writes the gradients. Each precision is instantiated in a source file of its own, since it takes
-// long to compile.
-template <typename P>
-void run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
-                  Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
-  const auto with_sizes = [&](auto k, auto s) {
-    run<P, decltype(k)::value, decltype(s)::value>(grad, x, weight, bias, l, grad_x, grad_weight,
-                                                   grad_bias, stream);
+template <typename P, int k>
+void Backward<P, k>::run(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                         const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
+                         Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
+  const auto with_generator = [&](auto s) {
+    sm80::run<P, k, decltype(s)::value>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias,
+                                        stream);
   };
-  const auto with_generator = [&](auto k) {
-    switch (l.s) {
-      case 1:
-        return with_sizes(k, std::integral_constant<int, 1>{});
-      case 3:
-        return with_sizes(k, std::integral_constant<int, 3>{});
-      case 5:
-        return with_sizes(k, std::integral_constant<int, 5>{});
-      default:
-        return with_sizes(k, std::integral_constant<int, 7>{});
-    }
-  };
-  switch (l.k) {
+  switch (l.s) {
+    case 1:
+      return with_generator(std::integral_constant<int, 1>{});
     case 3:
       return with_generator(std::integral_constant<int, 3>{});
     case 5:

@@ -16,4 +16,18 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
               const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
               Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream);
 
+// What they call for one precision, and for one k.
+template <typename P>
+struct Forward {
+  static void run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const Layer& l, Tensor& out, cudaStream_t stream);
+};
+
+template <typename P, int k>
+struct Backward {
+  static void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
+                  Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream);
+};
+
 }  // namespace hoconv::high_order::layer::sm80

@@ -211,25 +211,22 @@ struct Item {
 };
 
 // Calls f with the sizes of a layer that these kernels serve.
-template <typename F>
-void dispatch_sizes(const Tensor& x, const Layer& l, F&& f) {
-  dispatch_precision(x, l, [&](auto precision) {
-    const auto with = [&](auto k) {
-      using P = decltype(precision);
-      if (l.C == 1)
-        f(Sizes<P, decltype(k)::value, 1>{});
-      else
-        f(Sizes<P, decltype(k)::value, 3>{});
-    };
-    switch (l.k) {
-      case 3:
-        return with(std::integral_constant<int, 3>{});
-      case 5:
-        return with(std::integral_constant<int, 5>{});
-      default:
-        return with(std::integral_constant<int, 7>{});
-    }
-  });
+template <typename P, typename F>
+void dispatch_sizes(const Layer& l, F&& f) {
+  const auto with = [&](auto k) {
+    if (l.C == 1)
+      f(Sizes<P, decltype(k)::value, 1>{});
+    else
+      f(Sizes<P, decltype(k)::value, 3>{});
+  };
+  switch (l.k) {
+    case 3:
+      return with(std::integral_constant<int, 3>{});
+    case 5:
+      return with(std::integral_constant<int, 5>{});
+    default:
+      return with(std::integral_constant<int, 7>{});
+  }
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -4,6 +4,8 @@
 // and beside it the generator's parameters, which the tensor cores read there. A warp owns every
 // fourth row, 16 pixels at a time: it loads the pixels that their taps read, generates the weights
 // from these, multiplies both, and the four lanes that share pixels add up their sums.
+// Each precision is instantiated in a source of its own (forward/), since it takes long to compile.
+#pragma once
 
 #include "high_order/layer/cuda/sm90/launch.cuh"
 #include "high_order/layer/cuda/sm90/products.cuh"
@@ -148,9 +150,10 @@ __global__ void __launch_bounds__(32 * kWarps, blocks_a_multiprocessor<S>)
 
 }  // namespace
 
-void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-             const Layer& l, Tensor& out, cudaStream_t stream) {
-  dispatch_sizes(x, l, [&](auto sizes) {
+template <typename P>
+void Forward<P>::run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const Layer& l, Tensor& out, cudaStream_t stream) {
+  dispatch_sizes<P>(l, [&](auto sizes) {
     using S = decltype(sizes);
     using T = typename S::T;
     using Operand = typename ForwardShared<S>::Operand;

@@ -12,7 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/tensor.h"
+#include "hoconv/accumulate.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv {
 
@@ -60,9 +61,6 @@ void dispatch_cuda(const Tensor& t, F&& f) {
       f(zero);
   });
 }
-
-template <typename T>
-using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename A, typename T>
 __device__ __forceinline__ A widen(T value) {

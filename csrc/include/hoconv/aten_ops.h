@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "common/tensor.h"
+#include "hoconv/tensor.h"
 
 namespace hoconv {
 

@@ -9,6 +9,9 @@
 //
 // B batch, C channels, G groups of channels, H height, W width, k kernel size, s kernel size of the
 // generator, M tiles of 16 pixels a warp, N = columns / 8 of the product.
+//
+// Each precision is instantiated in a source of its own (forward/), since it takes long to compile.
+#pragma once
 
 #include "high_order/layer/cuda/sm80/generator.cuh"
 #include "high_order/layer/cuda/sm80/launch.cuh"
@@ -211,46 +214,44 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 
 }  // namespace
 
-void forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-             const Layer& l, Tensor& out, cudaStream_t stream) {
+template <typename P>
+void Forward<P>::run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const Layer& l, Tensor& out, cudaStream_t stream) {
+  using T = typename P::T;
   Tensor memory;
-  dispatch_precision(x, l, [&](auto precision) {
-    using P = decltype(precision);
-    using T = typename P::T;
-    const auto run = [&](auto kernel_size) {
-      constexpr int size = decltype(kernel_size)::value, N = columns_of<size>;
-      constexpr int most = size == 7 ? 2 : 4;
-      const auto parameters = arrange_parameters<P>(weight, bias, l, N, memory, stream);
-      const auto with_tiles = [&](auto tiles) {
-        constexpr int M = decltype(tiles)::value;
-        const int most_shared = most_shared_memory();
-        Tiling tiling = choose_tiling<P>(
-            l, M, most_shared / 2 - kReservedShared);  // two blocks a multiprocessor
-        if (!tiling.warps) tiling = choose_tiling<P>(l, M, most_shared);
-        STD_TORCH_CHECK(tiling.warps, "x: too many channels for the fused kernel");
-        const int64_t blocks = l.B * tiling.across * tiling.down;
-        STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridYZ, "x: too large");
-        allow_shared_memory(forward_kernel<P, size, M>, tiling.shared_bytes);
-        forward_kernel<P, size, M>
-            <<<dim3(blocks, l.G), 32 * tiling.warps, tiling.shared_bytes, stream>>>(
-                image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, tiling);
-      };
-      // More tiles a warp load the parameters less often; fewer fit narrow images.
-      if (l.W > 8 * most)
-        with_tiles(std::integral_constant<int, most>{});
-      else
-        with_tiles(std::integral_constant<int, most / 2>{});
+  const auto run = [&](auto kernel_size) {
+    constexpr int size = decltype(kernel_size)::value, N = columns_of<size>;
+    constexpr int most = size == 7 ? 2 : 4;
+    const auto parameters = arrange_parameters<P>(weight, bias, l, N, memory, stream);
+    const auto with_tiles = [&](auto tiles) {
+      constexpr int M = decltype(tiles)::value;
+      const int most_shared = most_shared_memory();
+      Tiling tiling =
+          choose_tiling<P>(l, M, most_shared / 2 - kReservedShared);  // two blocks a multiprocessor
+      if (!tiling.warps) tiling = choose_tiling<P>(l, M, most_shared);
+      STD_TORCH_CHECK(tiling.warps, "x: too many channels for the fused kernel");
+      const int64_t blocks = l.B * tiling.across * tiling.down;
+      STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && l.G <= kMaxGridYZ, "x: too large");
+      allow_shared_memory(forward_kernel<P, size, M>, tiling.shared_bytes);
+      forward_kernel<P, size, M>
+          <<<dim3(blocks, l.G), 32 * tiling.warps, tiling.shared_bytes, stream>>>(
+              image<T>(x), parameters, mutable_image<T>(out), vectorizable(out, 2), l, tiling);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
     };
-    switch (l.k) {
-      case 3:
-        return run(std::integral_constant<int, 3>{});
-      case 5:
-        return run(std::integral_constant<int, 5>{});
-      default:
-        return run(std::integral_constant<int, 7>{});
-    }
-  });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+    // More tiles a warp load the parameters less often; fewer fit narrow images.
+    if (l.W > 8 * most)
+      with_tiles(std::integral_constant<int, most>{});
+    else
+      with_tiles(std::integral_constant<int, most / 2>{});
+  };
+  switch (l.k) {
+    case 3:
+      return run(std::integral_constant<int, 3>{});
+    case 5:
+      return run(std::integral_constant<int, 5>{});
+    default:
+      return run(std::integral_constant<int, 7>{});
+  }
 }
 
 }  // namespace hoconv::high_order::layer::sm80

@@ -1,25 +1,4 @@
-// The high-order layer on the CPU, forward and backward. The weights are never written to memory in
-// full.
-//
-// The forward pass takes a row of the image at a time: it generates the weights, replaces them by
-// their softmax if asked to, and applies them. The backward pass generates them again and computes
-// their gradient for the same row. With both it adds to all rows of x's gradient that the pixels of
-// the row reach, so that a row of weights, or of their gradient, is needed once. Only the weights'
-// gradients are kept, for a strip of a few rows that fits the L1 cache, over which the parameters'
-// gradient is summed pixel by pixel. Each task has a sum of its own. Tasks do not depend on the
-// number of threads, so neither does the result.
-//
-// A pixel and group cost four times K * C * s * s multiplications: to generate in the forward and
-// in the backward pass, for x's gradient, and for the parameters' gradient. All else is a few per
-// cent. Each of the four is a block of sums in registers, with as many sums as keep both
-// multipliers of a core busy, and reaches nine tenths of the peak of those. Registers of 64 bytes
-// are no faster.
-//
-// At the left and right edge, x's gradient is NaN where any of the generator's weights is not
-// finite, even one that does not reach that pixel: it is multiplied by zeros there.
-//
-// B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
-// s kernel size of the generator.
+// The backward pass of the layer on a CPU (worker.h).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -30,111 +9,11 @@
 #include <tuple>
 #include <vector>
 
-#include "common/huge_pages.h"
-#include "high_order/conv2d/problem.h"
-#include "high_order/layer/cpu/kernels.h"
-#include "high_order/layer/cpu/layer.h"
-#include "high_order/padded_image.h"
+#include "high_order/layer/cpu/worker.h"
+#include "hoconv/huge_pages.h"
 
 namespace hoconv::high_order::layer::cpu {
 namespace {
-
-// Bytes of a strip that a block of sums reads: they fit the L1 cache.
-constexpr int64_t kStripBytes = int64_t{1} << 15;
-
-template <typename T>
-struct Image {
-  T* data;
-  ImageStrides s;
-
-  explicit Image(const Tensor& t)
-      : data(static_cast<T*>(const_cast<void*>(t.const_data_ptr()))), s(image_strides(t)) {}
-  T* first_row(int64_t b) const { return data + b * s.b; }
-  T* row(int64_t b, int64_t c, int64_t h) const { return first_row(b) + c * s.c + h * s.h; }
-};
-
-// The buffers of a thread.
-template <typename T>
-struct Worker {
-  using A = acc_t<T>;
-  using V = Vec<A>;
-
-  const Layer& p;
-  const Parameters<A>& parameters;
-  const int64_t rows;        // of a strip
-  PaddedImage<T> x;          // a strip with its halo
-  PaddedRows<A> weight_row;  // a row of one group's weights
-
-  Worker(const Layer& p, const Parameters<A>& parameters)
-      : p(p),
-        parameters(parameters),
-        rows(strip_rows(p)),
-        x(p.C, rows + p.top + p.bottom, p.W, p.left, p.right),
-        weight_row(p.K, 1, p.W, round_up(p.right, V::size), p.left) {}
-
-  static int64_t strip_rows(const Layer& p) {
-    const int64_t columns = std::max<int64_t>(p.W + p.left + p.right, 1);
-    const int64_t row = columns * sizeof(A) * (kTapBlock + 1);
-    return std::clamp<int64_t>(kStripBytes / row, 1, std::max<int64_t>(p.H, 1));
-  }
-
-  void load_x(const Image<const T>& image, int64_t b, int64_t first, int64_t count) {
-    x.fill(image.first_row(b), image.s, first - p.top, count + p.top + p.bottom, p.H, p.W);
-  }
-
-  // Channel c of x, `up` rows above row r of the strip and `left` columns to the left.
-  const A* seen(int64_t c, int64_t r, int64_t up, int64_t left) const {
-    return x.row(c, r + p.top - up) + x.left - left;
-  }
-
-  // Generates the weights of group g for row r of the strip.
-  void generate(int64_t g, int64_t r) {
-    Window window = parameters.generator;
-    window.next_plane = x.plane(), window.next_line = x.width;
-    A* out = weight_row.row(0, 0) + weight_row.left;
-    convolve(out, weight_row.plane(), p.K, p.registers, parameters.bias.data() + g * p.K,
-             seen(0, r, p.generator_before, p.generator_before), window,
-             parameters.weight.data() + g * p.K * window.size());
-    if (p.softmax) softmax(out, weight_row.plane(), p.K, p.registers);
-  }
-};
-
-template <typename T>
-struct Forward : Worker<T> {
-  using A = acc_t<T>;
-  using Worker<T>::p, Worker<T>::x, Worker<T>::weight_row;
-  PaddedRows<A> out;  // a row
-
-  Forward(const Layer& p, const Parameters<A>& parameters)
-      : Worker<T>(p, parameters), out(p.C, 1, p.W, 0, 0) {}
-
-  // Computes rows first to last - 1 of the output of image b.
-  void run(const Image<const T>& image, const Image<T>& output, int64_t b, int64_t first,
-           int64_t last) {
-    for (int64_t start = first; start < last; start += this->rows) {
-      const int64_t count = std::min(this->rows, last - start);
-      this->load_x(image, b, start, count);
-      for (int64_t r = 0; r < count; ++r) {
-        for (int64_t c = 0; c < p.C; ++c) {
-          if (p.residual)
-            std::copy_n(this->seen(c, r, 0, 0), p.W, out.row(c, 0));
-          else
-            std::fill_n(out.row(c, 0), p.W, A(0));
-        }
-        for (int64_t g = 0; g < p.G; ++g) {
-          const int64_t c = g * p.group_channels();
-          this->generate(g, r);
-          apply(out.row(c, 0), out.plane(), p.group_channels(), p.registers,
-                weight_row.row(0, 0) + weight_row.left,
-                this->seen(c, r, p.down.before, p.across.before), x.plane(),
-                {p.k, p.k, weight_row.plane(), p.down.dilation * x.width, p.across.dilation});
-        }
-        for (int64_t c = 0; c < p.C; ++c)
-          store_row<T>(output.row(b, c, start + r), output.s.w, out.row(c, 0), p.W);
-      }
-    }
-  }
-};
 
 template <typename T>
 struct Backward : Worker<T> {
@@ -274,36 +153,6 @@ struct Backward : Worker<T> {
   }
 };
 
-template <typename T>
-Parameters<acc_t<T>> load_parameters(const Layer& p, const Tensor& weight,
-                                     const std::optional<Tensor>& bias, bool backward) {
-  const Image<const T> w(weight);
-  const T* b = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  return {p, w.data, w.s, b, bias ? bias->stride(0) : 0, backward};
-}
-
-Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-               int64_t kernel_size, int64_t dilation, bool softmax, bool residual, bool) {
-  const Layer p(x, weight, bias, kernel_size, dilation, softmax, residual);
-  Tensor out = torch::stable::empty_like(x);
-  prefer_huge_pages(out);
-  const Tasks tasks(p);
-  dispatch_floating(x, [&](auto zero) {
-    using T = decltype(zero);
-    const auto parameters = load_parameters<T>(p, weight, bias, false);
-    const Image<const T> image(x);
-    const Image<T> output(out);
-    torch::stable::parallel_for(0, tasks.count, 1, [&](int64_t begin, int64_t end) {
-      Forward<T> worker(p, parameters);
-      for (int64_t task = begin; task < end; ++task)
-        tasks.for_each_part(task, p.H, [&](int64_t b, int64_t first, int64_t last) {
-          worker.run(image, output, b, first, last);
-        });
-    });
-  });
-  return out;
-}
-
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
                                             const Tensor& weight, const std::optional<Tensor>& bias,
                                             int64_t kernel_size, int64_t dilation, bool softmax,
@@ -357,6 +206,5 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 }  // namespace hoconv::high_order::layer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
-  m.impl("high_order_layer.cpp", TORCH_BOX(&hoconv::high_order::layer::cpu::forward));
   m.impl("high_order_layer_backward.cpp", TORCH_BOX(&hoconv::high_order::layer::cpu::backward));
 }

@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #endif
 
+#include "hoconv/accumulate.h"
+
 namespace hoconv {
 
 // 32 bytes with AVX-512 too, which then only doubles the number of registers: an unaligned 64-byte
@@ -25,9 +27,6 @@ constexpr int kVecBytes = 16;
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
-
-template <typename T>
-using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename A>
 struct Vec {

@@ -15,6 +15,9 @@
 //   row y + reach  is the last row of x in the ring in shared memory; the next row is prefetched
 //
 // B batch, C channels, H height, W width, k kernel size and that of the generator.
+// Each precision is instantiated in a source of its own (backward/), since it takes long to
+// compile.
+#pragma once
 
 #include "high_order/layer/cuda/segments.cuh"
 #include "high_order/layer/cuda/sm90/backward_operands.cuh"
@@ -363,13 +366,14 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
 
 }  // namespace
 
-void backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-              const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
-              Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
-  dispatch_sizes(x, l, [&](auto sizes) {
+template <typename P>
+void Backward<P>::run(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, const Layer& l, Tensor& grad_x,
+                      Tensor& grad_weight, Tensor& grad_bias, cudaStream_t stream) {
+  dispatch_sizes<P>(l, [&](auto sizes) {
     using S = decltype(sizes);
     if constexpr (S::k < 7 || S::C == 1)
-      run<S>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, stream);
+      sm90::run<S>(grad, x, weight, bias, l, grad_x, grad_weight, grad_bias, stream);
   });
 }
 

@@ -1,0 +1,3 @@
+#include "approx/cuda/gemm.cuh"
+
+template struct hoconv::approx::Gemm<hoconv::approx::Logarithmic<23, true>>;

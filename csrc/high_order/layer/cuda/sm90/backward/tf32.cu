@@ -1,0 +1,5 @@
+#include "high_order/layer/cuda/sm90/backward.cuh"
+
+namespace hoconv::high_order::layer {
+template struct sm90::Backward<TF32>;
+}

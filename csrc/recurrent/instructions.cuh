@@ -1,0 +1,110 @@
+// Instructions of compute capability 9.0 that CUDA has no function for: shared memory of other
+// blocks of the cluster, barriers that count bytes, and tensor cores.
+#pragma once
+
+#include "recurrent/block.cuh"
+
+namespace hoconv::recurrent {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The address, in the shared memory of another block, of what lies at `address` in one's own.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t found;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(address), "r"(rank));
+  return found;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  // Not .aligned: lanes of a warp may come here one after another.
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// A barrier in shared memory, of whose phases each ends with one call of `expect_bytes` and with
+// the arrival of those bytes, in any order.
+__device__ __forceinline__ void init_barrier(uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Waits for the end of a phase: of the first, third, ... for parity 0.
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Stores BYTES bytes to another block and counts them at its barrier.
+template <int BYTES>
+__device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* from) {
+  if constexpr (BYTES == 16) {
+    const uint4 v = *static_cast<const uint4*>(from);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
+  } else if constexpr (BYTES == 8) {
+    const uint2 v = *static_cast<const uint2*>(from);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::
+            "r"(to),
+        "r"(v.x), "r"(v.y), "r"(barrier)
+        : "memory");
+  } else {
+    static_assert(BYTES == 4);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+        "r"(*static_cast<const uint32_t*>(from)), "r"(barrier)
+        : "memory");
+  }
+}
+
+// Loads four tiles of 8 x 8 numbers of 16 bits: lane l gives the address of row l % 8 of tile l /
+// 8, and gets numbers l % 4 * 2 and the next of row l / 4 of each.
+__device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Adds the product of a tile of 16 x 16 numbers and one of 16 x 8 to one of 16 x 8.
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1, BFloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1, Half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace hoconv::recurrent

@@ -1,0 +1,131 @@
+"""docs/your_own.md, run as it stands: a model and data of no class of this project."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+
+ROOT = Path(train.__file__).parent
+PAGE = (ROOT / "docs" / "your_own.md").read_text()
+FILES = dict(re.findall(r"^`(mine/\S+)`:\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+LINES = re.findall(r"^python .*", PAGE, re.MULTILINE)
+COMMANDS = [shlex.split(line)[2:] for line in LINES]
+NEEDS_CHECKPOINT = [command for command in COMMANDS if any("ckpt=" in part for part in command)]
+CPU = ("trainer=cpu", "logger=none", "impl=reference")
+OWN = ("--config-dir", "mine/conf", "data=stripes", "model=lines")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine(tmp_path_factory):
+    """The folder of the page, as working directory and on Python's path."""
+    folder, before = tmp_path_factory.mktemp("own"), Path.cwd()
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    sys.path.insert(0, str(folder / "mine"))
+    os.chdir(folder)
+    yield importlib.import_module("stripes")
+    os.chdir(before)
+    sys.path.remove(str(folder / "mine"))
+    del sys.modules["stripes"]
+
+
+@pytest.fixture
+def checkpoint(run) -> Path:
+    """A checkpoint that has left the folder of its run."""
+    kept = Path("epoch_1.ckpt").absolute()
+    if not kept.exists():
+        done = run(*OWN, *CPU, "trainer.max_epochs=2")
+        (done.folder / "checkpoints" / kept.name).rename(kept)
+    return kept
+
+
+def test_the_page_has_the_files_and_the_commands():
+    assert set(FILES) == {
+        "mine/stripes.py", "mine/conf/data/stripes.yaml", "mine/conf/model/lines.yaml",
+    }  # fmt: skip
+    assert (len(COMMANDS), len(NEEDS_CHECKPOINT)) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in NEEDS_CHECKPOINT], ids=" ".join
+)
+def test_commands_that_train(run, command):
+    done = run(*command, "trainer.limit_train_batches=4", *CPU, "trainer.max_epochs=1")
+    assert done.exit_code == 0, done.err
+    folder = done.folder / "0" if "-m" in command else done.folder
+    assert (folder / "losses.csv").read_text().count("\n") == 5
+    assert "test/loss" in (folder / "results.json").read_text()
+
+
+@pytest.mark.parametrize("command", NEEDS_CHECKPOINT, ids=" ".join)
+def test_commands_with_a_checkpoint(run, checkpoint, command):
+    command = [re.sub(r"^ckpt=.*", f"ckpt={checkpoint}", part) for part in command]
+    done = run(*command, *CPU, "trainer.max_epochs=1")
+    assert done.exit_code == 0, done.err
+    if "mode=predict" in command:
+        predictions = torch.cat(torch.load(done.folder / "predictions.pt", weights_only=True))
+        assert predictions.shape == (64, 2)
+    else:
+        assert done.results["metrics"]["test/loss"] > 0
+
+
+def test_it_trains_with_compiled_kernels(run):
+    done = run(*OWN, *CPU, "impl=auto", "trainer.max_epochs=1")
+    assert done.exit_code == 0, done.err
+    assert list(done.results["environment"]["implementations"]) == ["network.0"]
+
+
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
+def test_a_run_resumes_without_the_state_of_its_loader(run, mine, monkeypatch):
+    steps = (*OWN, *CPU, "trainer.max_epochs=2", "step_checkpoints.every_n_steps=2")
+    training_step = mine.Lines.training_step
+
+    def fail(self, batch, batch_idx):
+        if self.trainer.training and self.trainer.global_step == 6:
+            raise RuntimeError("power cut")
+        return training_step(self, batch, batch_idx)
+
+    folder = Path("resumed").absolute()
+    with monkeypatch.context() as patch:
+        patch.setattr(mine.Lines, "training_step", fail)
+        assert "power cut" in run(*steps, folder=folder).err
+    done = run(*steps, "resume=auto", folder=folder)
+    assert done.exit_code == 0, done.err
+    assert "Going on after step 6" in done.out
+    assert len(done.losses) == 8
+    assert "a DataLoader, has no state_dict" in done.err
+
+
+@pytest.mark.parametrize(
+    ("missing", "of"), [("test_step", "Lines"), ("test_dataloader", "Stripes")]
+)
+def test_a_run_without_a_test_says_so_and_ends_well(run, mine, monkeypatch, missing, of):
+    monkeypatch.delattr(getattr(mine, of), missing)
+    done = run(*OWN, *CPU, "trainer.max_epochs=1")
+    assert done.exit_code == 0, done.err
+    assert f"not tested: {of} has no {missing}; define it" in done.err
+
+
+def test_hyper_parameters_of_its_own_are_loaded(run, mine, monkeypatch):
+    init = mine.Lines.__init__
+
+    def saving(self, learning_rate: float):
+        init(self, learning_rate)
+        self.save_hyperparameters({"learning_rate": learning_rate})
+
+    monkeypatch.setattr(mine.Lines, "__init__", saving)
+    done = run(*OWN, *CPU, "debug=fast", "model.learning_rate=0.25")
+    assert done.exit_code == 0, done.err
+    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    assert mine.Lines.load_from_checkpoint(checkpoint).hparams["learning_rate"] == 0.25

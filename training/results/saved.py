@@ -1,0 +1,111 @@
+"""What a checkpoint says of its run, so that the file alone is enough to predict, test and load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from textwrap import shorten
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from training.folder import CONFIG, saved_config
+from training.moved import upgrade
+
+MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
+KEY = "run"  # of the description, in a checkpoint
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        path: of the file.
+        config: of the run that wrote it, in the names of today.
+        identity: ``model``, ``data`` and ``seed`` of that run.
+        class_names: of the data set that it was trained on; None where that names none.
+        state_dict: the weights.
+    """
+
+    path: Path
+    config: Any
+    identity: dict[str, Any]
+    class_names: list[str] | None
+    state_dict: dict[str, Any]
+
+
+def describe(
+    config: DictConfig, identity: dict[str, Any], data: pl.LightningDataModule
+) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside Lightning's state, plain data.
+
+    ``hyper_parameters`` are the model's arguments, for ``load_from_checkpoint``.
+    """
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    names = getattr(data, "class_names", None)
+    return {
+        KEY: {
+            "config": plain,
+            "identity": {key: identity[key] for key in ("model", "data", "seed")},
+            "class_names": None if names is None else [str(name) for name in names],
+        },
+        "hyper_parameters": {k: v for k, v in plain["model"].items() if not k.startswith("_")},
+    }
+
+
+def read(ckpt: str | Path) -> Saved:
+    """Reads a checkpoint; one of an earlier version is described by the files of its run's folder.
+
+    Raises:
+        MisconfigurationException: there is none, it is damaged, or nothing describes its run.
+    """
+    path = Path(ckpt).resolve()
+    if not path.is_file():
+        raise MisconfigurationException(
+            f"ckpt: there is no file {path}; give the path of a checkpoint, such as "
+            "outputs/<run>/checkpoints/epoch_5.ckpt"
+        )
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+        weights = contents["state_dict"]
+    except (BadZipFile, EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+        raise MisconfigurationException(
+            f"ckpt: {path} is damaged, or no checkpoint of plain data: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    run = contents.get(KEY)
+    if run is None:
+        return Saved(path, *_beside(path), None, weights)
+    return Saved(path, upgrade(run["config"]), run["identity"], run["class_names"], weights)
+
+
+def load_weights(model: pl.LightningModule, saved: Saved) -> None:
+    """Loads all weights of a checkpoint into the model that it describes.
+
+    Raises:
+        MisconfigurationException: they are not those of this model.
+    """
+    try:
+        model.load_state_dict(saved.state_dict)
+    except RuntimeError as error:
+        raise MisconfigurationException(
+            f"ckpt: {saved.path} is damaged, or not of the model that it describes: "
+            f"{shorten(str(error), MOST_OF_A_REASON)}"
+        ) from error
+
+
+def _beside(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The configuration and the identity of the run in whose folder a checkpoint is."""
+    folder = path.parent.parent
+    if not (folder / CONFIG).is_file():
+        raise MisconfigurationException(
+            f"ckpt: {path} does not hold the configuration of its run, and is not in the folder of "
+            f"a run: there is no {folder / CONFIG}"
+        )
+    record = json.loads((folder / "results.json").read_text())
+    return saved_config(folder), {key: record[key] for key in ("model", "data", "seed")}
