@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include "recurrent/library.h"
 #include "recurrent/math.h"
 #include "recurrent/product.h"
 #include "recurrent/threads.h"
@@ -12,5 +13,13 @@ namespace hoconv::recurrent {
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
+
+// Whether threads share each of T steps of B rows, instead of taking rows through all of them, of a
+// loop whose weights have so many values.
+inline bool shares_steps(int64_t T, int64_t B, int64_t values) {
+  constexpr int64_t kOften = 64;       // rows that are worth packing a weight
+  constexpr int64_t kLarge = 1 << 18;  // values of which threads multiply a row faster than one
+  return T * B < kOften || (B < count_threads() && values >= kLarge);
+}
 
 }  // namespace hoconv::recurrent

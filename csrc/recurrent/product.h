@@ -59,7 +59,8 @@ class Packed {
   int64_t first(int64_t panel) const { return panel * vectors() / panels(); }
   A* at(int64_t panel) const { return memory_ + first(panel) * lanes * (inner + 1); }
 
-  // Packs a matrix, on the threads of PyTorch. `added` may be null. Returns whether it succeeded.
+  // Packs a matrix of its sizes, on the threads of PyTorch. `added` may be null. Returns whether it
+  // succeeded.
   bool pack(const T* matrix, int64_t row_stride, int64_t column_stride, const T* added) const {
     constexpr int64_t kGrain = 1 << 14;  // values that are worth another thread
     const int64_t grain = kGrain / (inner * kTileVectors * lanes) + 1;

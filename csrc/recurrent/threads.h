@@ -20,4 +20,11 @@ bool for_rows(int64_t n, int64_t grain, const F& f) {
              const_cast<F*>(&f)) == 0;
 }
 
+// The number of threads on which it calls f.
+inline int64_t count_threads() {
+  uint32_t found = 1;
+  torch_get_num_threads(&found);
+  return found;
+}
+
 }  // namespace hoconv::recurrent

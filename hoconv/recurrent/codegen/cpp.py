@@ -1,7 +1,9 @@
 """Writes the time loop of a program in C++.
 
 No row of a batch depends on another. So each thread takes some rows through all steps, and no step
-starts threads or waits for one. What it works on stays in the caches of its core.
+starts threads or waits for one. What it works on stays in the caches of its core. Where the weights
+are used too seldom to pack them, or the rows are too few for the threads, threads share each step
+instead, and PyTorch multiplies.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
@@ -23,6 +25,7 @@ HEADER = '#include "recurrent/loop.h"'
 _GRAIN = 1 << 14
 # Of memory, in bytes: the widest vector register.
 ALIGNMENT = 64
+_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 class _Simd(Target):
@@ -47,9 +50,9 @@ class CppSource:
     """A time loop in C++.
 
     Attributes:
-        text: of ``int <name>(T, B, seed, buffers, packed, scratch)``, which returns 0, or 1 where
-            PyTorch's threads failed; `buffers` are pointers in the order of the storage's. It
-            needs :data:`HEADER`.
+        text: of ``int <name>(T, B, seed, buffers, strides, packed, scratch)``, which returns 0, or
+            1 where PyTorch failed; `buffers` are pointers in the order of the storage's, `strides`
+            the rows' and the columns' of its strided buffers. It needs :data:`HEADER`.
         storage: the layout of the buffers.
         packed_bytes: the bytes of memory for packed matrices, a multiple of :data:`ALIGNMENT`.
         scratch_bytes: likewise the bytes of scratch memory that each row needs.
@@ -63,7 +66,7 @@ class CppSource:
 
 def emit_cpp(program: Program, name: str) -> CppSource:
     """Writes the time loop of a program as a C++ function of this name."""
-    steps = lower_steps(program)
+    steps = lower_steps(program, strided=True)
     products = _products(steps)
     scratch = max([steps.scratch_bytes, *(_aligned(p.widened_bytes) for p in products.values())])
     lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
@@ -101,6 +104,20 @@ class _Product:
     @property
     def columns(self) -> int:
         return self.op.result.type.size
+
+    @property
+    def own(self) -> str:
+        """The type of the weight."""
+        return TYPES[self.weight.type.dtype]
+
+    @property
+    def torch_dtype(self) -> str:
+        return f"aoti_torch_dtype_{_DTYPES[self.weight.type.dtype]}()"
+
+    def strides(self, storage: Storage) -> tuple[int, int]:
+        """Where its row and column strides are among those of the strided buffers."""
+        row = 2 * storage.strided.index(self.weight)
+        return (row + 1, row) if self.op.kind == "linear" else (row, row + 1)
 
     @property
     def _wide_bytes(self) -> int:
@@ -153,35 +170,55 @@ def _write_loop(
     scratch_bytes: int,
 ) -> list[str]:
     storage = steps.storage
-    index = {buffer: i for i, buffer in enumerate(storage.buffers)}
-
-    def start(buffer: Buffer) -> str:
-        return f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{index[buffer]}])"
-
+    start = {
+        buffer: f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{i}])"
+        for i, buffer in enumerate(storage.buffers)
+    }
     lines = [
         f'extern "C" int {name}([[maybe_unused]] int64_t T, int64_t B, int64_t seed,',
-        "    void** buffers, [[maybe_unused]] char* packed, char* scratch) {",
+        "    void** buffers, [[maybe_unused]] const int64_t* strides,",
+        "    [[maybe_unused]] char* packed, char* scratch) {",
+        "  const auto at = [&](int64_t i) {",
+        f"    [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
+        "    Step s;",
+        "    s.t = t, s.seed = seed, s.scratch = scratch;",
     ]
-    for product in products.values():
-        own, columns = TYPES[product.weight.type.dtype], product.weight.type.shape[1]
-        strides = f"1, {columns}" if product.op.kind == "linear" else f"{columns}, 1"
-        bias = start(product.bias) if product.bias else "nullptr"
+    lines += [
+        f"    s.{pointer} = {start[buffer]}{offset(buffer, after, program.reverse)};"
+        for buffer, after, pointer in pointers(storage)
+    ]
+    lines += ["    return s;", "  };"]
+    strides = {
+        product: ", ".join(f"strides[{i}]" for i in product.strides(storage))
+        for product in products.values()
+    }
+    if products:
+        values = sum(p.inner * p.columns for p in products.values())
+        lines.append(f"  if (shares_steps(T, B, {values})) {{")
         lines += [
-            f"  const Packed<{own}> {product.name}(",
-            f"      packed + {product.start}, {product.inner}, {product.columns});",
-            f"  if (!{product.name}.pack({start(product.weight)}, {strides}, {bias})) return 1;",
+            f"    const Matrix {p.name}({start[p.weight]}, {p.inner}, {p.columns}, {apart}, "
+            f"{p.torch_dtype});"
+            for p, apart in strides.items()
+        ]
+        lines += ["    for (int64_t i = 0; i < T; ++i) {", "      const Step s = at(i);"]
+        for item in steps.items:
+            lines += (
+                _share_product(products[item], storage)
+                if isinstance(item, Op)
+                else _share_kernel(*steps.kernels[item])
+            )
+        lines += ["    }", "    return 0;", "  }"]
+    for p, apart in strides.items():
+        bias = start[p.bias] if p.bias else "nullptr"
+        lines += [
+            f"  const Packed<{p.own}> {p.name}(packed + {p.start}, {p.inner}, {p.columns});",
+            f"  if (!{p.name}.pack({start[p.weight]}, {apart}, {bias})) return 1;",
         ]
     lines += [
         f"  const int64_t grain = {_grain(steps, products)};",
         "  const bool done = for_rows(B, grain, [&](int64_t begin, int64_t end) {",
         "    for (int64_t i = 0; i < T; ++i) {",
-        f"      const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
-        "      Step s;",
-        "      s.t = t, s.seed = seed, s.scratch = scratch;",
-    ]
-    lines += [
-        f"      s.{pointer} = {start(buffer)}{offset(buffer, after, program.reverse)};"
-        for buffer, after, pointer in pointers(storage)
+        "      const Step s = at(i);",
     ]
     for item in steps.items:
         if isinstance(item, Op):
@@ -191,11 +228,30 @@ def _write_loop(
     return [*lines, "    }", "  });", "  return done ? 0 : 1;", "}"]
 
 
+def _share_kernel(name: str, kernel: Kernel) -> list[str]:
+    grain = max(1, _GRAIN // max(1, _statements(kernel)))
+    call = f"[&](int64_t begin, int64_t end) {{ {name}(s, begin, end); }}"
+    return [f"      if (!for_rows(B, {grain}, {call})) return 1;"]
+
+
+def _share_product(product: _Product, storage: Storage) -> list[str]:
+    out, x = (_start(storage.homes[v]) for v in (product.op.result, product.op.values[0]))
+    bias = f"s.{product.bias.name}" if product.bias else "nullptr"
+    sizes = f"B, {product.inner}, {product.columns}, {product.torch_dtype}"
+    return [
+        f"      if (!multiply<{product.own}>({out}, {x}, {product.name}, {bias},",
+        f"              {sizes}))",
+        "        return 1;",
+    ]
+
+
+def _statements(kernel: Kernel) -> int:
+    return sum(n * len(each) for section in kernel.sections for n, each in section.loops.items())
+
+
 def _grain(steps: LoweredSteps, products: Mapping[Op, _Product]) -> str:
     """The least number of rows that is worth another thread."""
-    loops = [loop for _, kernel in steps.kernels.values()
-             for section in kernel.sections for loop in section.loops.items()]  # fmt: skip
-    work = sum(n * len(statements) for n, statements in loops)
+    work = sum(_statements(kernel) for _, kernel in steps.kernels.values())
     work += sum(p.inner * p.columns for p in products.values())
     return f"{_GRAIN} / ({max(1, work)} * (T + 1)) + 1"
 
@@ -206,5 +262,9 @@ def _write_product(product: _Product, storage: Storage, scratch_bytes: int) -> l
     return [f"      multiply({out}, {x}, {product.name}, end - begin, {scratch});"]
 
 
+def _start(at: Location) -> str:
+    return f"s.{at.buffer.name}{'_after' * at.after}"
+
+
 def _rows(at: Location) -> str:
-    return f"s.{at.buffer.name}{'_after' * at.after} + begin * {at.buffer.type.size}"
+    return f"{_start(at)} + begin * {at.buffer.type.size}"

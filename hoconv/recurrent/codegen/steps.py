@@ -31,9 +31,12 @@ class LoweredSteps:
     scratch_bytes: int
 
 
-def lower_steps(program: Program, fixed: Collection[Value] = ()) -> LoweredSteps:
-    """Assigns storage (`fixed`: see :func:`assign_storage`) and lowers every group to loops."""
-    storage = assign_storage(program, fixed)
+def lower_steps(
+    program: Program, fixed: Collection[Value] = (), strided: bool = False
+) -> LoweredSteps:
+    """Assigns storage (`fixed`, `strided`: see :func:`assign_storage`) and lowers every group to
+    loops."""
+    storage = assign_storage(program, fixed, strided=strided)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
     # Values to store that no kernel of the step computes: they come from elsewhere, or a product

@@ -1,4 +1,4 @@
-"""Makes programs of the groups and products that work on whole sequences, so that each is compiled.
+"""Makes programs of the groups that work on whole sequences, so that each becomes one kernel.
 
 Such a program has one step. Its rows are the rows of all time steps, none of which depends on
 another.
@@ -6,40 +6,24 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
-from hoconv.recurrent.ir.kinds import PRODUCTS
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, Yield, flat, step_outputs
 
 
-def make_row_programs(
-    program: Program, products: Collection[str] = ()
-) -> dict[Group | Op, Program]:
+def make_row_programs(program: Program) -> dict[Group, Program]:
     """The program of each group before and after the loop.
 
     It reads and writes the values of the group themselves, as sequences (1, T * B, n).
-
-    Args:
-        products: the dtypes of products that have a program, too.
     """
+    groups = [item for item in (*program.before, *program.after) if isinstance(item, Group)]
     sums = _read_sums(program)
     return {
-        item: _program(program, item)
-        for item in (*program.before, *program.after)
-        if (_is_product(item, products) if isinstance(item, Op) else _has_rows(item, sums))
+        group: _program(program, group)
+        for group in groups
+        # Sums over all steps have one step: not the rows of other sequences.
+        if len({op.result in sums for op in group.ops if op.inputs}) == 1
     }
-
-
-def _has_rows(group: Group, sums: set[Value]) -> bool:
-    """Whether all ops of a group have the same rows: sums over all steps have one step."""
-    return len({op.result in sums for op in group.ops if op.inputs}) == 1
-
-
-def _is_product(op: Op, dtypes: Collection[str]) -> bool:
-    """Whether an op multiplies rows by a matrix, in one of some dtypes."""
-    x = op.values[0].type if op.kind in PRODUCTS else None
-    return x is not None and x.rate == "sequence" and x.dtype in dtypes
 
 
 def _read_sums(program: Program) -> set[Value]:
@@ -51,10 +35,9 @@ def _read_sums(program: Program) -> set[Value]:
     return found
 
 
-def _program(program: Program, item: Group | Op) -> Program:
-    original = item.ops if isinstance(item, Group) else (item,)
-    own = {op.result: Value(replace(op.result.type, rate="step")) for op in original}
-    read = dict.fromkeys(v for op in original for v in op.values if v not in own)
+def _program(program: Program, group: Group) -> Program:
+    own = {op.result: Value(replace(op.result.type, rate="step")) for op in group.ops}
+    read = dict.fromkeys(v for op in group.ops for v in op.values if v not in own)
     ops = tuple(
         Op(
             op.kind,
@@ -62,7 +45,7 @@ def _program(program: Program, item: Group | Op) -> Program:
             own[op.result],
             op.attrs,
         )
-        for op in original
+        for op in group.ops
     )
     everywhere = flat((*program.before, *program.step, *program.after))
     used = {v for op in everywhere if op.result not in own for v in op.values}
@@ -72,11 +55,11 @@ def _program(program: Program, item: Group | Op) -> Program:
         params=(),
         sequences=tuple((f"in_{i}", value) for i, value in enumerate(read)),
         states=(),
-        step=(Group(ops),) if isinstance(item, Group) else ops,
+        step=(Group(ops),),
         results=(),
         yields=tuple(
             Yield(f"out_{i}", own[op.result], op.result)
-            for i, op in enumerate(original)
+            for i, op in enumerate(group.ops)
             if op.result in used
         ),
     )

@@ -20,10 +20,6 @@ from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 
-# Dtypes of which generated code computes products of sequences: in others some CPUs have
-# instructions that PyTorch knows.
-_PRODUCTS = "f32", "f64"
-
 
 def obstacle() -> str | None:
     """Says why loops cannot be compiled here, and the fix. Compiles nothing."""
@@ -51,8 +47,7 @@ def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
     """
     groups = {
         name: {
-            f"{name}_group{i}": each
-            for i, each in enumerate(make_row_programs(program, _PRODUCTS).items())
+            f"{name}_group{i}": each for i, each in enumerate(make_row_programs(program).items())
         }
         for name, program in programs.items()
     }
@@ -81,7 +76,7 @@ class CppLoop:
         self.source = source
         self.groups = groups
         self.function = function
-        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 3
+        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
 
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
@@ -92,11 +87,13 @@ class CppLoop:
         tensors = bind(program, storage, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
         pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))
+        strides = [stride for b in storage.strided for stride in tensors[b].stride()]
+        apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source
         size = source.packed_bytes + B * source.scratch_bytes
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
         packed = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
         number = 0 if seed is None else int(seed)
-        if self.function(T, B, number, pointers, packed, packed + source.packed_bytes):
-            raise RuntimeError(f"{program.name}: PyTorch's threads failed in the time loop")
+        if self.function(T, B, number, pointers, apart, packed, packed + source.packed_bytes):
+            raise RuntimeError(f"{program.name}: PyTorch's product or threads failed in the loop")
         return results(program, storage, tensors, T)

@@ -5,7 +5,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from hoconv.recurrent.ir import evaluate, random
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
+from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
 
@@ -22,9 +23,9 @@ class Loop(Protocol):
     """Runs all steps of a program."""
 
     @property
-    def groups(self) -> GroupLoops:
-        """Of groups and products before and after the loop that PyTorch need not run op by op:
-        their programs (passes/rows.py), and what runs these.
+    def groups(self) -> Mapping[Group, tuple[Program, Loop]]:
+        """Of groups before and after the loop that need not run op by op: their programs
+        (passes/rows.py), and what runs these.
         """
         ...
 
@@ -41,7 +42,7 @@ class Loop(Protocol):
         ...
 
 
-GroupLoops = Mapping[Group | Op, tuple[Program, Loop]]
+GroupLoops = Mapping[Group, tuple[Program, Loop]]
 
 
 def interpret(
@@ -67,17 +68,18 @@ def interpret(
     values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
     like = next(iter(states.values()))
+    linear = products.linear if loop else evaluate.linear
     groups: GroupLoops = loop.groups if loop else {}
 
     def run(region: Iterable[Op | Group]) -> None:
         for item in region:
-            if item in groups:
+            if isinstance(item, Group) and item in groups:
                 own, own_loop = groups[item]
                 if _run_group(own, own_loop, values):
                     continue
             for op in flat((item,)):
                 operands = [_read(i, values) for i in op.inputs]
-                values[op.result] = _evaluate(op, operands, like.device)
+                values[op.result] = _evaluate(op, operands, like.device, linear=linear)
 
     run(program.before)
     initial = [
@@ -154,14 +156,15 @@ def _evaluate(
     operands: list[Any],
     device: torch.device,
     batch: int | None = None,
+    linear: Callable[..., Tensor] = evaluate.linear,
 ) -> Tensor:
     """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
     dtype = DTYPES[op.result.type.dtype]
     match op.kind:
         case "linear":
-            return evaluate.linear(*operands)
+            return linear(*operands)
         case "linear_t":
-            return evaluate.linear(operands[0], operands[1].mT)
+            return linear(operands[0], operands[1].mT)
         case "outer":
             g, x = (t.flatten(0, 1) for t in operands)
             return g.mT @ x

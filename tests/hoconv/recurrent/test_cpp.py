@@ -187,26 +187,34 @@ def test_large_products_are_near_the_definition(which: str, schedule: str, batch
         assert (mine.double() - exact).norm() <= 1e-5 * exact.norm()
 
 
-def test_a_layer_does_not_depend_on_the_number_of_threads() -> None:
-    made = rnn.RNN(rnn.lstm, 24, 40, impl="cpp", bidirectional=True)
-    x, found, before = sequence(9, 37, 24).float(), [], torch.get_num_threads()
-    for number in (1, 2, 3):
-        torch.set_num_threads(number)
-        output, states = made(x)
-        found.append((output, *states))
-    torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_onednn_is_called_where_it_is_enabled(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
+    ours = rnn.RNN(rnn.lstm, 512, 512, impl="cpp", schedule="auto")
+    x = sequence(16, 16, 512).float()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
+        gradients(ours, x)
+    called = [event.key for event in profile.key_averages() if event.key.startswith("mkldnn::")]
+    assert bool(called) == enabled
 
 
-def test_a_row_of_a_batch_does_not_depend_on_the_others() -> None:
-    made = rnn.RNN(rnn.gru, 24, 40, impl="cpp")
-    x = sequence(9, 37, 24).float()
-    output, h = made(x)
-    for rows in (slice(0, 1), slice(5, 8), slice(30, 37)):
-        part, h_part = made(x[:, rows])
-        assert torch.equal(part, output[:, rows])
-        assert torch.equal(h_part, h[:, rows])
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
+def test_onednn_reads_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = []
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        dense.append(weight.is_contiguous() or weight.mT.is_contiguous())
+        return product(x, weight, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    gradients(rnn.RNN(rnn.lstm, 512, 512, impl="cpp"), sequence(16, 16, 512).float())
+    assert dense
+    assert all(dense)
 
 
 def test_the_number_of_calls_of_pytorch_does_not_depend_on_the_steps() -> None:
