@@ -80,6 +80,10 @@ HOCONV_INLINE float error_function(float x) { return erff(x); }
 HOCONV_INLINE double error_function(double x) { return erf(x); }
 HOCONV_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 HOCONV_INLINE double softplus(double x) { return x > 20.0 ? x : log1p(exp(x)); }
+template <typename A>
+HOCONV_INLINE A sigmoid(A x) {
+  return A(1) / (A(1) + exponential(-x));
+}
 
 #else
 
@@ -108,71 +112,73 @@ HOCONV_INLINE A error_function(A x) {
   return std::erf(x);
 }
 
-// exp(x) = first * second * (1 + rest). The scale is a power of two in two factors, neither of
-// which overflows if their product does not.
-template <typename A>
+// exp(x) = 2^n * (1 + rest), of x whose n fits the integer. Polynomials are evaluated in pairs of
+// terms, which do not wait for each other: what limits a loop is the latency of an exponential.
+template <typename A, typename N>
 struct Power {
-  A first, second, rest;
+  N n;
+  A rest;
 };
 
-HOCONV_INLINE Power<float> power(float x) {
-  x = x > 90.0f ? 90.0f : x < -105.0f ? -105.0f : x;
+HOCONV_INLINE Power<float, int32_t> power(float x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
   const float shifted = x * 1.44269504f + magic;
-  const int32_t n = __builtin_bit_cast(int32_t, shifted) - 0x4B400000;
   const float k = shifted - magic;
-  const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  const int32_t half = n >> 1;
-  return {__builtin_bit_cast(float, (half + 127) << 23),
-          __builtin_bit_cast(float, (n - half + 127) << 23), p * r * r + r};
+  const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f, r2 = r * r;
+  float p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r2 + (r * (1.0f / 120) + 1.0f / 24);
+  p = p * r2 + (r * (1.0f / 6) + 0.5f);
+  return {__builtin_bit_cast(int32_t, shifted) - 0x4B400000, p * r2 + r};
 }
 
-HOCONV_INLINE Power<double> power(double x) {
-  x = x > 710.0 ? 710.0 : x < -746.0 ? -746.0 : x;
+HOCONV_INLINE Power<double, int64_t> power(double x) {
   const double magic = 6755399441055744.0;  // 1.5 * 2^52
   const double shifted = x * 1.4426950408889634 + magic;
-  const int64_t n = __builtin_bit_cast(int64_t, shifted) - 0x4338000000000000;
   const double k = shifted - magic;
-  const double r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6;
-  double p = 1.0 / 6227020800;
-  p = p * r + 1.0 / 479001600;
-  p = p * r + 1.0 / 39916800;
-  p = p * r + 1.0 / 3628800;
-  p = p * r + 1.0 / 362880;
-  p = p * r + 1.0 / 40320;
-  p = p * r + 1.0 / 5040;
-  p = p * r + 1.0 / 720;
-  p = p * r + 1.0 / 120;
-  p = p * r + 1.0 / 24;
-  p = p * r + 1.0 / 6;
-  p = p * r + 0.5;
-  // Halved without an arithmetic shift of 64 bits, which AVX2 does not have.
-  const int64_t half = static_cast<int64_t>(static_cast<uint64_t>(n + 4096) >> 1) - 2048;
-  return {__builtin_bit_cast(double, (half + 1023) << 52),
-          __builtin_bit_cast(double, (n - half + 1023) << 52), p * r * r + r};
+  const double r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6, r2 = r * r;
+  double p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+  p = p * r2 + (r * (1.0 / 39916800) + 1.0 / 3628800);
+  p = p * r2 + (r * (1.0 / 362880) + 1.0 / 40320);
+  p = p * r2 + (r * (1.0 / 5040) + 1.0 / 720);
+  p = p * r2 + (r * (1.0 / 120) + 1.0 / 24);
+  p = p * r2 + (r * (1.0 / 6) + 0.5);
+  return {__builtin_bit_cast(int64_t, shifted) - 0x4338000000000000, p * r2 + r};
 }
 
+// 2^n, of n for which it is a normal number.
+HOCONV_INLINE float power_of_two(int32_t n) {
+  return __builtin_bit_cast(float, static_cast<int32_t>((static_cast<uint32_t>(n) + 127u) << 23));
+}
+HOCONV_INLINE double power_of_two(int64_t n) {
+  return __builtin_bit_cast(double, (static_cast<uint64_t>(n) + 1023u) << 52);
+}
+
+// x, or what is nearest to it where the exponential of what is further is 0 or infinite. NaN stays.
+HOCONV_INLINE float to_range(float x) { return x > 90.0f ? 90.0f : x < -105.0f ? -105.0f : x; }
+HOCONV_INLINE double to_range(double x) { return x > 710.0 ? 710.0 : x < -746.0 ? -746.0 : x; }
+
+// n / 2, rounded down. That of 64 bits has no arithmetic shift, which AVX2 does not have.
+HOCONV_INLINE int32_t half_of(int32_t n) { return n >> 1; }
+HOCONV_INLINE int64_t half_of(int64_t n) {
+  return static_cast<int64_t>(static_cast<uint64_t>(n + 4096) >> 1) - 2048;
+}
+
+// The scale is a power of two in two factors, neither of which overflows if their product does not.
 template <typename A>
 HOCONV_INLINE A exponential(A x) {
-  const auto e = power(x);
-  return (e.first + e.first * e.rest) * e.second;
+  const auto e = power(to_range(x));
+  const A first = power_of_two(half_of(e.n)), second = power_of_two(e.n - half_of(e.n));
+  return (first + first * e.rest) * second;
 }
 
 // (exp(2|x|) - 1) / (exp(2|x|) + 1), whose numerator is computed without cancellation.
 template <typename A>
 HOCONV_INLINE A hyperbolic_tangent(A x) {
-  const A y = absolute(x) > A(20) ? A(40) : A(2) * absolute(x);
-  const auto e = power(y != y ? x : y);
-  const A scale = e.first * e.second;
+  const A y = absolute(x) > A(20) ? A(20) : absolute(x);
+  const auto e = power(y + y);
+  const A scale = power_of_two(e.n);
   const A above = scale * e.rest + (scale - A(1));
-  const A t = above / (above + A(2));
-  return x < A(0) ? -t : t;
+  return std::copysign(above / (above + A(2)), x);
 }
 
 template <typename A>
@@ -180,11 +186,23 @@ HOCONV_INLINE A softplus(A x) {
   return x > A(20) ? x : std::log1p(exponential(x));
 }
 
-#endif
-
-template <typename A>
-HOCONV_INLINE A sigmoid(A x) {
-  return A(1) / (A(1) + exponential(-x));
+// exp(-|x|) / (1 + exp(-|x|)), or 1 minus that: of the two exponentials the one that is at most 1.
+// Its scale is a power of two times a constant, so that it may be less than all normal numbers.
+HOCONV_INLINE float sigmoid(float x) {
+  const float y = absolute(x) > 104.0f ? 104.0f : absolute(x);
+  const auto e = power(-y);
+  const float scale = power_of_two(e.n + 64);
+  const float small = (scale + scale * e.rest) * 0x1p-64f;
+  return (x < 0.0f ? small : 1.0f) / (1.0f + small);
 }
+HOCONV_INLINE double sigmoid(double x) {
+  const double y = absolute(x) > 746.0 ? 746.0 : absolute(x);
+  const auto e = power(-y);
+  const double scale = power_of_two(e.n + 128);
+  const double small = (scale + scale * e.rest) * 0x1p-128;
+  return (x < 0.0 ? small : 1.0) / (1.0 + small);
+}
+
+#endif
 
 }  // namespace hoconv::recurrent

@@ -1,23 +1,30 @@
-"""Writes the time loop of a program in C++: PyTorch computes products, generated kernels the rest.
+"""Writes the time loop of a program in C++.
+
+No row of a batch depends on another. So each thread takes some rows through all steps, and no step
+starts threads or waits for one. What it works on stays in the caches of its core. Where the weights
+are used too seldom to pack them, or the rows are too few for the threads, threads share each step
+instead, and PyTorch multiplies.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES, reduction
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
-from hoconv.recurrent.codegen.storage import Location, Storage
+from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
 from hoconv.recurrent.ir.program import Op, Program
 
 HEADER = '#include "recurrent/loop.h"'
 # The least number of statements, counted over features and rows, that is worth another thread.
 _GRAIN = 1 << 14
+# Of memory, in bytes: the widest vector register.
+ALIGNMENT = 64
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -43,94 +50,221 @@ class CppSource:
     """A time loop in C++.
 
     Attributes:
-        text: of ``int <name>(T, B, seed, buffers, scratch)``, which returns 0, or 1 where PyTorch
-            failed; `buffers` are pointers in the order of the storage's. It needs :data:`HEADER`.
+        text: of ``int <name>(T, B, seed, buffers, strides, packed, scratch)``, which returns 0, or
+            1 where PyTorch failed; `buffers` are pointers in the order of the storage's, `strides`
+            the rows' and the columns' of its strided buffers. It needs :data:`HEADER`.
         storage: the layout of the buffers.
-        scratch_bytes: the bytes of scratch memory that each row needs.
+        packed_bytes: the bytes of memory for packed matrices, a multiple of :data:`ALIGNMENT`.
+        scratch_bytes: likewise the bytes of scratch memory that each row needs.
     """
 
     text: str
     storage: Storage
+    packed_bytes: int
     scratch_bytes: int
 
 
 def emit_cpp(program: Program, name: str) -> CppSource:
     """Writes the time loop of a program as a C++ function of this name."""
-    steps = lower_steps(program)
+    steps = lower_steps(program, strided=True)
+    products = _products(steps)
+    scratch = max([steps.scratch_bytes, *(_aligned(p.widened_bytes) for p in products.values())])
     lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
     lines += ["", "// The rows of the present step.", "struct Step {", "  int64_t t, seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, _, name in pointers(steps.storage)]
     lines += ["  char* scratch;", "};"]
     for kernel_name, kernel in steps.kernels.values():
-        lines += ["", *_write_kernel(kernel_name, kernel)]
-    lines += ["}  // namespace", "", *_write_loop(name, program, steps)]
+        lines += ["", *_write_kernel(kernel_name, kernel, scratch)]
+    lines += ["}  // namespace", "", *_write_loop(name, program, steps, products, scratch)]
     lines.append(f"}}  // namespace {name}_step")
-    return CppSource("\n".join(lines) + "\n", steps.storage, steps.scratch_bytes)
+    packed = sum(p.packed_bytes for p in products.values())
+    return CppSource("\n".join(lines) + "\n", steps.storage, packed, scratch)
 
 
-def _write_kernel(name: str, kernel: Kernel) -> list[str]:
+@dataclass(frozen=True)
+class _Product:
+    """A product of a step, and the packed matrix by which it multiplies.
+
+    Attributes:
+        name: the variable of the packed matrix.
+        start: of the packed matrix, in bytes from that of the first.
+        weight, bias: the buffers that it is packed from.
+    """
+
+    op: Op
+    name: str
+    start: int
+    weight: Buffer
+    bias: Buffer | None
+
+    @property
+    def inner(self) -> int:
+        return self.op.values[0].type.size
+
+    @property
+    def columns(self) -> int:
+        return self.op.result.type.size
+
+    @property
+    def own(self) -> str:
+        """The type of the weight."""
+        return TYPES[self.weight.type.dtype]
+
+    @property
+    def torch_dtype(self) -> str:
+        return f"aoti_torch_dtype_{_DTYPES[self.weight.type.dtype]}()"
+
+    def strides(self, storage: Storage) -> tuple[int, int]:
+        """Where its row and column strides are among those of the strided buffers."""
+        row = 2 * storage.strided.index(self.weight)
+        return (row + 1, row) if self.op.kind == "linear" else (row, row + 1)
+
+    @property
+    def _wide_bytes(self) -> int:
+        """Of a number, as it is multiplied."""
+        return 8 if self.weight.type.dtype == "f64" else 4
+
+    @property
+    def packed_bytes(self) -> int:
+        """Each row is padded to two or more of the widest vectors; the first row is the bias."""
+        return (self.inner + 1) * max(2 * ALIGNMENT, _aligned(self.columns * self._wide_bytes))
+
+    @property
+    def widened_bytes(self) -> int:
+        """Of a row of the operand, where products are in another dtype."""
+        return 0 if self.weight.type.dtype in ("f32", "f64") else self.inner * self._wide_bytes
+
+
+def _products(steps: LoweredSteps) -> dict[Op, _Product]:
+    found: dict[Op, _Product] = {}
+    start, homes = 0, steps.storage.homes
+    for op in steps.items:
+        if isinstance(op, Op):
+            _, weight, *bias = (homes[v].buffer for v in op.values)
+            found[op] = _Product(op, f"by{len(found)}", start, weight, *bias or [None])
+            start += found[op].packed_bytes
+    return found
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _write_kernel(name: str, kernel: Kernel, scratch_bytes: int) -> list[str]:
     return [
         f"void {name}(const Step& s, int64_t begin, int64_t end) {{",
         "  [[maybe_unused]] const int64_t t = s.t, seed = s.seed;",
         "  for (int64_t row = begin; row < end; ++row) {",
-        *(f"    {line}" for line in row_pointers(kernel)),
+        *(f"    {line}" for line in row_pointers(kernel, scratch_bytes)),
         *(f"    {line}" for line in KernelWriter(_Simd()).row(kernel)),
         "  }",
         "}",
     ]
 
 
-def _write_loop(name: str, program: Program, steps: LoweredSteps) -> list[str]:
+def _write_loop(
+    name: str,
+    program: Program,
+    steps: LoweredSteps,
+    products: Mapping[Op, _Product],
+    scratch_bytes: int,
+) -> list[str]:
     storage = steps.storage
-    index = {buffer: i for i, buffer in enumerate(storage.buffers)}
+    start = {
+        buffer: f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{i}])"
+        for i, buffer in enumerate(storage.buffers)
+    }
     lines = [
-        f'extern "C" int {name}(int64_t T, int64_t B, int64_t seed, bool onednn,',
-        "    void** buffers, char* scratch) {",
+        f'extern "C" int {name}([[maybe_unused]] int64_t T, int64_t B, int64_t seed,',
+        "    void** buffers, [[maybe_unused]] const int64_t* strides,",
+        "    [[maybe_unused]] char* packed, char* scratch) {",
+        "  const auto at = [&](int64_t i) {",
+        f"    [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
+        "    Step s;",
+        "    s.t = t, s.seed = seed, s.scratch = scratch;",
     ]
-    for item in steps.items:
-        if isinstance(item, Op):
-            buffer = storage.homes[item.values[1]].buffer
-            rows, columns = buffer.type.shape
-            transposed = f"{columns}, {rows}, 1, {columns}"
-            shape = transposed if item.kind == "linear" else f"{rows}, {columns}, {columns}, 1"
-            dtype = f"aoti_torch_dtype_{_DTYPES[buffer.type.dtype]}()"
-            lines.append(
-                f"  const Factor<{TYPES[buffer.type.dtype]}> by_{buffer.name}("
-                f"buffers[{index[buffer]}], {shape}, {dtype}, onednn, T);"
+    lines += [
+        f"    s.{pointer} = {start[buffer]}{offset(buffer, after, program.reverse)};"
+        for buffer, after, pointer in pointers(storage)
+    ]
+    lines += ["    return s;", "  };"]
+    strides = {
+        product: ", ".join(f"strides[{i}]" for i in product.strides(storage))
+        for product in products.values()
+    }
+    if products:
+        values = sum(p.inner * p.columns for p in products.values())
+        lines.append(f"  if (shares_steps(T, B, {values})) {{")
+        lines += [
+            f"    const Matrix {p.name}({start[p.weight]}, {p.inner}, {p.columns}, {apart}, "
+            f"{p.torch_dtype});"
+            for p, apart in strides.items()
+        ]
+        lines += ["    for (int64_t i = 0; i < T; ++i) {", "      const Step s = at(i);"]
+        for item in steps.items:
+            lines += (
+                _share_product(products[item], storage)
+                if isinstance(item, Op)
+                else _share_kernel(*steps.kernels[item])
             )
-    lines.append("  for (int64_t i = 0; i < T; ++i) {")
-    lines.append(f"    const int64_t t = {'T - 1 - i' if program.reverse else 'i'};")
-    lines += ["    Step s;", "    s.t = t, s.seed = seed, s.scratch = scratch;"]
-    for buffer, after, name in pointers(storage):
-        start = f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{index[buffer]}])"
-        lines.append(f"    s.{name} = {start}{offset(buffer, after, program.reverse)};")
+        lines += ["    }", "    return 0;", "  }"]
+    for p, apart in strides.items():
+        bias = start[p.bias] if p.bias else "nullptr"
+        lines += [
+            f"  const Packed<{p.own}> {p.name}(packed + {p.start}, {p.inner}, {p.columns});",
+            f"  if (!{p.name}.pack({start[p.weight]}, {apart}, {bias})) return 1;",
+        ]
+    lines += [
+        f"  const int64_t grain = {_grain(steps, products)};",
+        "  const bool done = for_rows(B, grain, [&](int64_t begin, int64_t end) {",
+        "    for (int64_t i = 0; i < T; ++i) {",
+        "      const Step s = at(i);",
+    ]
     for item in steps.items:
         if isinstance(item, Op):
-            lines += _write_product(item, storage)
+            lines += _write_product(products[item], storage, scratch_bytes)
         else:
-            lines += _write_call(*steps.kernels[item])
-    return [*lines, "  }", "  return 0;", "}"]
+            lines.append(f"      {steps.kernels[item][0]}(s, begin, end);")
+    return [*lines, "    }", "  });", "  return done ? 0 : 1;", "}"]
 
 
-def _write_call(name: str, kernel: Kernel) -> list[str]:
-    statements = sum(n * len(s) for section in kernel.sections for n, s in section.loops.items())
-    grain = max(1, _GRAIN // max(1, statements))
+def _share_kernel(name: str, kernel: Kernel) -> list[str]:
+    grain = max(1, _GRAIN // max(1, _statements(kernel)))
     call = f"[&](int64_t begin, int64_t end) {{ {name}(s, begin, end); }}"
-    return [f"    if (!for_rows(B, {grain}, {call})) return 1;"]
+    return [f"      if (!for_rows(B, {grain}, {call})) return 1;"]
 
 
-def _write_product(op: Op, storage: Storage) -> list[str]:
-    x, weight, *bias = op.values
-    by = storage.homes[weight].buffer
-    out, operand = _variable(storage.homes[op.result]), _variable(storage.homes[x])
-    added = f"s.{storage.homes[bias[0]].buffer.name}" if bias else "nullptr"
-    dtype = f"aoti_torch_dtype_{_DTYPES[by.type.dtype]}()"
+def _share_product(product: _Product, storage: Storage) -> list[str]:
+    out, x = (_start(storage.homes[v]) for v in (product.op.result, product.op.values[0]))
+    bias = f"s.{product.bias.name}" if product.bias else "nullptr"
+    sizes = f"B, {product.inner}, {product.columns}, {product.torch_dtype}"
     return [
-        f"    if (!multiply<{TYPES[by.type.dtype]}>({out}, {operand}, by_{by.name}, {added}, B, "
-        f"{x.type.size}, {op.result.type.size}, {dtype}))",
-        "      return 1;",
+        f"      if (!multiply<{product.own}>({out}, {x}, {product.name}, {bias},",
+        f"              {sizes}))",
+        "        return 1;",
     ]
 
 
-def _variable(at: Location) -> str:
+def _statements(kernel: Kernel) -> int:
+    return sum(n * len(each) for section in kernel.sections for n, each in section.loops.items())
+
+
+def _grain(steps: LoweredSteps, products: Mapping[Op, _Product]) -> str:
+    """The least number of rows that is worth another thread."""
+    work = sum(_statements(kernel) for _, kernel in steps.kernels.values())
+    work += sum(p.inner * p.columns for p in products.values())
+    return f"{_GRAIN} / ({max(1, work)} * (T + 1)) + 1"
+
+
+def _write_product(product: _Product, storage: Storage, scratch_bytes: int) -> list[str]:
+    out, x = (_rows(storage.homes[v]) for v in (product.op.result, product.op.values[0]))
+    scratch = f"s.scratch + begin * {scratch_bytes}"
+    return [f"      multiply({out}, {x}, {product.name}, end - begin, {scratch});"]
+
+
+def _start(at: Location) -> str:
     return f"s.{at.buffer.name}{'_after' * at.after}"
+
+
+def _rows(at: Location) -> str:
+    return f"{_start(at)} + begin * {at.buffer.type.size}"

@@ -221,5 +221,5 @@ def _write_kernel(program: Program, steps: LoweredSteps, name: str, kernel: Kern
         f"  s.{pointer} = c.{buffer.name}{offset(buffer, after, program.reverse)};"
         for buffer, after, pointer in named
     ]
-    body = [*row_pointers(kernel), *KernelWriter(_Block()).row(kernel)]
+    body = [*row_pointers(kernel, steps.scratch_bytes), *KernelWriter(_Block()).row(kernel)]
     return [*lines, *(f"  {line}" for line in body), "}"]

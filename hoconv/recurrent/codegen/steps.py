@@ -31,9 +31,12 @@ class LoweredSteps:
     scratch_bytes: int
 
 
-def lower_steps(program: Program, fixed: Collection[Value] = ()) -> LoweredSteps:
-    """Assigns storage (`fixed`: see :func:`assign_storage`) and lowers every group to loops."""
-    storage = assign_storage(program, fixed)
+def lower_steps(
+    program: Program, fixed: Collection[Value] = (), strided: bool = False
+) -> LoweredSteps:
+    """Assigns storage (`fixed`, `strided`: see :func:`assign_storage`) and lowers every group to
+    loops."""
+    storage = assign_storage(program, fixed, strided=strided)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
     # Values to store that no kernel of the step computes: they come from elsewhere, or a product
@@ -82,13 +85,18 @@ def offset(buffer: Buffer, after: bool, reverse: bool) -> str:
     return ""
 
 
-def row_pointers(kernel: Kernel) -> list[str]:
-    """Declares a pointer to the present row of each memory that a kernel reads or writes."""
+def row_pointers(kernel: Kernel, scratch_bytes: int) -> list[str]:
+    """Declares a pointer to the present row of each memory that a kernel reads or writes.
+
+    Args:
+        scratch_bytes: from the scratch of a row to that of the next, the same in all kernels:
+            while one runs for a row, another may run for another row.
+    """
     lines = []
     for memory in memories(kernel):
         own, name = TYPES[memory.type.dtype], pointer(memory)
         if memory.location is None:
-            start = f"s.scratch + row * {kernel.scratch_bytes} + {memory.scratch}"
+            start = f"s.scratch + row * {scratch_bytes} + {memory.scratch}"
             at = f"reinterpret_cast<{own}*>({start})"
         elif memory.location.buffer.kind == "once":
             at = f"s.{name}"

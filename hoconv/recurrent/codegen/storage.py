@@ -104,7 +104,10 @@ class Storage:
 
 
 def assign_storage(
-    program: Program, fixed: Collection[Value] = (), in_registers: bool = False
+    program: Program,
+    fixed: Collection[Value] = (),
+    in_registers: bool = False,
+    strided: bool = False,
 ) -> Storage:
     """Assigns a home to every value that needs one.
 
@@ -112,6 +115,7 @@ def assign_storage(
         fixed: values whose home must have the same address at every step; of a state, at every
             second step.
         in_registers: whether states are in registers, and weights on the chip, for all steps.
+        strided: whether products read weights that are not contiguous, as they do on the chip.
     """
     items = [
         item if isinstance(item, Group) or not is_rowwise(item.kind) else Group((item,))
@@ -186,7 +190,7 @@ def assign_storage(
         for name in ("first", "last")
     )
     weights = [op.values[1] for op in flat(program.step) if op.kind in PRODUCTS]
-    read = tuple(dict.fromkeys(homes[v].buffer for v in weights)) if in_registers else ()
+    read = tuple(dict.fromkeys(homes[v].buffer for v in weights)) if in_registers or strided else ()
     return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
                    initial, first, last, tuple(temporaries), (*read, *first))  # fmt: skip
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from hoconv import jit
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.cpp import HEADER, CppSource, emit_cpp
+from hoconv.recurrent.codegen.cpp import ALIGNMENT, HEADER, CppSource, emit_cpp
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.rows import make_row_programs
-from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 
@@ -77,7 +76,7 @@ class CppLoop:
         self.source = source
         self.groups = groups
         self.function = function
-        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_bool] + [ctypes.c_void_p] * 2
+        self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
 
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
@@ -88,9 +87,13 @@ class CppLoop:
         tensors = bind(program, storage, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
         pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))
-        scratch = torch.empty(B * self.source.scratch_bytes + 64, dtype=torch.uint8)
-        start = (scratch.data_ptr() + 63) // 64 * 64
+        strides = [stride for b in storage.strided for stride in tensors[b].stride()]
+        apart = (ctypes.c_int64 * len(strides))(*strides)
+        source = self.source
+        size = source.packed_bytes + B * source.scratch_bytes
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        packed = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
         number = 0 if seed is None else int(seed)
-        if self.function(T, B, number, products.onednn(), pointers, start):
-            raise RuntimeError(f"{program.name}: PyTorch's matrix product failed in the time loop")
+        if self.function(T, B, number, pointers, apart, packed, packed + source.packed_bytes):
+            raise RuntimeError(f"{program.name}: PyTorch's product or threads failed in the loop")
         return results(program, storage, tensors, T)

@@ -24,5 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     float32_on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, weight))
     large = x.numel() * len(weight) >= _LARGE
     if float32_on_cpu and large and onednn():
+        if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+            weight = weight.contiguous()  # others oneDNN multiplies by its slow fallback
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return evaluate.linear(x, weight, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -136,12 +137,46 @@ def test_dtypes_are_near_the_definition_in_float64(
         assert (mine.double() - exact).norm() <= tolerance * exact.norm()
 
 
-@pytest.mark.parametrize("batch", [0, 16])
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# Rows of a product are computed by tiles of 8, 4, 2 and 1 rows; columns by panels of whole vectors,
+# the last one padded.
+@pytest.mark.parametrize(
+    ("dtype", "H", "tolerance"),
+    [
+        (torch.float64, 17, 1e-12),
+        (torch.float32, 5, 1e-5),
+        (torch.float32, 17, 1e-5),
+        (torch.bfloat16, 17, 5e-2),
+        (torch.float16, 17, 1e-2),
+    ],
+)
+def test_products_of_any_size_are_near_the_definition(
+    dtype: torch.dtype, H: int, tolerance: float, threads: int
+) -> None:
+    ours = rnn.RNN(rnn.lstm, 3, H, impl="cpp", bidirectional=True, dtype=dtype)
+    reference = rnn.RNN(rnn.lstm, 3, H, impl="reference", bidirectional=True, dtype=torch.float64)
+    reference.load_state_dict(ours.state_dict())
+    for B in (1, 3, 31):
+        x, reset = sequence(4, B, 3).to(dtype), torch.rand(4, B) < 0.2
+        lengths = [4, *(1 + i % 4 for i in range(1, B))]
+        found = gradients(ours, x, None, lengths, reset=reset)
+        expected = gradients(reference, x.double(), None, lengths, reset=reset)
+        for mine, exact in zip(found, expected, strict=True):
+            assert mine.dtype == dtype
+            assert (mine.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("batch", [0, 1, 16])
 @pytest.mark.parametrize("schedule", ["naive", "auto"])
 @pytest.mark.parametrize("which", ["lstm", "elman"])
-def test_large_products_by_onednn_are_near_the_definition(
-    which: str, schedule: str, batch: int
-) -> None:
+def test_large_products_are_near_the_definition(which: str, schedule: str, batch: int) -> None:
     cell, sizes = getattr(rnn, which), (512, 512)
     ours = rnn.RNN(cell, *sizes, impl="cpp", schedule=schedule, bidirectional=True)
     reference = rnn.RNN(cell, *sizes, impl="reference", bidirectional=True, dtype=torch.float64)
@@ -165,6 +200,34 @@ def test_onednn_is_called_where_it_is_enabled(
         gradients(ours, x)
     called = [event.key for event in profile.key_averages() if event.key.startswith("mkldnn::")]
     assert bool(called) == enabled
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
+def test_onednn_reads_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = []
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        dense.append(weight.is_contiguous() or weight.mT.is_contiguous())
+        return product(x, weight, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    gradients(rnn.RNN(rnn.lstm, 512, 512, impl="cpp"), sequence(16, 16, 512).float())
+    assert dense
+    assert all(dense)
+
+
+def test_the_number_of_calls_of_pytorch_does_not_depend_on_the_steps() -> None:
+    made = rnn.RNN(rnn.lstm, 512, 512, impl="cpp", schedule="auto")
+    numbers = []
+    for T in (16, 32):
+        x = sequence(T, 16, 512).float()
+        gradients(made, x)
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
+            gradients(made, x)
+        numbers.append(sum(event.count for event in profile.key_averages()))
+    assert numbers[0] == numbers[1]
 
 
 def test_gradients_of_gradients_are_those_of_the_definition() -> None:
