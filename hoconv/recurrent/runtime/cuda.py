@@ -22,7 +22,7 @@ from hoconv import jit
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
-from hoconv.recurrent.ir.program import Group, Op, Program
+from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.clusters import Clusters
@@ -71,7 +71,7 @@ class CudaLoop:
         self.source = emit_cuda(program, whole=recorded)
         self.recorded = recorded
         self.clusters = clusters
-        self.groups: dict[Group | Op, tuple[Program, CudaLoop]] = {
+        self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()
         }
