@@ -1,24 +1,29 @@
 # `make` shows what there is. Everything is installed into .venv in this folder.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test test-all lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 APP := $(VENV)/.installed-app
 DEV := $(VENV)/.installed-dev
+# A process for each core, each with whole files: the tests of a file share what is made once.
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 # Options for the command behind a target: make train ARGS="data=mnist impl=cpp"
 ARGS ?=
 
 help: ## show this list
 	@echo 'make train [ARGS="data=mnist impl=cpp"], make test [ARGS="-k throughput"]'
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 12
 
 train: $(APP) ## run python train.py; ARGS are its overrides
 	@$(BIN)/python train.py $(ARGS)
 
-test: $(DEV) ## run every test that can run here; ARGS go to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DEV) ## run the tests that are not slow; ARGS go to pytest
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(DEV) ## run every test that can run here
+	@$(PYTEST) $(ARGS)
 
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .

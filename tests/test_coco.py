@@ -96,6 +96,7 @@ def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monk
     assert [float(loss) for loss in resident.losses] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_implementations_agree_on_the_first_losses(small, impl):
     steps = ("trainer.limit_train_batches=20", "trainer.limit_val_batches=1")

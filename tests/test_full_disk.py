@@ -53,6 +53,7 @@ def roomy(tmp_path_factory) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     return json.loads((left / "results.json").read_text())["metrics"], losses(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", SIZES.tolist())
 def test_a_run_survives_a_full_disk(tmp_path, roomy, kilobytes):
     """HOCONV_FULL_DISKS=40 tries forty sizes, ten seconds each."""

@@ -89,6 +89,7 @@ def assert_same(folder: Path, whole: Path) -> None:
     assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path):
     folder, calls = whole
     assert killed(tmp_path / "run", round(0.55 * calls), "resume=auto").exit_code == -9

@@ -14,6 +14,7 @@ from hoconv.testing.variants import Variant
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "slow: takes more than about 4 seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -264,6 +264,7 @@ def test_compiled_equals_eager(variant: Variant) -> None:
 
 
 # Inductor imports modules that use deprecated parts of torch.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_by_inductor_equals_eager(variant: Variant) -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"

@@ -356,6 +356,7 @@ print(*(path for path in torch.ops.loaded_libraries if "conv2d" in path))
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_lesser_machine_with_the_same_cache_gets_its_own_library(

@@ -51,6 +51,7 @@ def package(tmp_path: Path) -> Package:
     return Package(tmp_path)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_package_builds_its_own_operator(package: Package) -> None:
     cache = str(package.site / "cache")
@@ -61,6 +62,7 @@ def test_a_package_builds_its_own_operator(package: Package) -> None:
     assert "hoconv: compiling" not in package.python(*CHECK, TORCH_EXTENSIONS_DIR=cache).stderr
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_its_broken_code_is_named_and_costs_no_other_operator(package: Package) -> None:
     errors = [f"no_such_name_{i}" for i in range(9)]

@@ -53,6 +53,7 @@ def test_every_file_has_the_new_name(site: Path) -> None:
         assert "SoftClip" not in text
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_package_is_right_as_it_is_written(site: Path) -> None:
     done = hoconv(site, "check", "tone_curve", "--device", "cpu")
@@ -99,6 +100,7 @@ def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
         assert done.results["impl"] == impl
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which("nvcc"), reason="the CUDA source is compiled by nvcc, which is not there"
 )

@@ -85,6 +85,7 @@ def outcomes(site: Path) -> dict[str, dict[str, set[str]]]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", ["toy_sound", "toy_pair"])
 def test_sound_operator_passes_every_test(
     outcomes: dict[str, dict[str, set[str]]], operator: str
@@ -111,6 +112,7 @@ def test_check_compares_each_of_two_outputs(site: Path) -> None:
     assert not found["toy_faulty_pair", "second_output_never_the_same"]["same_bits"]
 
 
+@pytest.mark.slow
 def test_benchmark_times_a_call_with_two_outputs(site: Path) -> None:
     options = "--device", "cpu", "--operator", "toy_pair", "--quick", "--out", str(site)
     done = python(site, "scripts/benchmark.py", "op", *options)

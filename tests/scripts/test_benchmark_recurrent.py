@@ -76,6 +76,7 @@ def test_cells_are_timed_against_their_definition(
     assert found == {(cell, name) for cell in recurrent.CELLS for name in ("reference", "ours")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_published_cells_are_timed_against_their_definition(
     script: Script, recurrent: ModuleType, tmp_path: Path, device: str
@@ -109,6 +110,7 @@ def test_library_cells_are_timed_against_pytorchs_at_every_shape(
     assert (tmp_path / f"recurrent_library_{device}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_schedule_is_timed_with_one_layer_and_four(
     script: Script, recurrent: ModuleType, tmp_path: Path, device: str
@@ -147,6 +149,7 @@ def test_contenders_with_lengths_give_the_same(recurrent: ModuleType) -> None:
     torch.testing.assert_close(packed(x), masked(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_first_calls_are_timed_with_an_empty_cache_and_a_full_one(
     script: Script, recurrent: ModuleType, tmp_path: Path, device: str

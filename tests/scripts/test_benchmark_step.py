@@ -36,6 +36,7 @@ def run(script: Script, out: Path, device: str = "cpu") -> dict[str, Any]:
     return json.loads((out / f"step_{device}.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_network_is_timed_with_every_implementation(
     script: Script, step: ModuleType, tmp_path: Path, device: str
@@ -55,6 +56,7 @@ def test_every_network_is_timed_with_every_implementation(
         assert row["speed_up_limit"] == 1 / (1 - share)
 
 
+@pytest.mark.slow
 def test_network_that_fails_says_why(
     script: Script,
     step: ModuleType,

@@ -167,6 +167,7 @@ def test_an_unwritable_folder_is_refused_before_measuring(
     assert line.endswith(f"argument --out: {out} cannot be written (Not a directory)")
 
 
+@pytest.mark.slow
 def test_the_cost_of_the_throughput_callback(script: Script, tmp_path: Path) -> None:
     command = ["throughput", "--device", "cpu", "--pairs", "3", "--out", str(tmp_path)]
     assert script("benchmark").main(command) == 0

@@ -55,6 +55,7 @@ def test_cases_with_a_fixed_seed(operator: str, impl: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.slow
 def test_cells_with_a_fixed_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["cells", "--device", "cpu", "--cases", "12", "--seed", str(SEED), "--jobs", "1"]
     assert fuzz.main([*options, "--out", str(tmp_path)]) == 0
@@ -185,6 +186,7 @@ def test_unchecked_arguments_are_found(monkeypatch) -> None:
     assert any("internal error" in why for why in whys)
 
 
+@pytest.mark.slow
 def test_tasks_after_a_crash_and_a_hang_still_run(tmp_path: Path) -> None:
     tasks = importlib.import_module("tests.scripts.tasks")
     given = ["go", "raise", "crash", "hang"]

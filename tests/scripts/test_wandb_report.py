@@ -154,6 +154,7 @@ def test_a_server_that_refuses_is_one_line_and_the_files_are_there(compare, serv
     assert (tmp_path / "digits.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

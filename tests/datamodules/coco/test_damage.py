@@ -4,6 +4,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["images", "annotations"])
 def test_damage_at_random_is_said_and_ends_no_process(kind):
     command = [sys.executable, "-m", "tests.datamodules.coco.damage", kind, "0", "150"]

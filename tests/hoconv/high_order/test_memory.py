@@ -38,6 +38,7 @@ print(-peak(8, 8, 1) + peak(H, W, dilation))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", on_cpus, indirect=True)
 def test_a_thin_image_takes_no_more_rows_than_it_sees(variant: Variant) -> None:
     """Of 1 x 2000 pixels; rows of zeros far outside the image were hundreds of MiB."""

@@ -138,6 +138,7 @@ def test_weights_that_a_block_has_no_room_for_are_read_at_every_step() -> None:
     check([of(rnn.gru, 64)], (ClusterShape(1, 3, 2), {}, False), most_shared_bytes=1 << 16)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -226,6 +227,7 @@ def test_it_is_said_why_a_kernel_cannot_keep_the_weights_or_should_not() -> None
     assert refuse(plan(of(independent), torch.float32).forward) == "its steps have no product"
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

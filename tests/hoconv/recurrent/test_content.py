@@ -75,6 +75,7 @@ def test_constants_are_kept_to_the_last_bit() -> None:
     assert constant == 0.1 + 0.2
 
 
+@pytest.mark.slow
 def test_exported_programs_run_in_a_process_that_never_saw_their_cells(tmp_path: Path) -> None:
     """Two cells of one name among them; lengths and resets, with two directions."""
     cases: dict[str, tuple[rnn.RNN, tuple[Any, ...]]] = {

@@ -147,6 +147,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 # Rows of a product are computed by tiles of 8, 4, 2 and 1 rows; columns by panels of whole vectors,
 # the last one padded.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "H", "tolerance"),
     [
@@ -173,6 +174,7 @@ def test_products_of_any_size_are_near_the_definition(
             assert (mine.double() - exact).norm() <= tolerance * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [0, 1, 16])
 @pytest.mark.parametrize("schedule", ["naive", "auto"])
 @pytest.mark.parametrize("which", ["lstm", "elman"])

@@ -322,6 +322,7 @@ def test_the_op_reads_no_memory_that_is_not_there() -> None:
             compiled_op(sequences, states, parameters, None, plan, "inference", "cpp")
 
 
+@pytest.mark.slow
 def test_what_is_past_a_sequence_s_end_reaches_nothing() -> None:
     @rnn.cell(state=("h",))
     def delicate(x: Any, h: Any) -> Any:

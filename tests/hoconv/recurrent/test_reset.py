@@ -82,6 +82,7 @@ def test_each_part_is_as_by_itself(
     torch.testing.assert_close((output, finals), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_implementations_and_schedules_give_the_definition(impl: str, schedule: str) -> None:
