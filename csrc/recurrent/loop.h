@@ -22,4 +22,13 @@ inline bool shares_steps(int64_t T, int64_t B, int64_t values) {
   return T * B < kOften || (B < count_threads() && values >= kLarge);
 }
 
+// Copies rows begin to end of a matrix, which need not be contiguous, to one that is.
+template <typename T>
+void copy_rows(T* to, const T* from, int64_t begin, int64_t end, int64_t columns,
+               int64_t row_stride, int64_t column_stride) {
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t column = 0; column < columns; ++column)
+      to[row * columns + column] = from[row * row_stride + column * column_stride];
+}
+
 }  // namespace hoconv::recurrent

@@ -46,7 +46,7 @@ class _Writer:
         self.program, self.loops = layout.shared.program, layout.loops
         self.wide = TYPES[layout.wide]
         whole = replace(self.program, step=(Group(tuple(flat(self.program.step))),))
-        self.storage = assign_storage(whole, in_registers=True)
+        self.storage = assign_storage(whole, keeps_states=True)
         self.names: dict[Value, str] = {}
         # The declarations of registers, and what is loaded into some before the first step.
         self.declared: dict[str, str] = {}

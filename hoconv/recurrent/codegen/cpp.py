@@ -50,35 +50,39 @@ class CppSource:
     """A time loop in C++.
 
     Attributes:
-        text: of ``int <name>(T, B, seed, buffers, strides, packed, scratch)``, which returns 0, or
+        text: of ``int <name>(T, B, seed, buffers, strides, packed, rows)``, which returns 0, or
             1 where PyTorch failed; `buffers` are pointers in the order of the storage's, `strides`
             the rows' and the columns' of its strided buffers. It needs :data:`HEADER`.
         storage: the layout of the buffers.
         packed_bytes: the bytes of memory for packed matrices, a multiple of :data:`ALIGNMENT`.
-        scratch_bytes: likewise the bytes of scratch memory that each row needs.
+        row_bytes: likewise the bytes of memory that each row needs.
     """
 
     text: str
     storage: Storage
     packed_bytes: int
-    scratch_bytes: int
+    row_bytes: int
 
 
 def emit_cpp(program: Program, name: str) -> CppSource:
     """Writes the time loop of a program as a C++ function of this name."""
-    steps = lower_steps(program, strided=True)
+    steps = lower_steps(program, keeps_states=True)
     products = _products(steps)
     scratch = max([steps.scratch_bytes, *(_aligned(p.widened_bytes) for p in products.values())])
     lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
     lines += ["", "// The rows of the present step.", "struct Step {", "  int64_t t, seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, _, name in pointers(steps.storage)]
     lines += ["  char* scratch;", "};"]
+    inner, row_bytes = {}, scratch
+    for buffer in steps.storage.inner:
+        inner[buffer] = row_bytes
+        row_bytes += _aligned(buffer.type.row_bytes * (1 + (buffer.kind == "state")))
     for kernel_name, kernel in steps.kernels.values():
         lines += ["", *_write_kernel(kernel_name, kernel, scratch)]
-    lines += ["}  // namespace", "", *_write_loop(name, program, steps, products, scratch)]
+    lines += ["}  // namespace", "", *_write_loop(name, program, steps, products, scratch, inner)]
     lines.append(f"}}  // namespace {name}_step")
     packed = sum(p.packed_bytes for p in products.values())
-    return CppSource("\n".join(lines) + "\n", steps.storage, packed, scratch)
+    return CppSource("\n".join(lines) + "\n", steps.storage, packed, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -168,26 +172,31 @@ def _write_loop(
     steps: LoweredSteps,
     products: Mapping[Op, _Product],
     scratch_bytes: int,
+    inner: Mapping[Buffer, int],
 ) -> list[str]:
     storage = steps.storage
     start = {
         buffer: f"static_cast<{TYPES[buffer.type.dtype]}*>(buffers[{i}])"
         for i, buffer in enumerate(storage.buffers)
     }
+    start |= {
+        buffer: f"reinterpret_cast<{TYPES[buffer.type.dtype]}*>(rows + B * {bytes})"
+        for buffer, bytes in inner.items()
+    }
     lines = [
         f'extern "C" int {name}([[maybe_unused]] int64_t T, int64_t B, int64_t seed,',
         "    void** buffers, [[maybe_unused]] const int64_t* strides,",
-        "    [[maybe_unused]] char* packed, char* scratch) {",
+        "    [[maybe_unused]] char* packed, char* rows) {",
         "  const auto at = [&](int64_t i) {",
         f"    [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
         "    Step s;",
-        "    s.t = t, s.seed = seed, s.scratch = scratch;",
+        "    s.t = t, s.seed = seed, s.scratch = rows;",
     ]
     lines += [
         f"    s.{pointer} = {start[buffer]}{offset(buffer, after, program.reverse)};"
         for buffer, after, pointer in pointers(storage)
     ]
-    lines += ["    return s;", "  };"]
+    lines += ["    return s;", "  };", *_write_ends(program, storage, start)]
     strides = {
         product: ", ".join(f"strides[{i}]" for i in product.strides(storage))
         for product in products.values()
@@ -200,14 +209,15 @@ def _write_loop(
             f"{p.torch_dtype});"
             for p, apart in strides.items()
         ]
-        lines += ["    for (int64_t i = 0; i < T; ++i) {", "      const Step s = at(i);"]
+        lines += ["    enter(0, B);", "    for (int64_t i = 0; i < T; ++i) {"]
+        lines.append("      const Step s = at(i);")
         for item in steps.items:
             lines += (
                 _share_product(products[item], storage)
                 if isinstance(item, Op)
                 else _share_kernel(*steps.kernels[item])
             )
-        lines += ["    }", "    return 0;", "  }"]
+        lines += ["    }", "    leave(0, B);", "    return 0;", "  }"]
     for p, apart in strides.items():
         bias = start[p.bias] if p.bias else "nullptr"
         lines += [
@@ -217,6 +227,7 @@ def _write_loop(
     lines += [
         f"  const int64_t grain = {_grain(steps, products)};",
         "  const bool done = for_rows(B, grain, [&](int64_t begin, int64_t end) {",
+        "    enter(begin, end);",
         "    for (int64_t i = 0; i < T; ++i) {",
         "      const Step s = at(i);",
     ]
@@ -225,7 +236,29 @@ def _write_loop(
             lines += _write_product(products[item], storage, scratch_bytes)
         else:
             lines.append(f"      {steps.kernels[item][0]}(s, begin, end);")
-    return [*lines, "    }", "  });", "  return done ? 0 : 1;", "}"]
+    lines += ["    }", "    leave(begin, end);", "  });"]
+    return [*lines, "  return done ? 0 : 1;", "}"]
+
+
+def _write_ends(program: Program, storage: Storage, start: Mapping[Buffer, str]) -> list[str]:
+    """Functions that read the states of some rows before the first step, and write the last."""
+    read, write = [], []
+    for own, first, last in zip(storage.initial, storage.first, storage.last, strict=True):
+        n, row = last.type.size, 2 * storage.strided.index(first)
+        apart = f"strides[{row}], strides[{row + 1}]"
+        read += [
+            f"    copy_rows(s.{each.name}, {start[first]}, begin, end, {n}, {apart});"
+            for each in own
+        ]
+        after = f"s.{own[0].name}_after"
+        write.append(f"    copy_rows({start[last]}, {after}, begin, end, {n}, {n}, 1);")
+    if not read:
+        return ["  const auto enter = [](int64_t, int64_t) {};", "  const auto leave = enter;"]
+    rows = "[&](int64_t begin, int64_t end)"
+    return [
+        f"  const auto enter = {rows} {{", "    const Step s = at(0);", *read, "  };",
+        f"  const auto leave = {rows} {{", "    const Step s = at(T - 1);", *write, "  };",
+    ]  # fmt: skip
 
 
 def _share_kernel(name: str, kernel: Kernel) -> list[str]:

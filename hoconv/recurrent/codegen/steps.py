@@ -32,11 +32,11 @@ class LoweredSteps:
 
 
 def lower_steps(
-    program: Program, fixed: Collection[Value] = (), strided: bool = False
+    program: Program, fixed: Collection[Value] = (), keeps_states: bool = False
 ) -> LoweredSteps:
-    """Assigns storage (`fixed`, `strided`: see :func:`assign_storage`) and lowers every group to
-    loops."""
-    storage = assign_storage(program, fixed, strided=strided)
+    """Assigns storage (`fixed`, `keeps_states`: see :func:`assign_storage`) and lowers every group
+    to loops."""
+    storage = assign_storage(program, fixed, keeps_states)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
     # Values to store that no kernel of the step computes: they come from elsewhere, or a product
@@ -64,7 +64,7 @@ def pointers(storage: Storage) -> list[tuple[Buffer, bool, str]]:
     A buffer of a state has two: to the rows before the step and to those after it.
     """
     found = []
-    for buffer in storage.buffers:
+    for buffer in (*storage.buffers, *storage.inner):
         found.append((buffer, False, buffer.name))
         if buffer.kind in ("state", "history"):
             found.append((buffer, True, f"{buffer.name}_after"))

@@ -3,8 +3,8 @@
 A value that another kernel or product reads has a home: the location from which they read it.
 A state has a buffer of two steps, which take turns (double buffering). A state that is saved for
 the gradient has a buffer of all steps instead, so that saving it copies nothing. A target may ask
-for homes at fixed addresses; a saved state then has both buffers, and is stored twice. A target
-that keeps states in registers reads the first and writes the last ones in buffers of their own.
+for homes at fixed addresses; a saved state then has both buffers, and is stored twice. A loop that
+keeps its states itself reads the first and writes the last ones in buffers of their own.
 
 B batch, T time steps, n features.
 """
@@ -75,9 +75,10 @@ class Storage:
         params, sequences, states, yields: buffers, in the order of the program's. A state and a
             yield may share one.
         initial: the buffers that hold each state before the first step.
-        first, last: where states are in registers: the buffers from which they are read before the
-            first step, and to which they are written after the last.
+        first, last: where the loop keeps the states: the buffers from which they are read before
+            the first step, and to which they are written after the last.
         temporaries: the other buffers, one for each value that is read by another item.
+        inner: the buffers that the loop itself has memory for.
         strided: the buffers of two dimensions whose tensors need not be contiguous.
     """
 
@@ -92,30 +93,29 @@ class Storage:
     first: tuple[Buffer, ...]
     last: tuple[Buffer, ...]
     temporaries: tuple[Buffer, ...]
+    inner: tuple[Buffer, ...]
     strided: tuple[Buffer, ...]
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """All buffers, each once."""
-        states = [b for b in self.states if b.kind == "history"] if self.first else self.states
-        found = (*self.params, *self.sequences, *self.first, *self.last, *states, *self.yields,
+        """All buffers that are tensors of their own, each once."""
+        found = (*self.params, *self.sequences, *self.first, *self.last, *self.states, *self.yields,
                  *self.temporaries)  # fmt: skip
-        return tuple(dict.fromkeys(found))
+        return tuple(buffer for buffer in dict.fromkeys(found) if buffer not in self.inner)
 
 
 def assign_storage(
     program: Program,
     fixed: Collection[Value] = (),
-    in_registers: bool = False,
-    strided: bool = False,
+    keeps_states: bool = False,
 ) -> Storage:
     """Assigns a home to every value that needs one.
 
     Args:
         fixed: values whose home must have the same address at every step; of a state, at every
             second step.
-        in_registers: whether states are in registers, and weights on the chip, for all steps.
-        strided: whether products read weights that are not contiguous, as they do on the chip.
+        keeps_states: whether the loop keeps states and temporaries in memory of its own, and copies
+            weights there, which need not be contiguous.
     """
     items = [
         item if isinstance(item, Group) or not is_rowwise(item.kind) else Group((item,))
@@ -185,14 +185,16 @@ def assign_storage(
     items.append(Group(()))
     first, last = (
         tuple(Buffer(f"{name}{i}", "step", s.value.type) for i, s in enumerate(program.states))
-        if in_registers
+        if keeps_states
         else ()
         for name in ("first", "last")
     )
     weights = [op.values[1] for op in flat(program.step) if op.kind in PRODUCTS]
-    read = tuple(dict.fromkeys(homes[v].buffer for v in weights)) if in_registers or strided else ()
+    read = dict.fromkeys(homes[v].buffer for v in weights) if keeps_states else ()
+    inner = [b for b in (*states, *temporaries) if keeps_states and b.kind in ("state", "step")]
     return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
-                   initial, first, last, tuple(temporaries), (*read, *first))  # fmt: skip
+                   initial, first, last, tuple(temporaries), tuple(inner),
+                   (*read, *first))  # fmt: skip
 
 
 def _saved_states(program: Program) -> dict[Value, Yield]:

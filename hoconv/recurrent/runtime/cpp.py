@@ -90,7 +90,7 @@ class CppLoop:
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]
         apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source
-        size = source.packed_bytes + B * source.scratch_bytes
+        size = source.packed_bytes + B * source.row_bytes
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
         packed = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
         number = 0 if seed is None else int(seed)
