@@ -280,7 +280,10 @@ class RNN(nn.Module):
             gathered.append([])
             for d in traced.declarations:
                 name = d.name + suffix
-                tensor: Tensor = getattr(self, name)
+                # Its own parameters first: Module.__getattr__ takes twice the time.
+                found = self._parameters.get(name)
+                # Another tensor may take its place, that of a parametrization, say.
+                tensor: Tensor = getattr(self, name) if found is None else found
                 gathered[-1].append(tensor)
                 own = own or tensor.dtype
                 if tensor.shape != d.shape:
