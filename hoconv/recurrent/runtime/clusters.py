@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hoconv.jit.generated import compile_cuda
-from hoconv.recurrent.codegen.cluster import HEADER, NAME, ClusterSource, emit_cluster
-from hoconv.recurrent.codegen.cluster_layout import SHARED_BYTES, ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.codegen.storage import Buffer
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Group, Program, flat

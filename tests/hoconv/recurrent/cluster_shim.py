@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hoconv import jit
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.cluster import ClusterSource, emit_cluster
-from hoconv.recurrent.codegen.cluster_layout import SHARED_BYTES, ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster.kernel import ClusterSource, emit_cluster
+from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.distribute import distribute
 from hoconv.recurrent.runtime.buffers import bind, results

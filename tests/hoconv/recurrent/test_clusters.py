@@ -13,8 +13,8 @@ from torch import Tensor
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
-from hoconv.recurrent.codegen.cluster import emit_cluster
-from hoconv.recurrent.codegen.cluster_layout import SHARED_BYTES, ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
+from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.distribute import distribute, refuse

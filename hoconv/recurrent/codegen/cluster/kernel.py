@@ -1,0 +1,355 @@
+"""Writes a loop as one CUDA kernel whose blocks keep the weights on the chip for all steps.
+
+The blocks of a cluster share some rows of the batch. Each computes a slice of the features of every
+vector (passes/distribute.py, layout.py): a thread has the same features of the same rows at
+every step, so that states and what only their own features read stay in its registers.
+
+B batch, T time steps, i the number of steps already done, t the time step that is computed, r a row
+of the cluster, row the same row in the batch, j a feature, unit the same feature in the block, n
+features of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hoconv.recurrent.codegen.cluster.exchanges import Exchanges
+from hoconv.recurrent.codegen.cluster.layout import ClusterLayout
+from hoconv.recurrent.codegen.cluster.threads import Threads, feature
+from hoconv.recurrent.codegen.expressions import TYPES, expression
+from hoconv.recurrent.codegen.steps import offset
+from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
+from hoconv.recurrent.ir.program import Group, Value, flat
+
+HEADER = '#include "recurrent/cluster.cuh"'
+NAME = "run_cluster"
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterSource:
+    """A kernel that runs all steps; its argument is a ``Call``, as of ``CudaSource``."""
+
+    text: str
+    layout: ClusterLayout
+    storage: Storage
+
+
+def emit_cluster(layout: ClusterLayout) -> ClusterSource:
+    """Writes a kernel for NVRTC."""
+    return _Writer(layout).source()
+
+
+class _Writer:
+    def __init__(self, layout: ClusterLayout) -> None:
+        self.layout, self.shared, self.shape = layout, layout.shared, layout.shape
+        self.program, self.wide = layout.shared.program, TYPES[layout.wide]
+        whole = replace(self.program, step=(Group(tuple(flat(self.program.step))),))
+        self.storage = assign_storage(whole, keeps_states=True)
+        self.threads = Threads(layout, self.storage)
+        self.exchanges = Exchanges(self.threads)
+
+    # What a phase computes
+
+    def compute(self, value: Value, n: int) -> Iterator[str]:
+        """The statements that compute a value in the loop over vectors of n."""
+        shared, register = self.shared, self.threads.register(value, n)
+        if value in shared.loads or value not in shared.made:
+            return  # loaded before the phase
+        op = shared.made[value]
+        if value in shared.parts:
+            yield from self._read_part(value, n, register)
+        elif value in shared.reads:
+            gathered, start = shared.reads[value]
+            element = self.exchanges.element(gathered, f"({feature(value)} + {start})")
+            yield f"{register} = {element};"
+        elif value in shared.reductions:
+            yield f"{register} = {self.exchanges.whole(value)}[r];"
+        else:
+            # A cast takes sums of products as they are.
+            name = self.threads.register if op.kind == "cast" else self.threads.typed
+            names = {v: name(v, n) for v in op.values}
+            yield f"{register} = {expression(op, names, feature(value))};"
+
+    def _read_part(self, value: Value, n: int, register: str) -> Iterator[str]:
+        product, start = self.shared.parts[value]
+        index = self.shared.products.index(product)
+        row = self.layout.part_row(product, value)
+        unit = "0" if value.type.size == 1 else "unit"
+        if product.gathered:
+            stride = self.layout.slices[index].stride
+            sums = (
+                f"y{index}[({s} * ROWS + r) * {stride} + {row} + {unit}]"
+                for s in range(self.layout.count_sums(index))
+            )
+            yield f"{register} = {' + '.join(sums)};"
+        else:
+            copy = self.exchanges.copy(
+                product.exchange, product.exchange + 1, self.layout.count_partial(product)
+            )
+            units = self.layout.units(value.type.size)
+            first = f"{copy} + {row * self.shape.rows}"
+            yield f"{register} = 0;"
+            yield "#pragma unroll"
+            yield (
+                f"for (int k = 0; k < C; ++k) "
+                f"{register} += sums{index}[{first} + (k * ROWS + r) * {units} + {unit}];"
+            )
+        if len(product.op.inputs) == 3:
+            bias = product.op.values[2]
+            name, buffer = f"{self.threads.name(bias)}_{n}_{start}", self.storage.homes[bias].buffer
+            given = f"{self.wide}(c.{buffer.name}[{feature(value)} + {start}])"
+            self.threads.once[n].setdefault(name, f"{name}[p] = {given};")
+            yield f"{register} += {self.threads.declare(self.wide, name, n)};"
+
+    # Memory of the call
+
+    def store(self, phase: int, n: int) -> Iterator[str]:
+        """Writes results of a phase to the sequences of the call."""
+        for value, places in self.storage.stores.items():
+            for segment in self.shared.segments(value):
+                if segment.value.type.size == n and self._phase_of(segment.value) == phase:
+                    for place in places:
+                        yield from self._store(segment.value, value, segment.start, place)
+
+    def _phase_of(self, value: Value) -> int:
+        found = (k for k, phase in enumerate(self.shared.phases) if value in phase)
+        return next(found, 0)  # the first for a state
+
+    def _store(self, part: Value, value: Value, start: int, place: Location) -> Iterator[str]:
+        buffer, n = place.buffer, part.type.size
+        if buffer.kind in ("sequence", "history"):
+            rows = offset(buffer, place.after, self.program.reverse)
+            alone = "if (rank == 0) " if n == 1 else ""
+            column = f"row * {value.type.size} + {feature(part)} + {start}"
+            yield f"{alone}(c.{buffer.name}{rows})[{column}] = {self.threads.typed(part, n)};"
+
+    def load(self, phase: int, n: int) -> Iterator[str]:
+        """Loads what a phase reads of sequences; the first phase what the next step reads."""
+        for value in self.shared.phases[phase]:
+            source, _ = self.shared.loads.get(value, (value, 0))
+            if n not in self.threads.loops_of(value) or (
+                source is value and value in self.shared.made
+            ):
+                continue
+            if source.type.rate == "once":
+                register = self.threads.register(value, n)
+                self.threads.once[n].setdefault(register, self.threads.load(value, "t", register))
+            elif phase:
+                yield self.threads.load(value, "t", self.threads.register(value, n))
+            else:
+                yield self.threads.load(value, "following", self.threads.following(value, n))
+
+    def begin(self, n: int) -> Iterator[str]:
+        """Reads the initial states."""
+        for state, buffer in zip(self.program.states, self.storage.first, strict=True):
+            if n in self.threads.loops_of(state.value):
+                place = (
+                    f"row * c.{buffer.name}_row + {feature(state.value)} * c.{buffer.name}_column"
+                )
+                yield f"{self.threads.register(state.value, n)} = c.{buffer.name}[{place}];"
+
+    def keep_first(self, n: int) -> Iterator[str]:
+        """Writes the initial states that are saved."""
+        for state, buffer in zip(self.program.states, self.storage.states, strict=True):
+            if buffer.kind == "history":
+                row = "((T - 1) * B + row)" if self.program.reverse else "row"
+                yield from self._keep(state.value, f"c.{buffer.name}[{row}", n)
+
+    def end(self, n: int) -> Iterator[str]:
+        """Writes the final states."""
+        for state, buffer in zip(self.program.states, self.storage.last, strict=True):
+            yield from self._keep(state.value, f"c.{buffer.name}[row", n)
+
+    def _keep(self, state: Value, row: str, n: int) -> Iterator[str]:
+        if state.type.size == n:
+            alone = "if (rank == 0) " if n == 1 else ""
+            yield f"{alone}{row} * {n} + {feature(state)}] = {self.threads.register(state, n)};"
+
+    # The kernel
+
+    def phase(self, k: int) -> Iterator[str]:
+        """A phase: products whose operands have come, loops, and the exchange after it."""
+        ready = [
+            (index, product.gathered, product.column)
+            for index, product in enumerate(self.shared.products)
+            if product.gathered and product.exchange == k - 1
+        ]
+        for index, gathered, column in ready:
+            x = f"{self.exchanges.rows_of(gathered)} + {column}"
+            yield self.exchanges.multiply(index, x, self.layout.gathered_stride(gathered))
+        combined = list(self.exchanges.combine(k - 1))
+        yield from combined
+        if ready or combined:
+            yield "__syncthreads();"
+        values = self.shared.phases[k]
+        last = k == self.shared.exchanges
+        yield from self.threads.all_loops(
+            lambda n: (
+                line for v in values if n in self.threads.loops_of(v) for line in self.compute(v, n)
+            ),
+            lambda n: () if last else self.exchanges.publish(k, n),
+        )
+        if last:
+            yield from self.threads.all_loops(lambda _: (), lambda n: self.store(k, n))
+        else:
+            yield from self.exchange(k)
+
+    def exchange(self, k: int) -> Iterator[str]:
+        """The exchange after a phase. What nobody waits for is done while data travels."""
+        yield "__syncthreads();"
+        scattered = self.exchanges.scattered(k)
+        for index, _ in scattered:
+            yield self.exchanges.multiply(index, f"x{index}", self.layout.operand_stride(index))
+        if scattered:
+            yield "__syncthreads();"
+        yield from self.exchanges.reduce(k)
+        pushes = list(self.exchanges.pushes(k))
+        yield from pushes
+        yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
+        if k + 1 == self.shared.exchanges:
+            yield "if (i + 1 < T) {"
+            yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
+            yield "}"
+        if self.shape.blocks > 1:
+            waits = self.layout.expected_bytes(k)
+            yield (
+                f"exchanges.wait({self.exchanges.count_bytes(k, 2)});"
+                if waits
+                else "cluster_sync();"
+            )
+        elif pushes:
+            yield "__syncthreads();"
+
+    def advance(self, n: int) -> Iterator[str]:
+        """Moves the next states, and what was loaded for the next step, to their registers."""
+        following = [
+            (s.value, s.next) for s in self.program.states if n in self.threads.loops_of(s.value)
+        ]
+        for value, after in following:
+            own = TYPES[value.type.dtype]
+            yield f"const {own} {self.threads.name(value)}_after = {self.threads.typed(after, n)};"
+        for value, _ in following:
+            yield f"{self.threads.register(value, n)} = {self.threads.name(value)}_after;"
+        yield from self.take_loaded(n)
+
+    def take_loaded(self, n: int) -> Iterator[str]:
+        """Moves what was loaded for the first phase of a step to its registers."""
+        for value in self.shared.phases[0]:
+            if (
+                n in self.threads.loops_of(value)
+                and f"{self.threads.name(value)}_{n}_next" in self.threads.declared
+            ):
+                yield f"{self.threads.register(value, n)} = {self.threads.following(value, n)};"
+
+    def source(self) -> ClusterSource:
+        nothing: Callable[[int], Iterable[str]] = lambda _: ()  # noqa: E731
+        steps = [line for k in range(self.shared.exchanges + 1) for line in self.phase(k)]
+        first = self.threads.all_loops(lambda n: self.load(0, n), nothing)
+        first += self.threads.all_loops(self.take_loaded, nothing)
+        steps += self.threads.all_loops(self.advance, nothing)
+        states = self.threads.all_loops(self.begin, self.keep_first)
+        final = self.threads.all_loops(nothing, self.end)
+        weights = [line for i in range(len(self.layout.slices)) for line in self._load_weights(i)]
+        once = self.threads.all_loops(lambda n: self.threads.once[n].values(), nothing)
+        alone, reverse = self.shape.blocks == 1, self.program.reverse
+        text = [
+            HEADER, "", "using namespace hoconv::recurrent;", "",
+            "struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;",
+            *(f"  {TYPES[b.type.dtype]}* {b.name};" for b in self.storage.buffers),
+            "  char* scratch;",
+            *(f"  int64_t {b.name}_row, {b.name}_column;" for b in self.storage.strided),
+            "};", "",
+            f"constexpr int C = {self.shape.blocks}, ROWS = {self.shape.rows};",
+            f"constexpr int THREADS = {self.shape.threads};",
+            "", f'extern "C" __global__ void __launch_bounds__(THREADS, 1) {NAME}(const Call c) {{',
+            *_indent(
+                "extern __shared__ __align__(128) char shared[];",
+                "const int64_t T = c.T, B = c.B;",
+                "[[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
+                f"const int thread = threadIdx.x, rank = {'0' if alone else 'cluster_rank()'};",
+                "const int64_t first_row = int64_t{blockIdx.x / C} * ROWS;",
+                "const int rows = B - first_row < ROWS ? int(B - first_row) : ROWS;",
+                *self._name_memory(),
+                f"for (int at = thread; at < {self.layout.array_bytes // 4}; at += THREADS)",
+                "  reinterpret_cast<uint32_t*>(shared)[at] = 0;",
+                *(line for n in self.threads.loops for line in self.threads.places(n)),
+                *self._declare_products(), *self.threads.declared.values(),
+                *weights, *once, *states,
+                "if (T > 0) {",
+                *_indent(f"const int64_t following = {'T - 1' if reverse else '0'};", *first),
+                "}",
+                "__syncthreads();",
+                "[[maybe_unused]] Exchanges exchanges;",
+                *([] if alone else [
+                    "exchanges.start(reinterpret_cast<uint64_t*>(shared), "
+                    f"{self.exchanges.count_bytes(0, 0)}, {self.exchanges.count_bytes(0, 1)});",
+                    "cluster_sync();",
+                ]),
+                "for (int64_t i = 0; i < T; ++i) {",
+                *_indent(
+                    f"[[maybe_unused]] const int64_t t = {'T - 1 - i' if reverse else 'i'};",
+                    f"[[maybe_unused]] const int64_t following = t {'-' if reverse else '+'} 1;",
+                    *steps,
+                ),
+                "}",
+                *final,
+                *([] if alone else ["cluster_sync();  // nobody leaves while others still push"]),
+            ),
+            "}",
+        ]  # fmt: skip
+        return ClusterSource("\n".join(text) + "\n", self.layout, self.storage)
+
+    def _name_memory(self) -> Iterator[str]:
+        for array in self.layout.arrays:
+            own = TYPES[array.dtype]
+            start = f"reinterpret_cast<{own}*>(shared + {array.first_byte})"
+            yield f"{own}* const {array.name} = {start};"
+        at, far = self.layout.array_bytes, 0
+        own = f"c.scratch + int64_t{{blockIdx.x}} * {self.layout.far_bytes}"
+        for index, each in enumerate(self.layout.slices):
+            yield f"uint4* const rest{index} = reinterpret_cast<uint4*>(shared + {at});"
+            yield f"uint4* const far{index} = reinterpret_cast<uint4*>({own} + {far});"
+            at += each.shared_bytes
+            far += each.far_bytes
+
+    def _declare_products(self) -> Iterator[str]:
+        for index, (product, each) in enumerate(zip(self.shared.products, self.layout.slices)):
+            dtype = TYPES[product.op.values[0].type.dtype]
+            sizes = f"{each.rows}, {each.columns}, ROWS, THREADS, {each.splits}"
+            yield f"Product<{dtype}, {sizes}, {each.held}, {each.kept}> product{index};"
+
+    def _load_weights(self, index: int) -> list[str]:
+        product = self.shared.products[index]
+        k = product.op.values[0].type.size
+        segments = [(s.start, s.value.type.size) for s in product.segments]
+        parts = [(p.start, p.value.type.size) for p in product.parts]
+        row = self._find(parts, "m", whole=not product.gathered)
+        column = self._find([(0, k)] if product.in_place else segments, "k",
+                            whole=bool(product.gathered))  # fmt: skip
+        buffer = self.storage.homes[product.op.values[1]].buffer
+        strides = f"c.{buffer.name}_row", f"c.{buffer.name}_column"
+        if product.op.kind != "linear":
+            strides = strides[::-1]
+        return [
+            f"product{index}.load(c.{buffer.name}, {', '.join(strides)},",
+            f"    [=](int m) {{ return {row}; }},",
+            f"    [=](int k) {{ return {column}; }}, rest{index}, far{index});",
+        ]
+
+    def _find(self, ranges: Sequence[tuple[int, int]], at: str, whole: bool) -> str:
+        """The feature at a place among ranges, of each a block's own part or the whole; else -1."""
+        ends, end = [], 0
+        for start, n in ranges:
+            own = "" if whole or n == 1 else f"rank * {self.layout.units(n)} + "
+            place = f"{own}{at} - {end}"
+            end += self.layout.width(n) if whole else self.layout.units(n)
+            ends.append((end, f"({place} < {n} ? {start} + {place} : -1)"))
+        found = "-1"
+        for end, place in reversed(ends):
+            found = f"{at} < {end} ? {place} : {found}"
+        return found
+
+
+def _indent(*lines: str) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
