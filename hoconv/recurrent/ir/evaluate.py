@@ -51,3 +51,8 @@ def cat(parts: Sequence[Tensor]) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the dtype of the weight."""
     return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def outer(g: Tensor, x: Tensor) -> Tensor:
+    """g^T x, the sum over the rows of whole sequences: the gradient of a weight."""
+    return g.flatten(0, 1).mT @ x.flatten(0, 1)

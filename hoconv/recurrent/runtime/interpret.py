@@ -5,7 +5,8 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +69,7 @@ def interpret(
     values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
     like = next(iter(states.values()))
-    linear = products.linear if loop else evaluate.linear
+    multiply = products if loop else evaluate
     groups: GroupLoops = loop.groups if loop else {}
 
     def run(region: Iterable[Op | Group]) -> None:
@@ -79,7 +80,7 @@ def interpret(
                     continue
             for op in flat((item,)):
                 operands = [_read(i, values) for i in op.inputs]
-                values[op.result] = _evaluate(op, operands, like.device, linear=linear)
+                values[op.result] = _evaluate(op, operands, like.device, multiply=multiply)
 
     run(program.before)
     initial = [
@@ -156,18 +157,22 @@ def _evaluate(
     operands: list[Any],
     device: torch.device,
     batch: int | None = None,
-    linear: Callable[..., Tensor] = evaluate.linear,
+    multiply: ModuleType = evaluate,
 ) -> Tensor:
-    """An op on rows: (B, n) of a step, (T, B, n) of whole sequences."""
+    """An op on rows: (B, n) of a step, (T, B, n) of whole sequences.
+
+    Args:
+        batch: the rows of a step.
+        multiply: has the products: `evaluate`, whose gradients autograd knows, or `products`.
+    """
     dtype = DTYPES[op.result.type.dtype]
     match op.kind:
         case "linear":
-            return linear(*operands)
+            return multiply.linear(*operands)
         case "linear_t":
-            return linear(operands[0], operands[1].mT)
+            return multiply.linear(operands[0], operands[1].mT)
         case "outer":
-            g, x = (t.flatten(0, 1) for t in operands)
-            return g.mT @ x
+            return multiply.outer(*operands)
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
         case "slice":

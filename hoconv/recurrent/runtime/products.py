@@ -1,6 +1,6 @@
 """Computes matrix products of whole sequences, large ones by oneDNN where PyTorch has it.
 
-T time steps, B batch, n features of x, m features of the result.
+T time steps, B batch, n features of x, m of the result, or of the gradient g.
 """
 
 from __future__ import annotations
@@ -21,10 +21,30 @@ def onednn() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, (T, B, n) to (T, B, m): :func:`evaluate.linear`, not differentiable."""
-    float32_on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, weight))
-    large = x.numel() * len(weight) >= _LARGE
-    if float32_on_cpu and large and onednn():
-        if not (weight.is_contiguous() or weight.mT.is_contiguous()):
-            weight = weight.contiguous()  # others oneDNN multiplies by its slow fallback
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return evaluate.linear(x, weight, bias)
+    if not _suits_onednn(x, weight, x.numel() * len(weight)):
+        return evaluate.linear(x, weight, bias)
+    return _multiply(x, weight, bias)
+
+
+def outer(g: Tensor, x: Tensor) -> Tensor:
+    """g^T x, (T, B, m) and (T, B, n) to (m, n): :func:`evaluate.outer`, not differentiable."""
+    if not _suits_onednn(g, x, g.numel() * x.shape[-1]):
+        return evaluate.outer(g, x)
+    g, x = g.flatten(0, 1), x.flatten(0, 1)
+    if g.shape[1] < x.shape[1]:
+        return _multiply(g.mT, x.mT)
+    return _multiply(x.mT, g.mT).mT.contiguous()  # faster with fewer rows than columns
+
+
+def _suits_onednn(a: Tensor, b: Tensor, multiplications: int) -> bool:
+    float32_on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (a, b))
+    return float32_on_cpu and multiplications >= _LARGE and onednn()
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, weight = (
+        # Others oneDNN multiplies by its slow fallback.
+        t if t.is_contiguous() or t.mT.is_contiguous() else t.contiguous()
+        for t in (x, weight)
+    )
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
