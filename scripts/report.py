@@ -25,6 +25,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -211,12 +212,8 @@ def train(job: Job) -> None:
     with (job.folder / LOG).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.path.append(str(ROOT))
-    import train as entry
-    from training.run import run_command
-
     sys.argv = ["train.py", *job.overrides, f"hydra.run.dir={job.folder}"]
-    sys.exit(run_command(entry.main))
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def _problem(job: Job) -> str:

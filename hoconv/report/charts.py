@@ -41,6 +41,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+LEGEND = {"title": None, "symbolOpacity": 1}  # the page sets its columns
 ROWS = {  # the vertical axis of a chart that has a row for each group
     "field": "label", "type": "nominal", "title": None, "sort": None,
     "axis": {"domain": False, "ticks": False, "labelFontSize": 13, "labelLimit": 140,
@@ -54,18 +55,13 @@ def _coloured(field: str, labels: Sequence[str], present: Sequence[str]) -> dict
         "field": field,
         "type": "nominal",
         "scale": _scale(labels, present, COLOURS),
-        "legend": _legend(present),
+        "legend": LEGEND,
     }
 
 
 def _scale(labels: Sequence[str], present: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
     shown = [values[labels.index(name) % len(values)] for name in present]
     return {"domain": [*present], "range": shown}
-
-
-def _legend(labels: Sequence[str]) -> dict[str, Any]:
-    columns = 2 if max(map(len, labels), default=0) > 14 else 4
-    return {"title": None, "columns": columns, "symbolOpacity": 1}
 
 
 def _chart(title: str, layers: list[dict[str, Any]], height: Any = HEIGHT) -> dict[str, Any]:
@@ -170,7 +166,7 @@ def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "x": {"field": "ms", "type": "quantitative", "title": "ms a step",
                       "stack": "zero", "axis": {"tickCount": 6}},
                 "color": {"field": "part", "type": "nominal", "scale": scale,
-                          "legend": _legend(present)},
+                          "legend": LEGEND},
                 "order": {"field": "order"},
                 "tooltip": [
                     {"field": "label", "title": "runs"},

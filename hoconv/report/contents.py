@@ -51,7 +51,7 @@ def join(found: Found, operator: str, baseline: str | None = None) -> dict[str, 
         "training": training,
         "missing": _missing(found, operator, correctness, kernels, training),
     }
-    return {**contents, "verdict": verdict(contents)}
+    return _without_nan({**contents, "verdict": verdict(contents)})
 
 
 def _nothing(found: Found, operator: str) -> str:
@@ -67,10 +67,10 @@ def _nothing(found: Found, operator: str) -> str:
 def _correctness(found: Found, operator: str) -> list[dict[str, Any]]:
     """The rows of the checks; of two checks of the same thing the later one counts."""
     rows = {}
-    for check in sorted(found.checks, key=lambda check: check["date"]):
+    for check in sorted(found.checks, key=lambda check: check.get("date", "")):
         for row in check["rows"]:
             if row["operator"] == operator:
-                row = row | {"date": check["date"]}
+                row = row | {"date": check.get("date")}
                 rows[row["impl"], row["device"], row["dtype"]] = row
     return [*rows.values()]
 
@@ -177,7 +177,11 @@ def _of_the_step(each: Group, share: Share | None) -> dict[str, Any]:
         "gpu_busy": busy,
         "launches": 1 if captured and all(captured) else share and share.launches,
         "captured": bool(captured) and all(captured),
-        "errors": [run.results["error"] for run in each.unfinished if run.results.get("error")],
+        "problems": [
+            f"{run.folder}: {problem}"
+            for run in (*runs, *each.unfinished)
+            for problem in run.problems()
+        ],
         "per_seed": [
             {
                 "seed": seed,
@@ -190,14 +194,16 @@ def _of_the_step(each: Group, share: Share | None) -> dict[str, Any]:
 
 
 def _kernel_speedup(kernels: list[dict[str, Any]], baseline: Group, each: Group) -> float | None:
-    """How many times as fast the operator is by its benchmark, on the device of the runs."""
-    gpu = each.finished()[0].gpu
+    """How many times as fast the operator is by its benchmark, where the runs computed."""
+    if not baseline.finished():
+        return None
+    old, new = baseline.finished()[0], each.finished()[0]
     for measured in kernels:
-        if (measured["device"] == "cuda") == bool(gpu):
-            times = {row["contender"]: row["median_ms"] for row in measured["summary"]}
-            impls = [g.finished()[0].settings["impl"] for g in (baseline, each) if g.finished()]
-            if len(impls) == 2 and all(impl in times for impl in impls):
-                return times[impls[0]] / times[impls[1]]
+        gpu = measured["environment"]["gpu"] if measured["device"] == "cuda" else None
+        times = {row["contender"]: row["median_ms"] for row in measured["summary"]}
+        impls = old.settings["impl"], new.settings["impl"]
+        if (gpu, measured["dtype"]) == (new.gpu, new.dtype) and {*impls} <= times.keys():
+            return times[impls[0]] / times[impls[1]]
     return None
 
 
@@ -275,3 +281,12 @@ def _missing(
     if not any(curve["points"] for curve in training["curves"]):
         missing.append("Loss curves: no run left its losses.csv.")
     return missing
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: what was not measured and what is neither are None."""
+    if isinstance(value, dict):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -49,6 +49,23 @@ class Run:
         on_cpu = "cpu" in (self.settings.get("trainer"), self.settings.get("trainer.accelerator"))
         return None if on_cpu else self.results.get("environment", {}).get("gpu")
 
+    @property
+    def dtype(self) -> str:
+        """In which it computed most of its products."""
+        mixed = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+        return mixed.get(self.settings.get("trainer.precision", ""), "float32")
+
+    def problems(self) -> list[str]:
+        """Says what is wrong with it: why it did not finish, and what is not finite."""
+        found = [str(self.results["error"])] if self.results.get("error") else []
+        for name, value in self.results.get("metrics", {}).items():
+            if not math.isfinite(float(value)):
+                found.append(f"{name} is {value}")
+        step = next((step for step, loss in self.losses.items() if not math.isfinite(loss)), None)
+        if step is not None:
+            found.append(f"the loss of step {step} is {self.losses[step]}")
+        return found
+
     def curve(self) -> tuple[list[int], list[float]]:
         """Returns about `CURVE_POINTS` steps, and the mean loss from each to the next."""
         size = max(1, len(self.losses) // CURVE_POINTS)

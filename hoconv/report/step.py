@@ -57,11 +57,10 @@ def find_share(found: Found, operator: str, group: Group) -> Share | None:
 def _share_of_network(found: Found, group: Group) -> Share | None:
     """Finds a network that has the name of the experiment, on the same device."""
     run = group.finished()[0]
-    precision = run.settings.get("trainer.precision", "32-true")
     wanted = {
         "network": run.settings.get("experiment"),
         "impl": run.settings["impl"],
-        "precision": "bfloat16" if precision == "bf16-mixed" else "float32",
+        "precision": run.dtype,
         "error": None,
     }
     for measured in found.steps:

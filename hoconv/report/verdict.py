@@ -14,7 +14,7 @@ SMALL = 1.05  # times as fast: a limit below that is not worth a kernel
 def verdict(contents: dict[str, Any]) -> dict[str, Any]:
     """Returns a ``headline``, its ``tone`` (good, bad or neutral), ``reasons``, and what is
     ``next``, which may be None."""
-    failed = [row for row in contents["correctness"] if row["failures"]]
+    failed = [row for row in contents["correctness"] if row["failures"] and row["dtype"]]
     if failed:
         names = ", ".join(dict.fromkeys(row["impl"] for row in failed))
         several = "," in names
@@ -61,6 +61,13 @@ def _of_training(training: dict[str, Any]) -> dict[str, Any]:
     old = training["baseline"]
     groups = {each["label"]: each for each in training["groups"]}
     measured = [p for p in training["predictions"] if p["measured"]["mean"] is not None]
+    if not groups[old]["runs"]:
+        return {
+            "headline": f"No run of {old} finished: there is nothing to compare with.",
+            "tone": "bad",
+            "reasons": groups[old]["problems"][:3],
+            "next": None,
+        }
     if not measured:
         return {
             "headline": "The runs were too short to be timed.",
@@ -86,6 +93,8 @@ def _of_training(training: dict[str, Any]) -> dict[str, Any]:
     else:
         headline, tone = f"{new} trains slower than {old}: {times} times as fast.", "bad"
     reasons += _reasons(training, groups, best, old)
+    for label in dict.fromkeys((old, new)):
+        reasons += [f"{label}: {problem}." for problem in groups[label]["problems"][:1]]
     return {"headline": headline, "tone": tone, "reasons": reasons,
             "next": _next(groups[new])}  # fmt: skip
 
