@@ -19,7 +19,7 @@ PARTS = {
     "idle": "the GPU waits for the host",
     "wait": "waiting for data",
 }
-HEIGHT = 260
+HEIGHT, ROW_HEIGHT = 200, 46
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif"
 
 CONFIG = {
@@ -64,12 +64,12 @@ def _scale(labels: Sequence[str], present: Sequence[str], values: Sequence[str])
     return {"domain": [*present], "range": shown}
 
 
-def _chart(title: str, layers: list[dict[str, Any]], height: Any = HEIGHT) -> dict[str, Any]:
+def _chart(title: str, layers: list[dict[str, Any]], height: int = HEIGHT) -> dict[str, Any]:
     return {
         "description": title,
         "width": "container",
         "height": height,
-        "autosize": {"type": "fit", "contains": "padding"},
+        "autosize": {"type": "fit-x", "contains": "padding"},
         "layer": layers,
         "config": CONFIG,
     }
@@ -182,7 +182,7 @@ def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "encoding": {"y": ROWS, "x": {"field": "ms", "type": "quantitative"},
                          "text": {"field": "ms", "format": ".3g"}},
         },
-    ], {"step": 46})  # fmt: skip
+    ], ROW_HEIGHT * len(groups))  # fmt: skip
 
 
 def predicted_and_measured(training: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def predicted_and_measured(training: dict[str, Any]) -> dict[str, Any]:
                 ],
             },
         },
-    ], {"step": 46})  # fmt: skip
+    ], ROW_HEIGHT * len(rows))  # fmt: skip
 
 
 def losses(curves: Sequence[dict[str, Any]], against: str, labels: Sequence[str]) -> dict[str, Any]:
@@ -338,4 +338,4 @@ def per_seed(
                 ],
             },
         },
-    ], {"step": 46})  # fmt: skip
+    ], ROW_HEIGHT * len(means))  # fmt: skip

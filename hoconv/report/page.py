@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -37,7 +38,6 @@ def render(contents: dict[str, Any]) -> str:
     Every text of the contents is escaped: none becomes part of the page's code.
     """
     import jinja2
-    import vl_convert
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
@@ -53,9 +53,6 @@ def render(contents: dict[str, Any]) -> str:
         "pivot": pivot,
         "code": code,
     }
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace(
-        "</script", "<\\/script"
-    )
     return environment.get_template(TEMPLATE.name).render(
         **contents,
         contents=contents,
@@ -63,8 +60,17 @@ def render(contents: dict[str, Any]) -> str:
         tiles=tiles(contents),
         step_columns=step_columns(contents["training"]) if contents["training"] else [],
         metric_names=metrics(contents["training"]) if contents["training"] else [],
-        library=library,
+        library=_library(),
     )
+
+
+@functools.cache
+def _library() -> str:
+    """The code that draws the charts: Vega, Vega-Lite and Vega-Embed."""
+    import vl_convert
+
+    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return code.replace("</script", "<\\/script")
 
 
 def draw(contents: dict[str, Any]) -> dict[str, dict[str, Any]]:
