@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -243,7 +244,7 @@ def report(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         options = ["--operator", *names, "--device", *sorted(devices), "--small", "--seed", "0"]
         with (out / "check.out").open("w") as log, contextlib.redirect_stdout(log):
             check.main([*options, "--json", str(checked)])
-    command = " ".join(["python scripts/report.py", *argv])
+    command = shlex.join(["python", "scripts/report.py", *argv])
     for name in names:
         make(name, [out, *arguments.others], out, None, command)
     return 0
