@@ -37,6 +37,7 @@ from common import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from rich.console import Console
+from wandb_report import ReportError, log_page
 
 from hoconv import check
 from hoconv.declaration import operators
@@ -74,6 +75,11 @@ class PlanError(Exception):
     """Why there is nothing to run, and what to do."""
 
 
+ERRORS = (
+    ComparisonError, FileNotFoundError, NothingFoundError, PageError, PlanError, ReportError
+)  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
@@ -84,13 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="folder; default: outputs/report")  # fmt: skip
     parser.add_argument("--with", dest="others", nargs="+", type=Path, default=[], metavar="PATH",
                         help="JSON of `hoconv benchmark`, or folders with it")  # fmt: skip
+    parser.add_argument("--wandb", action="store_true",
+                        help="log the pages and their figures to Weights & Biases")  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
     try:
         require_packages()
         jobs = plan(arguments.overrides, arguments.out)
         run_all(jobs, arguments.out)
         return report(arguments, argv)
-    except (PlanError, PageError, NothingFoundError, ComparisonError, FileNotFoundError) as error:
+    except ERRORS as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -246,7 +254,9 @@ def report(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             check.main([*options, "--json", str(checked)])
     command = shlex.join(["python", "scripts/report.py", *argv])
     for name in names:
-        make(name, [out, *arguments.others], out, None, command)
+        page = make(name, [out, *arguments.others], out, None, command)
+        if arguments.wandb:
+            print(log_page(page, json.loads(page.with_suffix(".json").read_text())))
     return 0
 
 

@@ -16,6 +16,7 @@ BAR = "M-0.15,-1.2L0.15,-1.2L0.15,1.2L-0.15,1.2Z"
 PARTS = {
     "operator": "the operator",
     "other": "other computation",
+    "undivided": "computation, not divided",
     "idle": "the GPU waits for the host",
     "wait": "waiting for data",
 }
@@ -141,17 +142,15 @@ def kernel_times(measured: dict[str, Any], way: str, labels: Sequence[str]) -> d
 
 def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Where the time of a step goes: a bar for each group, divided."""
-    known = any(each["parts"]["operator_ms"] is not None for each in groups)
-    names = PARTS | ({} if known else {"other": "computation"})
     data = [
-        {"label": each["label"], "part": names[part], "order": i,
+        {"label": each["label"], "part": name, "order": i,
          "ms": each["parts"][f"{part}_ms"], "share": each["parts"]["shares"][part]}
         for each in groups
-        for i, part in enumerate(PARTS)
+        for i, (part, name) in enumerate(PARTS.items())
         if each["parts"][f"{part}_ms"] is not None
     ]  # fmt: skip
-    present = [name for name in names.values() if any(row["part"] == name for row in data)]
-    order = [*names.values()]
+    order = [*PARTS.values()]
+    present = [name for name in order if any(row["part"] == name and row["ms"] for row in data)]
     scale = {
         "domain": present,
         "range": [f"var(--part-{order.index(name)})" for name in present],

@@ -108,6 +108,9 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     total = {
         name: math.fsum(way["median_ms"] for way in ways if way) for name, ways in times.items()
     }
+    memory = {
+        row["contender"]: row.get("extra_memory_bytes") for row in rows if row["size"] == size
+    }
     summary = []
     for name, ways in times.items():
         others = {other: ms for other, ms in total.items() if other != name}
@@ -120,6 +123,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "share_of_floor": floor / total[name],
             "speedup_over_reference": total["reference"] / total[name]
             if "reference" in total else None,
+            "extra_memory_bytes": memory[name],
             "best_other": best,
             "speedup_over_best_other": None if best is None else others[best] / total[name],
         })  # fmt: skip

@@ -156,12 +156,15 @@ def step_columns(training: dict[str, Any]) -> list[tuple[str, list[str]]]:
         "ms a step": means("step_ms"),
         "operator": share("operator"),
         "other": share("other"),
+        "not divided": share("undivided"),
         "waits for the host": share("idle"),
         "waits for data": share("wait"),
         "samples/s": means("samples_per_sec", "{:,.0f}"),
         "epoch, s": means("epoch_s"),
         "memory, MB": means("peak_memory_mb", "{:,.0f}"),
-        "GPU busy": ["" if g["gpu_busy"] is None else f"{g['gpu_busy']:.0%}" for g in groups],
+        "GPU busy, at most": [
+            "" if g["gpu_busy"] is None else f"{g['gpu_busy']:.0%}" for g in groups
+        ],
         "launches a step": [
             "1 (CUDA graph)" if g["captured"] else f"{g['launches'] or ''}" for g in groups
         ],

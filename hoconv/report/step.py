@@ -12,6 +12,7 @@ from hoconv.report.files import Found
 from hoconv.report.groups import Group
 
 BUSY = 0.9  # of a GPU's time: with less, kernels wait for the host to launch them
+PARTS = "operator_ms", "other_ms", "undivided_ms", "idle_ms", "wait_ms"
 WAITING = 0.3  # of a step's time: with more, the data sets the pace
 
 
@@ -83,8 +84,8 @@ def parts(each: Group, share: Share | None) -> dict[str, Any] | None:
 
     Returns:
         Milliseconds, which add up to ``step_ms``: ``wait_ms`` for data; ``operator_ms`` and
-        ``other_ms``, what the device computes otherwise; ``idle_ms``, in which a GPU waits for the
-        host; and ``shares`` of the step. Without a share, ``other_ms`` is all but the wait. Where
+        ``other_ms``, what the device computes otherwise, or without a share ``undivided_ms``;
+        ``idle_ms``, in which a GPU waits for the host, at least; and ``shares`` of the step. Where
         the steps of the run take the device another time than those that were measured layer by
         layer, as those of a CUDA graph or of a busier CPU do, the operator's part changes alike.
     """
@@ -93,16 +94,16 @@ def parts(each: Group, share: Share | None) -> dict[str, Any] | None:
         return None
     wait = estimate(each.throughput("data_wait_fraction").values())["mean"]
     left = step_ms * (1 - (wait or 0.0))
-    busy, operator = left, None
-    if share is not None:
-        busy = min(left, share.step_ms) if share.device == "cuda" else left
-        operator = busy * share.operator_ms / share.step_ms
-    found = {
-        "wait_ms": None if wait is None else step_ms - left,
-        "operator_ms": operator,
-        "other_ms": busy - (operator or 0.0),
-        "idle_ms": left - busy if share is not None and share.device == "cuda" else None,
-    }
+    found: dict[str, float | None] = dict.fromkeys(PARTS)
+    found["wait_ms"] = None if wait is None else step_ms - left
+    if share is None:
+        found["undivided_ms"] = left
+    else:
+        on_gpu = share.device == "cuda"
+        busy = min(left, share.step_ms) if on_gpu else left
+        found["operator_ms"] = busy * share.operator_ms / share.step_ms
+        found["other_ms"] = busy - found["operator_ms"]
+        found["idle_ms"] = left - busy if on_gpu else None
     return {
         "step_ms": step_ms,
         **found,
