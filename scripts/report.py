@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -63,12 +63,14 @@ class Job(NamedTuple):
         overrides: of the configuration.
         name: what the terminal calls it.
         proof: the file that a run of this kind leaves when it is done.
+        config_dir: a folder with more of the configuration.
     """
 
     folder: Path
     overrides: list[str]
     name: str
     proof: str = "results.json"
+    config_dir: Path | None = None
 
 
 class PlanError(Exception):
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE")
+    parser.add_argument("--config-dir", type=Path, help="as train.py's: a folder with more groups")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "report",
                         help="folder; default: outputs/report")  # fmt: skip
     parser.add_argument("--with", dest="others", nargs="+", type=Path, default=[], metavar="PATH",
@@ -95,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         require_packages()
-        jobs = plan(arguments.overrides, arguments.out)
+        jobs = plan(arguments.overrides, arguments.out.resolve(), arguments.config_dir)
         run_all(jobs, arguments.out)
-        return report(arguments, argv)
+        return report(jobs, arguments, argv)
     except ERRORS as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
@@ -107,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def plan(overrides: Sequence[str], out: Path) -> list[Job]:
+def plan(overrides: Sequence[str], out: Path, config_dir: Path | None = None) -> list[Job]:
     """Returns the runs in their order.
 
     Raises:
@@ -127,13 +130,15 @@ def plan(overrides: Sequence[str], out: Path) -> list[Job]:
         target = "+callbacks.shares._target_=training.callbacks.shares.LayerShares"
         path = f"+callbacks.shares.path={folder / SHARES}"
         settings = [f"impl={impl}", f"seed={seeds[0]}", *common, *SHORT, target, path]
-        jobs.append(Job(folder, settings, f"{_name(impl)}, share of the layers", SHARES))
+        name = f"{_name(impl)}, share of the layers"
+        jobs.append(Job(folder, settings, name, SHARES, config_dir))
     for seed in seeds:
         for impl in (*impls, impls[0]):
             number = len(jobs) - len(impls)
             folder = out / "runs" / f"{number:03}_seed{seed}_{_name(impl)}"
             settings = [f"impl={impl}", f"seed={seed}", "logger=csv", *common]
-            jobs.append(Job(folder, settings, f"{_name(impl)}, seed {seed}"))
+            name = f"{_name(impl)}, seed {seed}"
+            jobs.append(Job(folder, settings, name, config_dir=config_dir))
     return jobs
 
 
@@ -156,7 +161,7 @@ def _values(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
                 f"{override.key_or_group}: only impl and seed take several values here, got "
                 f"{override.input_line}; scripts/compare.py compares the runs of any sweep"
             )
-        elif override.key_or_group != "logger":
+        elif override.key_or_group.split(".")[0] != "logger":
             fixed.append(override.input_line)
     return swept, fixed
 
@@ -170,7 +175,7 @@ def _name(impl: str) -> str:
 def run_all(jobs: Sequence[Job], out: Path) -> None:
     """Runs what is not done yet, one after another."""
     console = Console(stderr=True)
-    changed = newest_source()
+    changed = newest_source(jobs[0].config_dir)
     left = [job for job in jobs if not is_done(job, changed)]
     if kept := len(jobs) - len(left):
         console.print(f"{kept} of {len(jobs)} runs are in {out} already", highlight=False)
@@ -195,10 +200,10 @@ def run_all(jobs: Sequence[Job], out: Path) -> None:
                       highlight=False, soft_wrap=True)  # fmt: skip
 
 
-def newest_source() -> float:
+def newest_source(config_dir: Path | None) -> float:
     """Returns when a file was changed on which the results of runs depend."""
     packages = {Path(o.function.__code__.co_filename).parent for o in operators()}
-    folders = {ROOT / name for name in SOURCES} | packages
+    folders = {ROOT / name for name in SOURCES} | packages | ({config_dir} if config_dir else set())
     files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
     return max(file.stat().st_mtime for file in files if "__pycache__" not in file.parts)
 
@@ -217,11 +222,13 @@ def is_done(job: Job, changed: float) -> bool:
 def train(job: Job) -> None:
     """Runs train.py with the overrides of a job, in this process; what it prints goes to a file."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / job.proof).unlink(missing_ok=True)
+    for name in {job.proof, "results.json"}:  # of an earlier run
+        (job.folder / name).unlink(missing_ok=True)
     with (job.folder / LOG).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.argv = ["train.py", *job.overrides, f"hydra.run.dir={job.folder}"]
+    more = [f"--config-dir={job.config_dir.resolve()}"] if job.config_dir else []
+    sys.argv = ["train.py", *more, *job.overrides, f"hydra.run.dir={job.folder}"]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
@@ -237,32 +244,41 @@ def _problem(job: Job) -> str:
     return "it did not begin"
 
 
-def report(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def report(jobs: Sequence[Job], arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Checks the operators of the runs, and writes a page for each."""
     out: Path = arguments.out
-    names = _operators(out)
+    measured = [job.folder / SHARES for job in jobs if (job.folder / SHARES).exists()]
+    shares = [json.loads(path.read_text()) for path in measured]
+    names = sorted({name for each in shares for name in each["operators"]})
     if not names:
         raise PlanError(
-            f"no layer of the model is built on an operator, or no run of {out}/shares finished: "
-            f"its {LOG} says why"
+            f"no layer of the model is built on an operator, or no run in {out / 'shares'} "
+            f"finished: its {LOG} says why"
         )
-    checked = out / "check.json"
-    if not checked.exists() or checked.stat().st_mtime < newest_source():
-        devices = {json.loads(path.read_text())["device"] for path in out.rglob(SHARES)}
-        options = ["--operator", *names, "--device", *sorted(devices), "--small", "--seed", "0"]
-        with (out / "check.out").open("w") as log, contextlib.redirect_stdout(log):
-            check.main([*options, "--json", str(checked)])
+    _check(names, sorted({each["device"] for each in shares}), arguments)
+    others = [*sorted(out.glob("*.json")), *arguments.others]
+    folders = [job.folder for job in jobs if job.folder.exists()]
     command = shlex.join(["python", "scripts/report.py", *argv])
     for name in names:
-        page = make(name, [out, *arguments.others], out, None, command)
+        page = make(name, [*folders, *others], out, None, command)
         if arguments.wandb:
             print(log_page(page, json.loads(page.with_suffix(".json").read_text())))
     return 0
 
 
-def _operators(out: Path) -> list[str]:
-    found: list[Any] = [json.loads(path.read_text()) for path in sorted(out.rglob(SHARES))]
-    return sorted({name for shares in found for name in shares["operators"]})
+def _check(names: Sequence[str], devices: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Checks operators, unless that was done after the last change.
+
+    An operator that only the configuration imports, not an entry point, is unknown here.
+    """
+    path: Path = arguments.out / "check.json"
+    kept = path.exists() and path.stat().st_mtime > newest_source(arguments.config_dir)
+    known = [name for name in names if name in {operator.name for operator in operators()}]
+    if kept or not known:
+        return
+    options = ["--operator", *known, "--device", *devices, "--small", "--seed", "0"]
+    with (arguments.out / "check.out").open("w") as log, contextlib.redirect_stdout(log):
+        check.main([*options, "--json", str(path)])
 
 
 if __name__ == "__main__":

@@ -88,7 +88,11 @@ def test_sources_of_other_packages_count(
 ) -> None:
     monkeypatch.setattr(report, "SOURCES", ())  # of the toy operator, this folder is the source
     newest = max(f.stat().st_mtime for f in Path(__file__).parent.rglob("*.py"))
-    assert report.newest_source() == newest
+    assert report.newest_source(None) == newest
+    config = tmp_path / "conf" / "model.yaml"
+    config.parent.mkdir()
+    config.touch()
+    assert report.newest_source(config.parent) == config.stat().st_mtime > newest
 
 
 @pytest.mark.slow
