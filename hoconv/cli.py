@@ -1,4 +1,5 @@
-"""The command ``hoconv``: makes a package with an operator; checks, tests, compiles operators."""
+"""The command ``hoconv``: makes a package with an operator; checks, tests, compiles operators, and
+reports what they buy."""
 
 from __future__ import annotations
 
@@ -45,11 +46,18 @@ def _build(argv: list[str]) -> None:
     build.main(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from hoconv.report import command
+
+    return command.main(argv)
+
+
 COMMANDS = {
     "new": Command("NAME [DIR]", "write a package with an operator, a layer and a network", _new),
     "check": Command("[OPERATOR ...]", "compare implementations with the reference", _check),
     "test": Command("[OPERATOR ...]", "gradients, torch.compile, export, threads, ...", _test),
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
+    "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
     "build": Command("[cpu|cuda] [--arch X.Y]", "compile ahead of the first use", _build),
 }
 

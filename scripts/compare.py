@@ -8,11 +8,12 @@ the seed, and compares each group with a baseline. Writes::
         environments      hardware, torch and commit of the runs, each once
         groups            one for each set of settings:
             label, settings       the settings in which the groups differ
-            seeds, unfinished     seeds of finished runs; folders of runs that did not finish
-            step_ms, samples_per_sec, peak_memory_mb, metrics
-                                  mean and ci95, half a confidence interval, over the seeds
-            speedup, differences  of the step, and of the metrics, from the baseline's run with
-                                  the same seed: mean and ci95
+            seeds, runs           seeds of finished runs, and how many runs these are
+            unfinished            folders of runs that did not finish
+            step_ms, samples_per_sec, data_wait_fraction, peak_memory_mb, metrics
+                                  mean; ci95, half a confidence interval; n, of how many seeds
+            speedup, differences  of the step, and of the metrics, from the baseline's runs with
+                                  the same seed: the same
     <name>.md             the same as a table
     <name>.png            training loss against steps and against time
 """
@@ -21,50 +22,30 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from charts import COLOURS, save
 from common import add_out_option, console
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
-from scipy.stats import t
 from wandb_report import ReportError, publish, require_online
 
 from hoconv.commands import record, write, write_json
-from training.results.runs import Run, find, varied
+from hoconv.report.estimates import Estimate, estimate
+from hoconv.report.groups import ComparisonError, Group, choose_baseline, compare, group
+from hoconv.report.runs import find
+from hoconv.report.verdict import shown
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t. Speed-up and "
-    "differences are taken between runs with the same seed. Steps exclude validation and warm-up. "
-    "Loss curves: mean over seeds, from the least to the greatest; time is the number of steps "
-    "times the mean time of a step."
+    "Mean over seeds, and half of a 95% confidence interval by Student's t; several runs of one "
+    "seed count as one, their mean. Speed-up and differences are taken between runs with the same "
+    "seed. Steps exclude validation and warm-up. Loss curves: mean over runs, from the least to "
+    "the greatest; time is the number of steps times the mean time of a step."
 )
-THROUGHPUT = ("step_ms", "samples_per_sec", "peak_memory_mb")
-Estimate = dict[str, float | None]
-
-
-@dataclass
-class Group:
-    """Runs that differ only in the seed."""
-
-    label: str
-    settings: dict[str, str]
-    runs: dict[int, Run] = field(default_factory=dict)
-    unfinished: list[Path] = field(default_factory=list)
-
-    def throughput(self, name: str) -> dict[int, float]:
-        values = {seed: run.results["throughput"][name] for seed, run in self.runs.items()}
-        return {seed: value for seed, value in values.items() if value is not None}
-
-    def metric(self, name: str) -> dict[int, float]:
-        return {seed: float(run.results["metrics"][name]) for seed, run in self.runs.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run(arguments, record("scripts/compare.py", argv)["command"])
-    except (MisconfigurationException, ReportError) as error:
+    except (ComparisonError, ReportError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -91,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, command: str) -> None:
     """Compares the runs; shows, writes and publishes the comparison."""
     groups = group(find(arguments.folders))
-    baseline = _baseline(groups, arguments.baseline)
+    baseline = choose_baseline(groups, arguments.baseline)
     if arguments.wandb:
         require_online()
     compared = compare(groups, baseline)
@@ -105,104 +86,6 @@ def run(arguments: argparse.Namespace, command: str) -> None:
         print(publish(arguments.name, text, path.with_suffix(".png")))
 
 
-def group(runs: Iterable[Run]) -> list[Group]:
-    """Groups runs that differ only in the seed, in the order of their first runs.
-
-    Raises:
-        MisconfigurationException: there are no runs, or two of one group with the same seed.
-    """
-    runs = list(runs)
-    if not runs:
-        raise MisconfigurationException("there is no results.json in these folders")
-    names = varied([run.settings for run in runs])
-    groups: dict[tuple[str, ...], Group] = {}
-    for run in runs:
-        settings = {name: str(run.settings.get(name, "")) for name in names}
-        label = " ".join(settings.values()) or run.settings["impl"]
-        found = groups.setdefault(tuple(settings.values()), Group(label, settings))
-        if run.results["status"] != "finished":
-            found.unfinished.append(run.folder)
-        elif (seed := run.results["seed"]) in found.runs:
-            raise MisconfigurationException(
-                f"{found.runs[seed].folder} and {run.folder} have the same settings and the same "
-                "seed; give only one of them"
-            )
-        else:
-            found.runs[seed] = run
-    return list(groups.values())
-
-
-def compare(groups: list[Group], baseline: Group) -> dict[str, Any]:
-    """Returns what the JSON says of the groups."""
-    environments: dict[str, dict[str, Any]] = {}
-    for run in (run for group in groups for run in group.runs.values()):
-        known = {k: run.results["environment"].get(k) for k in ("cpu", "threads", "gpu", "torch")}
-        known["commit"] = run.results["commit"]
-        environments[str(known)] = known
-    return {
-        "baseline": baseline.label,
-        "environments": list(environments.values()),
-        "groups": [_compared(each, baseline) for each in groups],
-    }
-
-
-def _compared(each: Group, baseline: Group) -> dict[str, Any]:
-    metrics = {
-        name: each.metric(name)
-        for name in dict.fromkeys(n for run in each.runs.values() for n in run.results["metrics"])
-        if name.startswith("test/")
-    }
-    paired = functools.partial(_paired, baseline=baseline, each=each)
-    return {
-        "label": each.label,
-        "settings": each.settings,
-        "seeds": sorted(each.runs),
-        "unfinished": [str(folder) for folder in each.unfinished],
-        **{name: estimate(each.throughput(name).values()) for name in THROUGHPUT},
-        "metrics": {name: estimate(values.values()) for name, values in metrics.items()},
-        "speedup": paired(lambda g: g.throughput("step_ms"), lambda old, new: old / new),
-        "differences": {
-            name: paired(lambda g, name=name: g.metric(name), lambda old, new: new - old)
-            for name in metrics
-        },
-    }
-
-
-def _paired(
-    values: Callable[[Group], dict[int, float]],
-    of: Callable[[float, float], float],
-    baseline: Group,
-    each: Group,
-) -> Estimate:
-    old, new = values(baseline), values(each)
-    return estimate(of(old[seed], new[seed]) for seed in sorted(old.keys() & new.keys()))
-
-
-def estimate(values: Iterable[float]) -> Estimate:
-    """Returns the mean and half of its 95% confidence interval; None where values are too few."""
-    values = list(values)
-    if not values:
-        return {"mean": None, "ci95": None}
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1:
-        return {"mean": mean, "ci95": None}
-    return {
-        "mean": mean,
-        "ci95": float(t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n),
-    }
-
-
-def _baseline(groups: list[Group], label: str | None) -> Group:
-    for each in groups:
-        if label == each.label or (label is None and "reference" in each.label.split()):
-            return each
-    if label is None:
-        return groups[0]
-    raise MisconfigurationException(
-        f"--baseline: expected one of {[each.label for each in groups]}, got {label!r}"
-    )
-
-
 def table(compared: dict[str, Any]) -> str:
     """Returns the comparison as a table in Markdown."""
     groups = compared["groups"]
@@ -213,7 +96,7 @@ def table(compared: dict[str, Any]) -> str:
         columns += [name, f"less {compared['baseline']}'s"]
     lines = [columns, ["---"] * len(columns)]
     for each in groups:
-        runs = str(len(each["seeds"]))
+        runs = str(each["runs"])
         runs += f", {len(each['unfinished'])} unfinished" if each["unfinished"] else ""
         cells = [each["label"], runs, _shown(each["step_ms"]), _shown(each["speedup"], "{:.2f}")]
         cells += [
@@ -227,20 +110,15 @@ def table(compared: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def _shown(value: Estimate | None, form: str = "{:.3g}") -> str:
-    if value is None or value["mean"] is None:
-        return ""
-    text = form.format(value["mean"])
-    if value["ci95"] is None:
-        return text
-    return f"{text} ± {form.replace('+', '').format(value['ci95'])}"
+def _shown(value: Estimate | None, form: str | None = None) -> str:
+    return "" if value is None else shown(value, form)
 
 
 def _draw(groups: list[Group], path: Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for colour, each in zip(COLOURS, (g for g in groups if g.runs), strict=False):
-        curves = [run.curve() for run in each.runs.values()]
+        curves = [run.curve() for run in each.finished()]
         steps = min((curve[0] for curve in curves), key=len)
         losses = list(zip(*(curve[1][: len(steps)] for curve in curves)))
         step_ms = estimate(each.throughput("step_ms").values())["mean"]

@@ -1,4 +1,4 @@
-"""Publishing a report at Weights & Biases: a text in Markdown, and a picture."""
+"""Publishing at Weights & Biases: a report of a text in Markdown and a picture, or a page."""
 
 from __future__ import annotations
 
@@ -58,3 +58,38 @@ def publish(title: str, text: str, picture: Path) -> str:
     except Exception as error:  # wandb's errors have no common type
         line = " ".join(str(error).split())
         raise ReportError(f"--wandb: the report is not published: {line}") from error
+
+
+def log_page(page: Path, contents: dict[str, Any]) -> str:
+    """Logs a page of :mod:`hoconv.report`, and its figures as the run's summary, in a run of its
+    own, offline where there is no API key. Returns where it is.
+
+    Raises:
+        ReportError: the server cannot be reached, or refuses.
+    """
+    import wandb
+
+    mode = None if "WANDB_MODE" in os.environ or has_api_key() else "offline"
+    try:
+        with wandb.init(project=PROJECT, job_type="report", name=page.stem, mode=mode) as run:
+            run.log({"report": wandb.Html(str(page), inject=False)})
+            run.summary.update(figures(contents))
+        return run.url or run.dir
+    except Exception as error:  # wandb's errors have no common type
+        line = " ".join(str(error).split())
+        raise ReportError(f"--wandb: the page is not published: {line}") from error
+
+
+def figures(contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a page under names of one level, such as ``step_ms/cpp``."""
+    found: dict[str, Any] = {"verdict": contents["verdict"]["headline"]}
+    training = contents["training"] or {"groups": [], "predictions": []}
+    for each in training["groups"]:
+        estimates = {name: v for name, v in each.items() if isinstance(v, dict) and "ci95" in v}
+        for name, value in (estimates | each["metrics"]).items():
+            found[f"{name}/{each['label']}"] = value["mean"]
+            found[f"{name}_ci95/{each['label']}"] = value["ci95"]
+    for each in training["predictions"]:
+        for name in ("share", "predicted", "limit"):
+            found[f"{name}/{each['label']}"] = each[name]
+    return {name: value for name, value in found.items() if value is not None}

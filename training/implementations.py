@@ -14,6 +14,7 @@ from torch import nn
 import hoconv
 from hoconv.declaration import layers
 from hoconv.implementations import Choice, choose
+from hoconv.report import runs
 from training import console
 
 MAX_LABEL = 64  # characters: the longest tag that W&B takes
@@ -88,7 +89,4 @@ def as_plain(impl: Any) -> Any:
 def label(impl: Any) -> str:
     """`impl` in the name of a folder or of a run: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda``
     for a mapping; what is longer than `MAX_LABEL` is cut off."""
-    asked = as_plain(impl)
-    if not isinstance(asked, Mapping):
-        return str(asked)
-    return "_".join(f"{key}-{name}" for key, name in asked.items())[:MAX_LABEL]
+    return runs.label(as_plain(impl))[:MAX_LABEL]

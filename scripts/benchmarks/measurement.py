@@ -8,7 +8,6 @@ import os
 import resource
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hoconv.declaration import Sample
+from hoconv.marks import mark, milliseconds_between
 from hoconv.testing.comparison import differentiable, is_floating
 
 WARM_UP = 3  # calls
@@ -295,23 +295,6 @@ def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     begin = mark(device)
     result = call()
     return result, milliseconds_between(begin, mark(device))
-
-
-def mark(device: torch.device) -> float | torch.cuda.Event:
-    """Marks a point in the work of a device: the time, or an event queued behind its work."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds_between(begin: Any, end: Any) -> float:
-    """Waits for the second of two marks; returns the time between them."""
-    if isinstance(begin, float):
-        return 1e3 * (end - begin)
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def extra_memory(call: Callable[[], Any], device: torch.device) -> int:

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from hoconv import HighOrderConv2d
+from torch import nn
 
 Script = Callable[[str], ModuleType]
 
@@ -78,48 +76,3 @@ def test_network_that_fails_says_why(
     assert errors["one layer at 224 x 224", "reference"] is None
     assert "mnist_cnn, float32, reference: out of memory" in capsys.readouterr().out
     assert torch.backends.cudnn.allow_tf32 == flag
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_layers_are_marked_forward_and_backward(
-    step: ModuleType, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    now = 0.0
-
-    class Pass(torch.autograd.Function):
-        """Takes the two given times, forward and backward."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, scale: Tensor, forward_s: float, backward_s: float):
-            nonlocal now
-            now += forward_s
-            ctx.backward_s = backward_s
-            return x * scale
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-            nonlocal now
-            now += ctx.backward_s
-            return grad, grad.sum(), None, None
-
-    class Module(nn.Module):
-        def __init__(self, forward_s: float, backward_s: float) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.times = forward_s, backward_s
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Pass.apply(x, self.scale, *self.times)  # pyright: ignore
-
-    class Layer(Module):
-        operator = HighOrderConv2d.operator
-
-    monkeypatch.setattr(step, "mark", lambda device: now)
-    modules = [Module(100, 200), Layer(1, 2), Module(1000, 2000), Layer(10, 20), Module(5, 5)]
-    model = nn.Sequential(*modules[first:])  # the first layer's input has a gradient, or not
-    marks = step.LayerMarks(model, torch.device("cpu"))
-
-    for _ in range(2):
-        marks.clear()
-        model(torch.ones(3)).sum().backward()
-        assert marks.milliseconds() == 1e3 * (1 + 2 + 10 + 20)

@@ -62,10 +62,10 @@ def test_runs_with_the_same_seed_are_compared(write, compare):
     # Of 2, 4 and 6: mean 4, deviation 2; Student's t for two degrees of freedom is 4.303.
     assert cpp["speedup"]["mean"] == pytest.approx(4)
     assert cpp["speedup"]["ci95"] == pytest.approx(4.303 * 2 / math.sqrt(3), rel=1e-3)
-    assert reference["speedup"] == {"mean": 1.0, "ci95": 0.0}
+    assert reference["speedup"] == {"mean": 1.0, "ci95": 0.0, "n": 3}
     assert cpp["differences"]["test/accuracy"]["mean"] == pytest.approx(-0.1)
     assert "train/loss" not in cpp["metrics"]
-    assert "| cpp | 3 | 5 ± 0 | 4.00 ± 4.97 |" in found["table"]
+    assert "| cpp | 3 | 5.00 ± 0.00 | 4.00 ± 4.97 |" in found["table"]
 
 
 def test_an_implementation_for_each_operator_is_one_label(write, compare):
@@ -80,8 +80,19 @@ def test_one_seed_has_no_interval_and_a_short_run_no_speed(write, compare):
     write("cpp", 0, 5.0)
     found = compare("--baseline", "cpp")
     reference, cpp = found["groups"]
-    assert reference["step_ms"] == reference["speedup"] == {"mean": None, "ci95": None}
-    assert cpp["step_ms"] == {"mean": 5.0, "ci95": None}
+    nothing = {"mean": None, "ci95": None, "n": 0}
+    assert reference["step_ms"] == reference["speedup"] == nothing
+    assert cpp["step_ms"] == {"mean": 5.0, "ci95": None, "n": 1}
+
+
+def test_runs_of_one_seed_count_as_one_their_mean(write, compare):
+    for step_ms in (8.0, 12.0):
+        write("reference", 0, step_ms)
+    write("cpp", 0, 5.0)
+    reference, cpp = compare()["groups"]
+    assert (reference["runs"], reference["seeds"]) == (2, [0])
+    assert reference["step_ms"] == {"mean": 10.0, "ci95": None, "n": 1}
+    assert cpp["speedup"]["mean"] == 2.0
 
 
 def test_groups_differ_in_what_is_varied_and_failed_runs_are_counted(write, compare):
@@ -100,7 +111,6 @@ def test_groups_differ_in_what_is_varied_and_failed_runs_are_counted(write, comp
     ("seeds", "arguments", "message"),
     [
         ((), (), "no results.json"),
-        ((0, 0), (), "the same seed"),
         ((0,), ("--baseline", "cuda"), "expected one of ['cpp'], got 'cuda'"),
     ],
 )

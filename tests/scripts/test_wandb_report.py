@@ -1,4 +1,5 @@
-"""compare.py --wandb, with a server in this process in W&B's place: no network."""
+"""compare.py --wandb, with a server in this process in W&B's place, and report.py --wandb offline:
+no network."""
 
 from __future__ import annotations
 
@@ -169,3 +170,29 @@ def test_where_no_report_can_be_made_nothing_is_written(compare, tmp_path, setti
     (line,) = done.stderr.splitlines()
     assert message in line
     assert not (tmp_path / "digits.md").exists()
+
+
+def test_a_page_is_logged_with_its_figures(
+    script: Any, wandb_alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    page = tmp_path / "report_carafe.html"
+    page.write_text("<p>a page</p>")
+    estimate = {"mean": 2.0, "ci95": 0.5, "n": 3}
+    group = {"label": "cpp", "runs": 3, "speedup": estimate, "metrics": {"test/accuracy": estimate}}
+    prediction = {"label": "cpp", "share": 0.5, "predicted": 1.9, "limit": None}
+    contents = {
+        "verdict": {"headline": "cpp trains 2 times as fast"},
+        "training": {"groups": [group], "predictions": [prediction]},
+    }
+    module = script("wandb_report")
+    assert module.figures(contents) == {
+        "verdict": "cpp trains 2 times as fast", "speedup/cpp": 2.0, "speedup_ci95/cpp": 0.5,
+        "test/accuracy/cpp": 2.0, "test/accuracy_ci95/cpp": 0.5, "share/cpp": 0.5,
+        "predicted/cpp": 1.9,
+    }  # fmt: skip
+    folder = Path(module.log_page(page, contents))
+    (logged,) = folder.rglob("*.html")
+    assert "a page" in logged.read_text()

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from rich.table import Table
 
+from hoconv.report.runs import Run, read, varied
 from training import console, disk
-from training.results.runs import Run, read, varied
 
 
 class SweepTable(Callback):
@@ -63,7 +63,7 @@ def _job(folder: Path) -> Run:
     except (OSError, KeyError, TypeError, ValueError) as error:
         nothing = {"metrics": {}, "throughput": {"samples_per_sec": None}, "overrides": []}
         reason = f"{folder / 'results.json'} or losses.csv beside it cannot be read ({error})"
-        return Run(folder, {**nothing, "status": "unknown", "error": reason}, [])
+        return Run(folder, {**nothing, "status": "unknown", "error": reason})
 
 
 def _row(number: int, job: Run) -> dict[str, Any]:

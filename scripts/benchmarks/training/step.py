@@ -39,23 +39,20 @@ from common import console
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.measurement import (
     FLUSH_BYTES,
     WARM_UP,
     failure,
-    mark,
     memory_limit,
-    milliseconds_between,
     percentiles,
     temporarily,
 )
 from datamodules.coco.datamodule import COCO
 from hoconv import HighOrderConv2d, set_impl
 from hoconv.commands import write_json
-from hoconv.declaration import layers
 from hoconv.implementations import ImplementationError, choose
+from hoconv.marks import LayerMarks, mark, milliseconds_between
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.cnn import CNN
 from models.networks.encoder_decoder import EncoderDecoder
@@ -228,7 +225,7 @@ def _time_steps(
         begin = mark(device)
         step()
         steps_ms.append(milliseconds_between(begin, mark(device)))
-        layers_ms.append(marks.milliseconds())
+        layers_ms.append(sum(marks.milliseconds().values()))
     step_ms, layer_ms = percentiles(steps_ms), percentiles(layers_ms)
     share = layer_ms["median_ms"] / step_ms["median_ms"]
     found = network.batch / seconds, captured, step_ms, layer_ms, share, 1 / (1 - share)
@@ -277,54 +274,6 @@ def _keep_busy(milliseconds: float, device: torch.device) -> None:
     once = milliseconds_between(begin, mark(device))
     for _ in range(math.ceil(milliseconds / once)):
         buffer.sum()
-
-
-class LayerMarks:
-    """Marks where the device enters and leaves the layers of a network, forward and backward.
-
-    A step must call each layer once.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._spans: list[list[Any]] = []  # pairs of marks: the device entered, the device left
-        for _, layer in layers(model):
-            self._watch(layer)
-
-    def clear(self) -> None:
-        self._spans.clear()
-
-    def milliseconds(self) -> float:
-        """Returns the time spent in the layers since `clear`."""
-        return sum(milliseconds_between(begin, end) for begin, end in self._spans)
-
-    def _watch(self, layer: nn.Module) -> None:
-        span: list[Any] = []
-
-        def enter(*_: Any) -> None:
-            nonlocal span
-            span = [mark(self._device), None]
-            self._spans.append(span)
-
-        def leave(*_: Any) -> None:
-            span[1] = mark(
-                self._device
-            )  # every gradient of the layer replaces it; the last one stays
-
-        def before(_: nn.Module, inputs: Any) -> None:
-            for each in tree_leaves(inputs):
-                if isinstance(each, Tensor) and each.requires_grad:
-                    each.register_hook(leave)
-            enter()
-
-        def after(_: nn.Module, inputs: Any, output: Any) -> None:
-            leave()
-            tree_leaves(output)[0].register_hook(enter)
-
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after)
-        for parameter in layer.parameters():
-            parameter.register_post_accumulate_grad_hook(leave)
 
 
 def _table(measured: dict[str, Any]) -> Table:

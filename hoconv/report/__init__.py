@@ -1,0 +1,1 @@
+"""The page that says what an operator's kernels buy: ``hoconv report OPERATOR [PATH ...]``."""
