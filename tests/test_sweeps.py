@@ -79,7 +79,7 @@ NINE = ("model.learning_rate=0.01,0.02,0.03", "seed=1,2,3")
 @pytest.mark.slow
 def test_of_nine_jobs_eight_finish_and_one_says_why_not(run, monkeypatch, wandb_alone, tmp_path):
     fail_one(monkeypatch)
-    sweep = run("-m", *SHORT, *NINE, "logger=wandb", f"logger.save_dir={tmp_path}")
+    sweep = run("-m", *SHORT, *NINE, "logger=wandb", f"logger.wandb.save_dir={tmp_path}")
     assert sweep.exit_code == 1
     rows = json.loads((sweep.folder / "sweep.json").read_text())
     assert [row["status"] for row in rows] == ["finished", "failed"] + 7 * ["finished"]

@@ -101,7 +101,7 @@ class StepCheckpoints(pl.Callback):
 
     Checkpoints are written when the next batch has been fetched: by then the step, its validation
     and its logging are over. Beside Lightning's state they hold the state of the training loader,
-    where it has one, of the random number generators of every process, and of the logger.
+    where it has one, of the random number generators of every process, and of the loggers.
 
     Args:
         run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.
@@ -132,7 +132,9 @@ class StepCheckpoints(pl.Callback):
         checkpoint["resume"] = {
             "loader": loader.state_dict() if _resumes_exactly(loader) else None,
             "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
-            "logger": getattr(trainer.logger, "continuation", {}) if trainer.is_global_zero else {},
+            "loggers": [getattr(logger, "continuation", {}) for logger in trainer.loggers]
+            if trainer.is_global_zero
+            else [],
             "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
         }
 
@@ -208,8 +210,8 @@ def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
 
 
-def find_newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """Finds the newest checkpoint that can be read; returns it and the resumed logger's arguments.
+def find_newest(run_dir: Path) -> tuple[Path | None, list[dict[str, Any]]]:
+    """Finds the newest checkpoint that can be read; returns it and the resumed loggers' arguments.
 
     Warns of each checkpoint that cannot be read. Without any it returns None and no arguments.
     """
@@ -224,8 +226,9 @@ def find_newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
             console.warn(f"{path} is damaged ({reason}); the checkpoint before it is used")
             continue
         console.stdout().print(f"Going on after step {step} of {run_dir}", soft_wrap=True)
-        return path, contents["resume"]["logger"]
-    return None, {}
+        resume = contents["resume"]
+        return path, resume["loggers"] if "loggers" in resume else [resume["logger"]]
+    return None, []
 
 
 @rank_zero_only

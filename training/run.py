@@ -24,13 +24,13 @@ from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.capture.steps import CaptureError
 from training.checkpoints import discard
+from training.configuration.checks import check_config, check_overrides
+from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
 from training.implementations import as_plain
 from training.lock import RunningError, held
-from training.moved import require_current_names
 from training.predict import predict, test
-from training.resolvers import check, register
 from training.results import loggers
 from training.results.record import Results
 
@@ -63,7 +63,7 @@ def run_command(main: Callable[[], Any]) -> int:
     """
     failed_jobs.clear()
     try:
-        require_current_names(sys.argv[1:])
+        check_overrides(sys.argv[1:], ROOT / "conf")
     except MisconfigurationException as error:
         console.show_problem("Error", str(error))
         return 1
@@ -139,7 +139,7 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     if config.mode not in MODES:
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
     if config.mode == "train":  # the other modes take these values from the run of the checkpoint
-        check(config)
+        check_config(config)
         console.show_config(config)
     begin(config, run_dir)
     return MODES[config.mode](config, run_dir, results)
