@@ -41,12 +41,14 @@ from hoconv.commands import record, write, write_json
 from training.results.runs import Run, find, varied
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t. Speed-up and "
-    "differences are taken between runs with the same seed. Steps exclude validation and warm-up. "
-    "Loss curves: mean over seeds, from the least to the greatest; time is the number of steps "
+    "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t. "
+    "Speed-up and differences are taken between runs with the same seed. Steps exclude validation "
+    "and warm-up. Loss curves: mean over seeds, from the least to the greatest; time is the number of steps "
     "times the mean time of a step."
 )
 THROUGHPUT = ("step_ms", "samples_per_sec", "peak_memory_mb")
+UNSET = "default"  # in the label of runs that do not set what others set
+LEAST_SEEDS = 3  # the interval of two is thirteen times as wide as their difference
 Estimate = dict[str, float | None]
 
 
@@ -64,7 +66,8 @@ class Group:
         return {seed: value for seed, value in values.items() if value is not None}
 
     def metric(self, name: str) -> dict[int, float]:
-        return {seed: float(run.results["metrics"][name]) for seed, run in self.runs.items()}
+        found = {seed: run.results["metrics"].get(name) for seed, run in self.runs.items()}
+        return {seed: float(value) for seed, value in found.items() if value is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +121,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
     groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
         settings = {name: str(run.settings.get(name, "")) for name in names}
-        label = " ".join(settings.values()) or run.settings["impl"]
+        label = " ".join(value or UNSET for value in settings.values()) or run.settings["impl"]
         found = groups.setdefault(tuple(settings.values()), Group(label, settings))
         if run.results["status"] != "finished":
             found.unfinished.append(run.folder)
@@ -179,12 +182,13 @@ def _paired(
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Returns the mean and half of its 95% confidence interval; None where values are too few."""
+    """Returns the mean and half of its 95% confidence interval, which takes `LEAST_SEEDS` values;
+    None where values are too few."""
     values = list(values)
     if not values:
         return {"mean": None, "ci95": None}
     mean, n = statistics.fmean(values), len(values)
-    if n == 1:
+    if n < LEAST_SEEDS:
         return {"mean": mean, "ci95": None}
     return {
         "mean": mean,
@@ -210,7 +214,7 @@ def table(compared: dict[str, Any]) -> str:
     columns = [" ".join(groups[0]["settings"]) or "impl", "runs", "ms a step", "speed-up"]
     columns += ["samples/s", "memory, MB"]
     for name in metrics:
-        columns += [name, f"less {compared['baseline']}'s"]
+        columns += [name, f"Δ vs {compared['baseline']}"]
     lines = [columns, ["---"] * len(columns)]
     for each in groups:
         runs = str(len(each["seeds"]))

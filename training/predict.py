@@ -24,6 +24,8 @@ from training.results.record import Results
 from training.results.saved import Saved, load_weights, read
 from training.trainer import make_callbacks, new_trainer
 
+OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
+
 
 def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     """Writes predictions into the folder of the run: of every image of ``config.input``, or, where
@@ -101,6 +103,11 @@ def missing_for_test(model: pl.LightningModule, data: pl.LightningDataModule) ->
         if getattr(type(part), name) is getattr(base, name):
             return f"{type(part).__name__} has no {name}; define it"
     return None
+
+
+def written(run_dir: Path) -> list[Path]:
+    """Returns the files and folders that hold the predictions of a run."""
+    return sorted(path for path in run_dir.glob("[!.]*") if path.name not in OF_EVERY_RUN)
 
 
 def _build(saved: Saved, config: DictConfig, results: Results) -> Any:

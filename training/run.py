@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,14 +24,14 @@ from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.capture.steps import CaptureError
-from training.checkpoints import discard
+from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.checks import check_config, check_overrides
 from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
 from training.implementations import as_plain
 from training.lock import RunningError, held
-from training.predict import predict, test
+from training.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
 
@@ -87,7 +88,7 @@ def run_job(config: DictConfig) -> float | None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with held(run_dir):
+        with held(run_dir), console.plain_warnings():
             if config.resume == "auto" and is_finished(run_dir):
                 console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
                 return None
@@ -116,7 +117,10 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
             exit_code=0 if results.status == "finished" else 1, summary=results.summary()
         )
         disk.settle()
-    paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
+    paths = [("checkpoint", checkpoint), ("results", results.path), ("run", run_dir)]
+    paths += [("wandb", wandb_dir)]
+    if config.mode == "predict":
+        paths += [("predictions", path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
     console.show_results(results.metrics, throughput, results.capture, paths)
     return _objective(config, results)
@@ -140,7 +144,11 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
     if config.mode == "train":  # the other modes take these values from the run of the checkpoint
         check_config(config)
-        console.show_config(config)
+        if config.print_config:
+            console.show_config(config)
+        else:
+            chosen = HydraConfig.get()
+            console.show_choices(chosen.runtime.choices, as_given(chosen.overrides.task))
     begin(config, run_dir)
     return MODES[config.mode](config, run_dir, results)
 
@@ -158,10 +166,22 @@ def _report(error: Exception, run_dir: Path) -> None:
 def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
     """Ends the process after Ctrl-C or SIGTERM."""
     console.show_problem("Interrupted", f"the results so far are in {run_dir}")
+    if steps := find_step_checkpoints(run_dir):
+        command = _resuming(sys.argv, HydraConfig.get())
+        console.show_problem("To go on", f"after step {steps[-1][0]}: {command}")
     if isinstance(stop, SIGTERMException):  # all processes stop after the same step
         _leave_process_group()
         sys.exit(TERMINATED)
     sys.exit(INTERRUPTED)
+
+
+def _resuming(argv: list[str], hydra: Any) -> str:
+    """Returns the command that continues this one."""
+    given = [part for part in argv if not part.startswith("resume=")] + ["resume=auto"]
+    if hydra.mode == RunMode.MULTIRUN:
+        given = [part for part in given if not part.startswith("hydra.sweep.dir=")]
+        given.append(f"hydra.sweep.dir={hydra.sweep.dir}")
+    return shlex.join(["python", *given])
 
 
 def _objective(config: DictConfig, results: Results) -> float | None:

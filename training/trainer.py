@@ -20,6 +20,7 @@ from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
+from training.callbacks.monitored import MonitoredMetrics
 from training.callbacks.statistics import FirstStatistics
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.instantiation import instantiate_as
@@ -75,6 +76,7 @@ def make_trainer(
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),
+            MonitoredMetrics(),
             make_epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
