@@ -42,9 +42,9 @@ from training.results.runs import Run, find, varied
 
 METHOD = (
     "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t. "
-    "Speed-up and differences are taken between runs with the same seed. Steps exclude validation "
-    "and warm-up. Loss curves: mean over seeds, from the least to the greatest; time is the number of steps "
-    "times the mean time of a step."
+    "Speed-up and differences are taken between runs with the same seed. Steps exclude "
+    "validation and warm-up. Loss curves: mean over seeds, from the least to the greatest; time "
+    "is the number of steps times the mean time of a step."
 )
 THROUGHPUT = ("step_ms", "samples_per_sec", "peak_memory_mb")
 UNSET = "default"  # in the label of runs that do not set what others set

@@ -23,7 +23,7 @@ CONF = Path(train.__file__).parent / "conf"
 def make_old(folder: Path) -> None:
     """Rewrites the config.yaml of a run with the names of before."""
     config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    for name in ("callbacks", "optimizer", "scheduler", "print_config"):
+    for name in ("callbacks", "optimizer", "scheduler", "print_config", "unavailable"):
         del config[name]
     (config["logger"],) = config["logger"].values() or (None,)
     for name in ("optimizer", "scheduler", "label_smoothing"):

@@ -38,16 +38,17 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     data = instantiate(config.data)  # reads nothing yet
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, [])
-    loggers = make_loggers(config.logger, logged)
     throughput, capture = Throughput(), CapturedSteps(config.capture)
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
         callbacks.append(InitialWeights(start.path, start.state_dict))
     about = functools.partial(describe, config, results.identity, data)
-    trainer = make_trainer(config, run_dir, loggers, callbacks, about)
+    trainer = make_trainer(config, run_dir, callbacks, about)
 
     results.environment["implementations"] = show_implementations(model, trainer)
 
+    # Last: a run that cannot begin leaves nothing at W&B.
+    trainer.loggers = loggers = make_loggers(config.logger, logged)
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True)
         for logger in loggers:

@@ -108,7 +108,9 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         if checkpoint and config.mode == "train":
             discard(run_dir)
     except Exception as error:
-        _report(error, run_dir)
+        if isinstance(error, ImplementationError) and config.unavailable == "skip":
+            results.skip()
+        _report(error, run_dir, results.status)
         return None
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         _exit(stop, run_dir)
@@ -153,14 +155,20 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     return MODES[config.mode](config, run_dir, results)
 
 
-def _report(error: Exception, run_dir: Path) -> None:
-    """Shows why a job failed; raises an error that is not the user's again, except in a sweep."""
-    failed_jobs.append(run_dir)
+def _report(error: Exception, run_dir: Path, status: str) -> None:
+    """Shows why a job failed, or was skipped; raises an error that is not the user's again, except
+    in a sweep, whose table is followed by the reasons."""
+    alone = HydraConfig.get().mode == RunMode.RUN
+    if status != "skipped":
+        failed_jobs.append(run_dir)
     if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-        if HydraConfig.get().mode == RunMode.RUN:
+        if alone:
             raise error
         traceback.print_exc()  # Hydra would stop before the table of the other jobs
-    console.show_problem("Error", str(error))
+    if alone:
+        console.show_problem("Error", str(error))
+    else:
+        console.warn(f"{run_dir} {status}; the reason is below the table at the end")
 
 
 def _exit(stop: BaseException, run_dir: Path) -> NoReturn:

@@ -12,7 +12,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
-from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
@@ -36,12 +35,11 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 def make_trainer(
     config: DictConfig,
     run_dir: Path,
-    loggers: list[Logger],
     callbacks: list[pl.Callback],
     describe: Callable[[], dict[str, Any]],
 ) -> pl.Trainer:
     """Makes the Trainer that `config` describes in ``trainer``, ``callbacks``, ``checkpoint``,
-    ``step_checkpoints`` and ``find_nan``.
+    ``step_checkpoints`` and ``find_nan``; without loggers.
 
     Args:
         callbacks: that come before all others.
@@ -69,7 +67,7 @@ def make_trainer(
         options["strategy"] = DDPStrategy(gradient_as_bucket_view=True)
     trainer = new_trainer(
         options,
-        logger=loggers,
+        logger=False,
         callbacks=[
             *callbacks,
             OverriddenHooks(),

@@ -111,7 +111,12 @@ def _rename(config: dict[str, Any]) -> None:
 
 def _add_groups(config: dict[str, Any]) -> None:
     """Adds what was fixed before it could be chosen."""
-    config |= {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "print_config": False}
+    config |= {
+        "optimizer": OPTIMIZER,
+        "scheduler": SCHEDULER,
+        "print_config": False,
+        "unavailable": "error",
+    }
     if config["model"]["_target_"] in CALLBACKS:
         groups = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "label_smoothing": 0.0}
         config["model"] |= groups
