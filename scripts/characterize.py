@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from charts import COLOURS, save
-from common import add_out_option, console
+from common import add_out_option, show
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "pairs": {name: errors.summary() for name, errors in pairs.items()},
         "published": PUBLISHED,
     }
-    console().print(_table(measured))
+    show(_table(measured))
     path = arguments.out / "approx_characterization.json"
     write_json(path, record("scripts/characterize.py", argv) | {"seed": arguments.seed} | measured)
     write(path.with_suffix(".png"), functools.partial(_draw, random))

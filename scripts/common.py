@@ -8,9 +8,12 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"  # of the figures in README and docs
+MEASURED = ROOT / "outputs" / "measured"
+PIPE_WIDTH = 120  # columns, where the output is a file or a pipe
 sys.path.append(str(ROOT))  # for models/ and training/, which are not installed
 
 
@@ -26,8 +29,9 @@ def count(text: str) -> int:
 
 
 def add_out_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=_folder, default=str(RESULTS),
-                        help="folder; default: docs/results")  # fmt: skip
+    parser.add_argument("--out", type=_folder, default=str(MEASURED),
+                        help="folder; default: outputs/measured; the figures of README and docs "
+                             "are from docs/results")  # fmt: skip
 
 
 def _folder(name: str) -> Path:
@@ -42,5 +46,12 @@ def _folder(name: str) -> Path:
 
 
 def console() -> Console:
-    """Returns a console as wide as the terminal; 120 columns for a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    """Returns a console as wide as the terminal, or as `PIPE_WIDTH`."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def show(table: Table) -> None:
+    """Prints a table, turned where it is wider than the terminal."""
+    from training.results.wide import print_table  # found since the line that appends to sys.path
+
+    print_table(console(), table)

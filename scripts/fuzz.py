@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_out_option, console, count
+from common import add_out_option, count, show
 from fuzzing import exported, workers
 from fuzzing.commands import cells, operators
 from fuzzing.verdicts import BAD
@@ -117,7 +117,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table = Table("kind", *(columns := ("equal", "refused", *BAD)), title=title)
         for kind, verdicts in sorted(row["kinds"].items()):
             table.add_row(kind, *(str(verdicts[name] or "") for name in columns))
-        console().print(table)
+        show(table)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

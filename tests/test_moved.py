@@ -14,7 +14,7 @@ from PIL import Image
 
 import train
 from tests.test_resume import SHORT, assert_same, at_step, fail
-from training import moved
+from training.configuration import moved
 from training.folder import run_folder
 
 CONF = Path(train.__file__).parent / "conf"
@@ -23,7 +23,11 @@ CONF = Path(train.__file__).parent / "conf"
 def make_old(folder: Path) -> None:
     """Rewrites the config.yaml of a run with the names of before."""
     config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    del config["callbacks"]
+    for name in ("callbacks", "optimizer", "scheduler", "print_config", "unavailable"):
+        del config[name]
+    (config["logger"],) = config["logger"].values() or (None,)
+    for name in ("optimizer", "scheduler", "label_smoothing"):
+        del config["model"][name]
     model, network = config["model"], config["model"]["network"]
     network["impl"] = config["impl"]
     names = {new: old for old, new in moved.TARGETS.items() if not old.startswith("models.net")}
@@ -95,12 +99,13 @@ def test_a_configuration_that_cannot_be_read_is_one_line(run, tmp_path, text):
         ("model.multiplier=exact", "model.multiplier: its name is model.network.multiplier now"),
         ("+model.gradient=ste", "model.gradient: its name is model.network.gradient now"),
         ("model.network.impl=cpp", "model.network.impl: its name is impl now"),
+        ("logger.save_dir=x", "logger.save_dir: its name is logger.wandb.save_dir now"),
         (
             "model._target_=models.classifier.Classifier",
             "_target_: models.classifier.Classifier is models.tasks.classifier.Classifier now",
         ),
         (
-            "logger._target_=reporting.loggers.CSVMetrics",
+            "+logger.mine._target_=reporting.loggers.CSVMetrics",
             "_target_: reporting.loggers.CSVMetrics is training.results.loggers.CSVMetrics now",
         ),
     ],
@@ -124,6 +129,11 @@ def test_auto_finds_a_run_that_was_begun_with_names_of_before(tmp_path):
 def test_every_name_of_today_exists():
     for target in moved.TARGETS.values():
         get_object(target)
+
+
+def test_what_was_fixed_before_is_the_default_of_today():
+    assert OmegaConf.load(CONF / "optimizer" / "adamw.yaml") == moved.OPTIMIZER
+    assert OmegaConf.load(CONF / "scheduler" / "cosine.yaml") == moved.SCHEDULER
 
 
 def test_the_callbacks_of_before_are_those_of_the_models():

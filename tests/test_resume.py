@@ -409,7 +409,7 @@ def test_without_a_checkpoint_the_last_weights_are_tested(run, monkeypatch):
 def test_a_run_goes_on_under_the_same_name_at_weights_and_biases(
     run, monkeypatch, tmp_path, wandb_alone
 ):
-    wandb = ("logger=wandb", f"logger.save_dir={tmp_path}")
+    wandb = ("logger=wandb", f"logger.wandb.save_dir={tmp_path}")
     at_step(monkeypatch, 8, fail)
     failed = run(*SHORT, *wandb)
     go_on(run, failed.folder, *wandb)
@@ -428,7 +428,7 @@ def test_a_server_that_cannot_be_reached_costs_no_run(run, monkeypatch, tmp_path
 
     monkeypatch.setattr(wandb_alone, "init", unreachable)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    done = run(*SHORT, "logger=wandb", f"logger.save_dir={tmp_path}")
+    done = run(*SHORT, "logger=wandb", f"logger.wandb.save_dir={tmp_path}")
     assert done.exit_code == 0
     assert "Weights & Biases cannot be reached (timed out)" in done.err
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ def test_a_job_with_lost_results_is_named_and_its_metrics_printed(run, monkeypat
     monkeypatch.setattr(disk, "replaced", full)
     sweep = run("-m", *SHORT, "seed=1,2")
     assert sweep.exit_code == 1
-    assert sweep.out.count("│ test/accuracy") == 2
     table = sweep.out[sweep.out.rindex("Sweep") :]
     assert "finished" in table
     assert "unknown" in table
@@ -79,7 +79,7 @@ NINE = ("model.learning_rate=0.01,0.02,0.03", "seed=1,2,3")
 @pytest.mark.slow
 def test_of_nine_jobs_eight_finish_and_one_says_why_not(run, monkeypatch, wandb_alone, tmp_path):
     fail_one(monkeypatch)
-    sweep = run("-m", *SHORT, *NINE, "logger=wandb", f"logger.save_dir={tmp_path}")
+    sweep = run("-m", *SHORT, *NINE, "logger=wandb", f"logger.wandb.save_dir={tmp_path}")
     assert sweep.exit_code == 1
     rows = json.loads((sweep.folder / "sweep.json").read_text())
     assert [row["status"] for row in rows] == ["finished", "failed"] + 7 * ["finished"]
@@ -111,7 +111,8 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     assert sweep.exit_code == 0
     table = sweep.out[sweep.out.rindex("Sweep") :]
     multiplier, gradient = "model.network.multiplier", "model.network.gradient"
-    for expected in (multiplier, gradient, "mbm10", "test/accuracy", "samples/s"):
+    measured = ("val/accuracy", "test/accuracy", "ms a step", "samples/s", "memory, MB")
+    for expected in ("multiplier", "gradient", "mbm10", *measured):
         assert expected in table
     assert "seed" not in table
     rows = json.loads((sweep.folder / "sweep.json").read_text())
@@ -121,6 +122,62 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
         results = json.loads((sweep.folder / str(i) / "results.json").read_text())
         assert row["test/accuracy"] == results["metrics"]["test/accuracy"]
     assert (sweep.folder / "sweep.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("objective", "best"), [("val/accuracy", max), ("val/loss", min)])
+def test_the_best_job_is_marked(run, objective, best):
+    sweep = run("-m", *SHORT, "model.learning_rate=1e-9,0.01", f"objective={objective}")
+    assert sweep.exit_code == 0
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    winner = best(rows, key=lambda row: row[objective])["number"]
+    table = sweep.out[sweep.out.rindex("Sweep") :]
+    assert f"│ {winner}* " in table
+    assert f"│ {1 - winner} " in table
+    assert f"{rows[0][objective]:.6g}" in table
+
+
+def test_an_implementation_that_is_not_there_is_skipped_where_asked_for(run, monkeypatch):
+    def refuse(operator, impl, device_type):
+        if impl != "reference":
+            raise ImplementationError(f"{impl} is missing")
+        return choose(operator, impl, device_type)
+
+    choose = implementations.choose
+    monkeypatch.setattr(implementations, "choose", refuse)
+    sweep = run(*SHORT[::2], "sweep=impl", "seed=0", "model.network.width=4")
+    assert sweep.exit_code == 0
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["finished", "skipped", "skipped"]
+    assert sweep.err.count("cpp is missing") == sweep.err.count("cuda is missing") == 1
+    assert "Job 1 skipped: ImplementationError: cpp is missing" in sweep.err
+
+
+def test_the_same_error_of_several_jobs_is_printed_once(run, monkeypatch):
+    def refuse(*args: Any) -> Any:
+        raise ImplementationError("no compiler")
+
+    monkeypatch.setattr(implementations, "choose", refuse)
+    sweep = run("-m", *SHORT, "seed=1,2")
+    assert sweep.exit_code == 1
+    assert sweep.err.count("no compiler") == 1
+    assert "Jobs 0, 1: ImplementationError: no compiler" in sweep.err
+
+
+@pytest.mark.slow
+def test_a_search_continues_from_its_file(tmp_path):
+    optuna = pytest.importorskip("optuna", reason="needs hoconv[sweep]")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    storage = f"sqlite:///{tmp_path / '0' / 'search.db'}"
+    command = [sys.executable, "train.py", *SHORT, "sweep=search", "hydra.sweeper.n_trials=2"]
+    for i, more in enumerate(((), (f"hydra.sweeper.storage={storage}",))):
+        done = subprocess.run(
+            [*command, f"hydra.sweep.dir={tmp_path / str(i)}", *more],
+            cwd=ROOT, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(optuna.load_study("search", storage).trials) == 4
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("conf/sweep/*.yaml")), ids=lambda path: path.stem)

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 import hoconv
 import train
+import training.configuration.resolvers
 import training.implementations
-import training.resolvers
 from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
@@ -220,7 +220,7 @@ def test_impl_may_name_an_operator_or_a_layer(run):
     ids=["name", "mapping", "long mapping"],
 )
 def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd, impl, name):
-    monkeypatch.setattr(training.resolvers, "ROOT", tmp_path)
+    monkeypatch.setattr(training.configuration.resolvers, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", f"impl={impl}", "logger=none", "mode=none"])
     assert run_command(train.main) == 1
     assert "mode: expected train, test, predict" in capfd.readouterr().err
@@ -272,7 +272,13 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     [
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
         (("model=approx_cnn", "model.network.gradient=nonsense"), "gradient: expected one of"),
-        (("data=coco_tiny", "model=segmentation", "data.batch_size=0"), "batch_size: expected at"),
+        (("data.batch_size=0",), "data.batch_size: expected a whole number of at least 1, got 0"),
+        (("seed=abc",), "seed: expected a whole number of at least 0, got 'abc'"),
+        (("seed=null",), "seed: expected a whole number of at least 0, got None"),
+        (("trainer.max_epochs=abc",), "trainer.max_epochs: expected a whole number of at least -1"),
+        (("model.learning_rate=abc",), "model.learning_rate: expected a number, got 'abc'"),
+        (("trainer.precision=fp16",), "trainer: Precision 'fp16' is invalid. Allowed precision"),
+        (("+trainer.nonsense=1",), "trainer: got an unexpected keyword argument 'nonsense'"),
         (("data.device=tpu",), "device: expected one of auto, gpu, cpu; got 'tpu'"),
         (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
@@ -284,6 +290,12 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         "network",
         "model",
         "data",
+        "seed",
+        "no seed",
+        "epochs",
+        "learning rate",
+        "precision",
+        "trainer",
         "device of the data",
         "model for other data",
         "interpolation",

@@ -16,7 +16,7 @@ import train
 
 ROOT = Path(train.__file__).parent
 PAGE = (ROOT / "docs" / "your_own.md").read_text()
-FILES = dict(re.findall(r"^`(mine/\S+)`:\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+FILES = dict(re.findall(r"`(mine/\S+)`:?\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 LINES = re.findall(r"^python .*", PAGE, re.MULTILINE)
 COMMANDS = [shlex.split(line)[2:] for line in LINES]
 NEEDS_CHECKPOINT = [command for command in COMMANDS if any("ckpt=" in part for part in command)]
@@ -53,8 +53,9 @@ def checkpoint(run) -> Path:
 def test_the_page_has_the_files_and_the_commands():
     assert set(FILES) == {
         "mine/stripes.py", "mine/conf/data/stripes.yaml", "mine/conf/model/lines.yaml",
+        "mine/conf/callbacks/short.yaml",
     }  # fmt: skip
-    assert (len(COMMANDS), len(NEEDS_CHECKPOINT)) == (7, 3)
+    assert (len(COMMANDS), len(NEEDS_CHECKPOINT)) == (8, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import shutil
 import signal
@@ -11,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,13 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from training import console, disk
 
+# Of a model and of its data, where they save their arguments.
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 FOLDER = "resume"  # of the step checkpoints, in the folder of the run
 # A resumed run finds its own checkpoints there.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+# WholeFiles says what becomes of it.
+warnings.filterwarnings("ignore", message="Attribute .* is an instance of `nn.Module`")
 # Said at the start of a run, with what to do.
 warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
 
@@ -48,6 +53,7 @@ class WholeFiles(TorchCheckpointIO):
         self._describe = describe
         self._written = True  # whether the last checkpoint is on the disk
         self._replaced: list[Path] = []
+        self._readable: dict[str, bool] = {}  # by name, of arguments that a model saves
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -67,9 +73,35 @@ class WholeFiles(TorchCheckpointIO):
 
         def save() -> None:
             with disk.replaced(path) as file:
-                torch.save(self._describe() | checkpoint, file)
+                torch.save(self._complete(checkpoint), file)
 
         self._written = disk.attempt(path, write)
+
+    def _complete(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Adds the description; of the arguments that a model or its data saved, what is plain data
+        takes the place of ours."""
+        whole = self._describe() | checkpoint
+        for key in HYPER_PARAMETERS:
+            if key in checkpoint:
+                readable = {k: v for k, v in checkpoint[key].items() if self._is_readable(k, v)}
+                whole[key] = self._describe().get(key, {}) | readable
+        return whole
+
+    def _is_readable(self, name: str, value: Any) -> bool:
+        """Whether a checkpoint of plain data can hold a value; warns the first time that not."""
+        if name not in self._readable:
+            file = io.BytesIO()
+            try:
+                torch.save(value, file)
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                self._readable[name] = True
+            except (AttributeError, PicklingError, RuntimeError, TypeError, UnpicklingError):
+                self._readable[name] = False
+                console.warn(
+                    f"save_hyperparameters() saves {name}, a {type(value).__name__}: checkpoints "
+                    f"are plain data and leave it out; use save_hyperparameters(ignore=[{name!r}])"
+                )
+        return self._readable[name]
 
     def remove_checkpoint(self, path: Any) -> None:
         disk.forget(Path(path))
@@ -97,11 +129,12 @@ def make_epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
 
 
 class StepCheckpoints(pl.Callback):
-    """Writes a checkpoint every `every_n_steps` steps, and one on SIGTERM before the run stops.
+    """Writes a checkpoint every `every_n_steps` steps, and one on SIGTERM or Ctrl-C before the run
+    stops. A second Ctrl-C stops it at once.
 
     Checkpoints are written when the next batch has been fetched: by then the step, its validation
     and its logging are over. Beside Lightning's state they hold the state of the training loader,
-    where it has one, of the random number generators of every process, and of the logger.
+    where it has one, of the random number generators of every process, and of the loggers.
 
     Args:
         run_dir: the folder of the run; the files are ``resume/step_<number>.ckpt`` in it.
@@ -110,6 +143,7 @@ class StepCheckpoints(pl.Callback):
 
     Raises:
         SIGTERMException: after a checkpoint, where the process received SIGTERM.
+        KeyboardInterrupt: after a checkpoint, where it was interrupted.
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, keep: int) -> None:
@@ -118,7 +152,9 @@ class StepCheckpoints(pl.Callback):
         self.keep = keep
         self._restored: dict[str, Any] | None = None
         self._asked_to_stop = False
+        self._interrupted = False
         self._step = 0
+        self._on_interrupt: Any = None  # what Ctrl-C called before the fit
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -132,7 +168,9 @@ class StepCheckpoints(pl.Callback):
         checkpoint["resume"] = {
             "loader": loader.state_dict() if _resumes_exactly(loader) else None,
             "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
-            "logger": getattr(trainer.logger, "continuation", {}) if trainer.is_global_zero else {},
+            "loggers": [getattr(logger, "continuation", {}) for logger in trainer.loggers]
+            if trainer.is_global_zero
+            else [],
             "random": _of_all_processes(_random_state(trainer.strategy.root_device)),
         }
 
@@ -152,6 +190,7 @@ class StepCheckpoints(pl.Callback):
             # Lightning's own handler, which stops where a checkpoint would not be exact, comes
             # back when the fit ends.
             signal.signal(signal.SIGTERM, self._stop)
+            self._on_interrupt = signal.signal(signal.SIGINT, self._interrupt)
         # With several processes Lightning broadcasts in every step whether the first received
         # SIGTERM, and waits for the GPU to say so. Here all agree, at intervals.
         epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -173,11 +212,31 @@ class StepCheckpoints(pl.Callback):
         stop = self._must_stop(trainer)
         if stop or self._step % self.every_n_steps == 0:
             self._save(trainer)
+        if stop and self._interrupted:
+            raise KeyboardInterrupt
         if stop:
             raise SIGTERMException(f"SIGTERM after step {self._step}")
 
+    def on_train_end(self, *_: Any) -> None:
+        self._leave_interrupts()
+
+    def on_exception(self, *_: Any) -> None:
+        self._leave_interrupts()
+
     def _stop(self, *_: Any) -> None:
         self._asked_to_stop = True
+
+    def _interrupt(self, *_: Any) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = self._asked_to_stop = True
+        console.warn("the run stops after this step; Ctrl-C again stops it at once")
+
+    def _leave_interrupts(self) -> None:
+        """Lets others handle Ctrl-C again, unless they do already."""
+        if self._on_interrupt is not None and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        self._on_interrupt = None
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
         """Whether any process received SIGTERM.
@@ -208,8 +267,8 @@ def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
 
 
-def find_newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """Finds the newest checkpoint that can be read; returns it and the resumed logger's arguments.
+def find_newest(run_dir: Path) -> tuple[Path | None, list[dict[str, Any]]]:
+    """Finds the newest checkpoint that can be read; returns it and the resumed loggers' arguments.
 
     Warns of each checkpoint that cannot be read. Without any it returns None and no arguments.
     """
@@ -224,8 +283,9 @@ def find_newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
             console.warn(f"{path} is damaged ({reason}); the checkpoint before it is used")
             continue
         console.stdout().print(f"Going on after step {step} of {run_dir}", soft_wrap=True)
-        return path, contents["resume"]["logger"]
-    return None, {}
+        resume = contents["resume"]
+        return path, resume["loggers"] if "loggers" in resume else [resume["logger"]]
+    return None, []
 
 
 @rank_zero_only

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
+
+GROUPS = (
+    "experiment", "data", "model", "optimizer", "scheduler", "callbacks", "logger", "trainer",
+    "debug", "sweep",
+)  # fmt: skip
 
 
 class _Console(Console):
@@ -36,8 +43,32 @@ def stdout() -> Console:
 
 
 def show_config(config: DictConfig) -> None:
+    """Prints the whole configuration."""
     text = OmegaConf.to_yaml(config, resolve=True)
     stdout().print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+
+
+def show_choices(choices: Mapping[str, Any], overrides: Iterable[str]) -> None:
+    """Prints a line for each group: what was chosen of it, and which of its values were set.
+
+    Args:
+        choices: group -> option.
+        overrides: ``name=value``, of the command line or a sweep.
+    """
+    chosen = {group: choices.get(group) for group in GROUPS}
+    given: dict[str, list[str]] = {group: [] for group in (*GROUPS, "")}
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        group = name.partition(".")[0]
+        if name in GROUPS:
+            chosen[name] = value.strip("[]")  # of several Hydra names none
+        else:
+            given[group if group in GROUPS else ""].append(override)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for group, values in given.items():
+        if values or chosen.get(group) not in (None, "none"):
+            table.add_row(group, chosen.get(group), Text(" ".join(values)))
+    stdout().print(table)
 
 
 def show_implementations(names: Mapping[str, str], reasons: Mapping[str, str]) -> None:
@@ -52,12 +83,12 @@ def show_results(
     metrics: Mapping[str, float],
     throughput: Mapping[str, float | None],
     capture: Mapping[str, Any],
-    paths: Mapping[str, Path | None],
+    paths: Iterable[tuple[str, Path | None]],
 ) -> None:
     table = Table("measured", title="Results")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:.6g}")
     table.add_section()
     for name, label, form in (
         ("samples_per_sec", "samples/s", "{:,.0f}"),
@@ -78,15 +109,23 @@ def show_results(
         table.add_row("capturing, s", f"{capture['capture_seconds']:.1f}")
     console = stdout()
     console.print(table)
-    for label, path in paths.items():
+    for label, path in paths:
         if path is not None:
-            console.print(f"{label:<12}{_short(path)}", soft_wrap=True, highlight=False)
+            console.print(f"{label:<12}{short(path)}", soft_wrap=True, highlight=False)
 
 
 def show_problem(kind: str, message: str) -> None:
     """Prints one line on stderr, red in a terminal."""
     text = f"{kind}: {message}"
     _Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Shows Python's warnings as one line, without the place in a library that warns."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: warn(" ".join(str(message).split()))
+        yield
 
 
 @rank_zero_only
@@ -110,13 +149,16 @@ class _ProgressBar(RichProgressBar):
 
 
 class _EpochLines(pl.Callback):
+    """A line an epoch, which is counted as in the bar, in loggers and in the names of files."""
+
     @rank_zero_only
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        metrics = (f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items())
-        line = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        metrics = (f"{name} {value:.4g}" for name, value in trainer.callback_metrics.items())
+        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs - 1}"
+        line = f"epoch {trainer.current_epoch}{last}"
         stdout().print(line, *metrics, soft_wrap=True, markup=False, highlight=False)
 
 
-def _short(path: Path) -> Path:
+def short(path: Path) -> Path:
     """Returns the path relative to the working directory, if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -15,10 +16,11 @@ from training import console, disk
 from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
+from training.configuration.instantiation import instantiate
 from training.implementations import show_implementations
-from training.instantiation import instantiate
 from training.model import build
 from training.predict import missing_for_test
+from training.results.loggers import make_loggers
 from training.results.record import Results
 from training.results.saved import describe, read
 from training.trainer import make_trainer
@@ -35,20 +37,22 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     start = read(config.ckpt) if config.ckpt else None
     data = instantiate(config.data)  # reads nothing yet
     model = build(config.model, config)
-    resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, {})
-    logger = instantiate(config.logger, **logged) if config.logger else False
+    resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, [])
     throughput, capture = Throughput(), CapturedSteps(config.capture)
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
         callbacks.append(InitialWeights(start.path, start.state_dict))
     about = functools.partial(describe, config, results.identity, data)
-    trainer = make_trainer(config, run_dir, logger, callbacks, about)
+    trainer = make_trainer(config, run_dir, callbacks, about)
 
     results.environment["implementations"] = show_implementations(model, trainer)
 
+    # Last: a run that cannot begin leaves nothing at W&B.
+    trainer.loggers = loggers = make_loggers(config.logger, logged)
     try:
-        if logger:
-            logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        for logger in loggers:
+            logger.log_hyperparams(plain)
         trainer.fit(model, datamodule=data, ckpt_path=resumed)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore

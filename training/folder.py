@@ -19,8 +19,8 @@ from yaml import YAMLError
 
 from training import console, disk
 from training.checkpoints import discard, find_step_checkpoints
+from training.configuration.moved import renamed, upgrade
 from training.lock import is_running
-from training.moved import renamed, upgrade
 
 CONFIG = "config.yaml"  # in the folder of a run
 PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from training.configuration.instantiation import instantiate
 from training.implementations import set_implementations
-from training.instantiation import instantiate
 
 
 def build(model: DictConfig, config: DictConfig) -> Any:

@@ -16,13 +16,15 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
 from training import console, disk
+from training.configuration.instantiation import instantiate
 from training.folder import as_given
 from training.implementations import show_implementations
-from training.instantiation import instantiate
 from training.model import build
 from training.results.record import Results
 from training.results.saved import Saved, load_weights, read
-from training.trainer import make_callbacks
+from training.trainer import make_callbacks, new_trainer
+
+OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
 
 
 def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
@@ -103,6 +105,11 @@ def missing_for_test(model: pl.LightningModule, data: pl.LightningDataModule) ->
     return None
 
 
+def written(run_dir: Path) -> list[Path]:
+    """Returns the files and folders that hold the predictions of a run."""
+    return sorted(path for path in run_dir.glob("[!.]*") if path.name not in OF_EVERY_RUN)
+
+
 def _build(saved: Saved, config: DictConfig, results: Results) -> Any:
     """Makes the model of a checkpoint, with its weights; its identity becomes that of `results`."""
     results.identity |= saved.identity
@@ -112,8 +119,8 @@ def _build(saved: Saved, config: DictConfig, results: Results) -> Any:
 
 
 def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer:
-    return pl.Trainer(
-        **config.trainer,
+    return new_trainer(
+        config.trainer,
         logger=False,
         callbacks=[console.make_progress(), *make_callbacks(saved.config.callbacks)],
         default_root_dir=run_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,14 +24,14 @@ from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.capture.steps import CaptureError
-from training.checkpoints import discard
+from training.checkpoints import discard, find_step_checkpoints
+from training.configuration.checks import check_config, check_overrides
+from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
 from training.implementations import as_plain
 from training.lock import RunningError, held
-from training.moved import require_current_names
-from training.predict import predict, test
-from training.resolvers import check, register
+from training.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
 
@@ -63,7 +64,7 @@ def run_command(main: Callable[[], Any]) -> int:
     """
     failed_jobs.clear()
     try:
-        require_current_names(sys.argv[1:])
+        check_overrides(sys.argv[1:], ROOT / "conf")
     except MisconfigurationException as error:
         console.show_problem("Error", str(error))
         return 1
@@ -87,7 +88,7 @@ def run_job(config: DictConfig) -> float | None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with held(run_dir):
+        with held(run_dir), console.plain_warnings():
             if config.resume == "auto" and is_finished(run_dir):
                 console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
                 return None
@@ -107,7 +108,9 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         if checkpoint and config.mode == "train":
             discard(run_dir)
     except Exception as error:
-        _report(error, run_dir)
+        if isinstance(error, ImplementationError) and config.unavailable == "skip":
+            results.skip()
+        _report(error, run_dir, results.status)
         return None
     except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the first into the second
         _exit(stop, run_dir)
@@ -116,7 +119,10 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
             exit_code=0 if results.status == "finished" else 1, summary=results.summary()
         )
         disk.settle()
-    paths = {"checkpoint": checkpoint, "results": results.path, "run": run_dir, "wandb": wandb_dir}
+    paths = [("checkpoint", checkpoint), ("results", results.path), ("run", run_dir)]
+    paths += [("wandb", wandb_dir)]
+    if config.mode == "predict":
+        paths += [("predictions", path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
     console.show_results(results.metrics, throughput, results.capture, paths)
     return _objective(config, results)
@@ -139,29 +145,51 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     if config.mode not in MODES:
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
     if config.mode == "train":  # the other modes take these values from the run of the checkpoint
-        check(config)
-        console.show_config(config)
+        check_config(config)
+        if config.print_config:
+            console.show_config(config)
+        else:
+            chosen = HydraConfig.get()
+            console.show_choices(chosen.runtime.choices, as_given(chosen.overrides.task))
     begin(config, run_dir)
     return MODES[config.mode](config, run_dir, results)
 
 
-def _report(error: Exception, run_dir: Path) -> None:
-    """Shows why a job failed; raises an error that is not the user's again, except in a sweep."""
-    failed_jobs.append(run_dir)
+def _report(error: Exception, run_dir: Path, status: str) -> None:
+    """Shows why a job failed, or was skipped; raises an error that is not the user's again, except
+    in a sweep, whose table is followed by the reasons."""
+    alone = HydraConfig.get().mode == RunMode.RUN
+    if status != "skipped":
+        failed_jobs.append(run_dir)
     if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-        if HydraConfig.get().mode == RunMode.RUN:
+        if alone:
             raise error
         traceback.print_exc()  # Hydra would stop before the table of the other jobs
-    console.show_problem("Error", str(error))
+    if alone:
+        console.show_problem("Error", str(error))
+    else:
+        console.warn(f"{run_dir} {status}; the reason is below the table at the end")
 
 
 def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
     """Ends the process after Ctrl-C or SIGTERM."""
     console.show_problem("Interrupted", f"the results so far are in {run_dir}")
+    if steps := find_step_checkpoints(run_dir):
+        command = _resuming(sys.argv, HydraConfig.get())
+        console.show_problem("To go on", f"after step {steps[-1][0]}: {command}")
     if isinstance(stop, SIGTERMException):  # all processes stop after the same step
         _leave_process_group()
         sys.exit(TERMINATED)
     sys.exit(INTERRUPTED)
+
+
+def _resuming(argv: list[str], hydra: Any) -> str:
+    """Returns the command that continues this one."""
+    given = [part for part in argv if not part.startswith("resume=")] + ["resume=auto"]
+    if hydra.mode == RunMode.MULTIRUN:
+        given = [part for part in given if not part.startswith("hydra.sweep.dir=")]
+        given.append(f"hydra.sweep.dir={hydra.sweep.dir}")
+    return shlex.join(["python", *given])
 
 
 def _objective(config: DictConfig, results: Results) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
@@ -19,9 +19,10 @@ from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
+from training.callbacks.monitored import MonitoredMetrics
 from training.callbacks.statistics import FirstStatistics
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
-from training.instantiation import instantiate
+from training.configuration.instantiation import instantiate_as
 
 # Lightning counts cores; our images are in memory, where more workers are slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -34,12 +35,11 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 def make_trainer(
     config: DictConfig,
     run_dir: Path,
-    logger: Any,
     callbacks: list[pl.Callback],
     describe: Callable[[], dict[str, Any]],
 ) -> pl.Trainer:
     """Makes the Trainer that `config` describes in ``trainer``, ``callbacks``, ``checkpoint``,
-    ``step_checkpoints`` and ``find_nan``.
+    ``step_checkpoints`` and ``find_nan``; without loggers.
 
     Args:
         callbacks: that come before all others.
@@ -65,15 +65,16 @@ def make_trainer(
     options: dict[str, Any] = dict(config.trainer)
     if options["strategy"] == "ddp":  # gradients are reduced where they are made, not copied
         options["strategy"] = DDPStrategy(gradient_as_bucket_view=True)
-    trainer = pl.Trainer(
-        **options,
-        logger=logger,
+    trainer = new_trainer(
+        options,
+        logger=False,
         callbacks=[
             *callbacks,
             OverriddenHooks(),
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),
+            MonitoredMetrics(),
             make_epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
@@ -97,6 +98,19 @@ def make_trainer(
     return trainer
 
 
+def new_trainer(options: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
+    """Makes a Trainer with the options of the configuration.
+
+    Raises:
+        MisconfigurationException: it does not take one of them.
+    """
+    try:
+        return pl.Trainer(**options, **arguments)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()).removeprefix("Trainer.__init__() ")
+        raise MisconfigurationException(f"trainer: {reason}") from error
+
+
 def make_callbacks(described: Any) -> list[pl.Callback]:
     """Makes the callbacks of a configuration: name -> ``_target_`` and arguments, or null for none.
 
@@ -105,13 +119,7 @@ def make_callbacks(described: Any) -> list[pl.Callback]:
     """
     callbacks = []
     for name, description in described.items():
-        if description is None:
-            continue
-        made = instantiate(description) if OmegaConf.is_dict(description) else None
-        if not isinstance(made, pl.Callback):
-            raise MisconfigurationException(
-                f"callbacks.{name}: expected the _target_ of a Lightning callback, or null to "
-                f"switch it off; got {description}"
-            )
-        callbacks.append(made)
+        if description is not None:
+            kind = "the _target_ of a Lightning callback, or null to switch it off"
+            callbacks.append(instantiate_as(pl.Callback, f"callbacks.{name}", description, kind))
     return callbacks

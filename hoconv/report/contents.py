@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hoconv.report.estimates import estimate
+from hoconv.report.estimates import LEAST, estimate
 from hoconv.report.files import Found
 from hoconv.report.groups import Group, choose_baseline, compare, group
 from hoconv.report.step import Share, find_share, parts, predict
@@ -264,8 +264,8 @@ def _missing(
     labels = [each["label"] for each in training["groups"] if each["runs"]]
     if len(labels) < 2:
         missing.append("Speed-up of training: it needs runs of two implementations or more.")
-    if any(len(each["seeds"]) == 1 for each in training["groups"]):
-        missing.append("Confidence intervals: they need two seeds or more.")
+    if any(0 < len(each["seeds"]) < LEAST for each in training["groups"]):
+        missing.append("Confidence intervals: they need three seeds or more.")
     if not training["noise"]["pairs"]:
         missing.append(
             "Noise: it needs two runs of one seed and the same code; scripts/report.py makes them."

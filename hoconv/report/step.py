@@ -167,7 +167,7 @@ def _why(
     if found["inside"]:
         return []
     if found["inside"] is None:
-        return [f"{'one seed has' if found['measured']['n'] else 'there is'} no interval"]
+        return [f"there is no interval of {found['measured']['n']} seeds"]
     why = []
     for each, share in ((old, before), (new, after)):
         times = parts(each, share)

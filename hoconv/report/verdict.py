@@ -82,9 +82,9 @@ def _of_training(training: dict[str, Any]) -> dict[str, Any]:
     differs = holds(speedup, 1.0) is False and abs(speedup["mean"] - 1) > noise
     reasons: list[str] = []
     if speedup["ci95"] is None:
-        headline = f"{new} trains {times} times as fast as {old}, in one run of each."
+        headline = f"{new} trains {times} times as fast as {old}, with too few seeds to be sure."
         tone = "neutral"
-        reasons.append("One seed has no confidence interval: more seeds say whether this holds.")
+        reasons.append("Three seeds have a confidence interval: they say whether this holds.")
     elif not differs:
         headline, tone = _no_difference(groups[old], best, old, new), "neutral"
         reasons.append(f"A step of {new} is {times} times as fast as one of {old}.")

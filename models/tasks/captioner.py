@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
 from datamodules.coco.folder import FolderBatch
@@ -19,13 +20,11 @@ from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
 from models.networks.described import make
 from models.tasks.mean import Mean
-from models.tasks.optimizer import adamw
+from models.tasks.optimizer import configure, warmup_cosine
 
 
 class Captioner(pl.LightningModule):
     """Minimises the cross-entropy of each word, given the image and the words before it.
-
-    It uses AdamW with warm-up and a cosine schedule.
 
     The vocabulary comes from the data module and is part of the checkpoint. Logs under ``val/`` and
     ``test/``: ``loss``, of one caption an image, and ``bleu4`` and ``cider_d``, which compare the
@@ -33,11 +32,13 @@ class Captioner(pl.LightningModule):
 
     Args:
         network: called with ``weights=``, makes the network.
-        learning_rate: its peak, reached after a tenth of the steps.
-        weight_decay: of AdamW.
         beam_width: how many sentences are kept at each step; 1 is greedy search.
         max_length: of a caption, in words.
         weights: the published weights that its backbone starts from, or None for no backbone.
+        learning_rate: the highest of the schedule.
+        weight_decay: of the optimizer.
+        optimizer, scheduler: see :func:`models.tasks.optimizer.configure`; or their descriptions.
+        label_smoothing: the part of each target, in training, that is spread over all words.
     """
 
     def __init__(
@@ -48,11 +49,17 @@ class Captioner(pl.LightningModule):
         beam_width: int,
         max_length: int,
         weights: str | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        scheduler: Callable[..., LRScheduler] = warmup_cosine,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.network = make(network)(weights=weights)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.optimizer = make(optimizer)
+        self.scheduler = make(scheduler)
+        self.label_smoothing = label_smoothing
         self.beam_width = beam_width
         self.max_length = max_length
         self.vocabulary = Vocabulary()
@@ -84,7 +91,7 @@ class Captioner(pl.LightningModule):
             self.network.set_vocabulary(len(state))
 
     def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        return self._loss(batch).share()
+        return self._loss(batch, self.label_smoothing).share()
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> list[str]:
         return self._evaluate("val", batch)
@@ -103,7 +110,9 @@ class Captioner(pl.LightningModule):
         return self.describe(batch.images) if batch.names else []
 
     def configure_optimizers(self) -> Any:
-        return adamw(self, self.learning_rate, self.weight_decay)
+        return configure(
+            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
+        )
 
     def describe(self, images: Tensor) -> list[str]:
         """Returns a caption of each of the images (B, 3, H, W)."""
@@ -117,13 +126,14 @@ class Captioner(pl.LightningModule):
         sentences = beam_search(step, grid.state, self.beam_width, self.max_length)
         return [self.vocabulary.decode(sentence) for sentence in sentences.tolist()]
 
-    def _loss(self, batch: CaptionBatch) -> Mean:
+    def _loss(self, batch: CaptionBatch, label_smoothing: float = 0.0) -> Mean:
         """Returns the cross-entropy of the words and the ends of the sentences."""
         logits = self.network(batch.images.to(self.dtype), batch.tokens[:, :-1])
         following = batch.tokens[:, 1:]
         total = F.cross_entropy(
-            logits.flatten(0, 1), following.flatten(), ignore_index=PAD, reduction="sum"
-        )
+            logits.flatten(0, 1), following.flatten(), ignore_index=PAD, reduction="sum",
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
         return Mean(total, (following != PAD).sum())
 
     def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:

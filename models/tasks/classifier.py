@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from models.networks.described import make
-from models.tasks.optimizer import adamw
+from models.tasks.optimizer import configure, warmup_cosine
 
 if TYPE_CHECKING:  # its package needs pycocotools
     from datamodules.coco.folder import FolderBatch
 
 
 class Classifier(pl.LightningModule):
-    """Minimises the cross-entropy with AdamW, warm-up and a cosine schedule.
+    """Minimises the cross-entropy with an optimizer and a schedule of its learning rate.
 
     A batch is ``(inputs, labels)``. Logs ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
         network: maps inputs (B, ...) to logits (B, num_classes); or its description.
         num_classes: the labels are 0 ... num_classes - 1.
-        learning_rate: its peak, reached after a tenth of the steps.
-        weight_decay: of AdamW.
+        learning_rate: the highest of the schedule.
+        weight_decay: of the optimizer.
+        optimizer, scheduler: see :func:`models.tasks.optimizer.configure`; or their descriptions.
+        label_smoothing: the part of each target, in training, that is spread over all classes.
     """
 
     def __init__(
-        self, network: nn.Module, num_classes: int, learning_rate: float, weight_decay: float
+        self,
+        network: nn.Module,
+        num_classes: int,
+        learning_rate: float,
+        weight_decay: float,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        scheduler: Callable[..., LRScheduler] = warmup_cosine,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.network = make(network)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.optimizer = make(optimizer)
+        self.scheduler = make(scheduler)
+        self.label_smoothing = label_smoothing
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -43,7 +58,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(self(inputs), labels)
+        return F.cross_entropy(self(inputs), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_accuracy)
@@ -69,4 +84,6 @@ class Classifier(pl.LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
-        return adamw(self, self.learning_rate, self.weight_decay)
+        return configure(
+            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
+        )

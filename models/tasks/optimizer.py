@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-WARMUP_FRACTION = 0.1  # of the steps
+MONITORED = "val/loss"  # by a schedule that follows a metric
 
 
-def adamw(model: pl.LightningModule, learning_rate: float, weight_decay: float) -> Any:
-    """Returns what ``configure_optimizers`` returns: AdamW and the schedule of its learning rate.
+def configure(
+    model: pl.LightningModule,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    scheduler: Callable[..., LRScheduler],
+    learning_rate: float,
+    weight_decay: float,
+) -> Any:
+    """Returns what ``configure_optimizers`` returns.
 
-    The learning rate rises linearly to its peak for a tenth of the trainer's steps, then falls to
-    zero as a cosine. On a GPU one kernel updates all parameters.
+    Args:
+        optimizer: called with the model's parameters, ``lr=`` and ``weight_decay=``. On a GPU it is
+            also told ``fused=True``, if it has that argument: one kernel updates all parameters.
+        scheduler: called with the optimizer, and with ``total_steps=``, the steps of the fit, if it
+            has that argument. It steps after every step; ReduceLROnPlateau after every epoch.
+        learning_rate: the highest of the schedule.
+        weight_decay: as the optimizer defines it.
     """
     trainer: Any = model.trainer
     # Lightning does not clip the gradients of fused optimizers in mixed precision.
     clips = isinstance(trainer.precision_plugin, MixedPrecision) and trainer.gradient_clip_val
     fused = trainer.strategy.root_device.type == "cuda" and not clips
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=fused
-    )
-    total = int(trainer.estimated_stepping_batches)
-    warmup = max(1, round(WARMUP_FRACTION * total))
+    options = {"fused": True} if fused and _takes(optimizer, "fused") else {}
+    made = optimizer(model.parameters(), lr=learning_rate, weight_decay=weight_decay, **options)
+    length = {}
+    if _takes(scheduler, "total_steps"):
+        length["total_steps"] = int(trainer.estimated_stepping_batches)
+    schedule = scheduler(made, **length)
+    if isinstance(schedule, ReduceLROnPlateau):
+        when = {"interval": "epoch", "monitor": MONITORED}
+    else:
+        when = {"interval": "step"}
+    return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, **when}}
+
+
+def warmup_cosine(
+    optimizer: torch.optim.Optimizer, total_steps: int, warmup_fraction: float = 0.1
+) -> LambdaLR:
+    """Makes a schedule that rises linearly for a fraction of the steps, then falls to zero as a
+    cosine."""
+    warmup = max(1, round(warmup_fraction * total_steps))
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return LambdaLR(optimizer, factor)
+
+
+def _takes(function: Callable[..., Any], argument: str) -> bool:
+    return argument in inspect.signature(function).parameters

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
@@ -18,11 +19,12 @@ from datamodules.coco.folder import FolderBatch
 from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.mean import Mean
-from models.tasks.optimizer import adamw
+from models.tasks.optimizer import configure, warmup_cosine
 
 
 class Segmenter(pl.LightningModule):
-    """Minimises the cross-entropy of the labelled pixels with AdamW, warm-up and a cosine schedule.
+    """Minimises the cross-entropy of the labelled pixels with an optimizer and a schedule of its
+    learning rate.
 
     A batch is ``(images, labels)``; labels are (B, H, W), each 0 ... K - 1, or 255 for a pixel that
     counts in no loss and no metric. Logs under ``val/`` and ``test/``: ``loss``, ``pixel_accuracy``
@@ -33,9 +35,11 @@ class Segmenter(pl.LightningModule):
         network: called with ``weights=``, makes the network from images (B, 3, H, W) to logits
             (B, K, H, W).
         num_classes: K, the background included.
-        learning_rate: its peak, reached after a tenth of the steps.
-        weight_decay: of AdamW.
         weights: the published weights that its backbone starts from, or None for no backbone.
+        learning_rate: the highest of the schedule.
+        weight_decay: of the optimizer.
+        optimizer, scheduler: see :func:`models.tasks.optimizer.configure`; or their descriptions.
+        label_smoothing: the part of each target, in training, that is spread over all classes.
     """
 
     def __init__(
@@ -45,11 +49,17 @@ class Segmenter(pl.LightningModule):
         learning_rate: float,
         weight_decay: float,
         weights: str | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        scheduler: Callable[..., LRScheduler] = warmup_cosine,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.network = make(network)(weights=weights)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.optimizer = make(optimizer)
+        self.scheduler = make(scheduler)
+        self.label_smoothing = label_smoothing
         options: Any = {
             "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
         }  # fmt: skip
@@ -71,7 +81,7 @@ class Segmenter(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = _check_batch(batch)
-        return pixel_cross_entropy(self(images), labels).share()
+        return pixel_cross_entropy(self(images), labels, self.label_smoothing).share()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self._evaluate("val", batch, self.val_metrics)
@@ -89,7 +99,9 @@ class Segmenter(pl.LightningModule):
         ]
 
     def configure_optimizers(self) -> Any:
-        return adamw(self, self.learning_rate, self.weight_decay)
+        return configure(
+            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
+        )
 
     def _evaluate(
         self, stage: str, batch: tuple[Tensor, Tensor], metrics: MetricCollection
@@ -105,16 +117,20 @@ class Segmenter(pl.LightningModule):
         return predicted
 
 
-def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Mean:
+def pixel_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Mean:
     """Returns the cross-entropy of the pixels whose label is not 255.
 
     Args:
         logits: (B, K, H, W).
         labels: (B, H, W) int64.
+        label_smoothing: as ``torch.nn.functional.cross_entropy`` has it.
     """
     # Pixels as rows: on images PyTorch's loss has no deterministic implementation for a GPU.
     rows = logits.movedim(1, -1).flatten(0, -2)
-    total = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = F.cross_entropy(
+        rows, labels.flatten(), ignore_index=IGNORE, reduction="sum",
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
     return Mean(total, (labels != IGNORE).sum())
 
 

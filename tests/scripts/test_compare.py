@@ -95,6 +95,33 @@ def test_runs_of_one_seed_count_as_one_their_mean(write, compare):
     assert cpp["speedup"]["mean"] == 2.0
 
 
+def test_two_seeds_have_no_interval(write, compare):
+    for seed in (0, 1):
+        write("reference", seed, 10.0 + seed)
+    (found,) = compare()["groups"]
+    assert found["step_ms"] == {"mean": 10.5, "ci95": None, "n": 2}
+
+
+def test_runs_of_several_tasks_are_compared(write, compare):
+    write("reference", 0)
+    write("reference", 0, model="captions", metrics={"test/cider_d": 0.2})
+    found = compare()
+    assert [each["label"] for each in found["groups"]] == ["cnn", "captions"]
+    digits, captions = found["groups"]
+    assert captions["metrics"] == {"test/cider_d": {"mean": 0.2, "ci95": None, "n": 1}}
+    assert captions["differences"]["test/cider_d"]["mean"] is None
+    assert digits["differences"]["test/accuracy"]["mean"] == 0
+
+
+def test_a_setting_that_only_some_runs_have_has_a_label_to_write(write, compare):
+    write("cpp", 0)
+    write("cpp", 0, overrides=["model.learning_rate=0.1"])
+    found = compare("--baseline", "default")
+    assert found["baseline"] == "default"
+    assert [each["label"] for each in found["groups"]] == ["default", "0.1"]
+    assert "Δ vs default" in found["table"]
+
+
 def test_groups_differ_in_what_is_varied_and_failed_runs_are_counted(write, compare):
     for rate in ("0.1", "0.2"):
         overrides = [f"model.learning_rate={rate}", "seed=0"]

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +17,22 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+import train
+from models.tasks.optimizer import configure
 from tests.training.recorded_graph import RecordingCPU
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps, CaptureError
 
 CLASSES, FEATURES, BATCH, STEPS = 3, 5, 8, 16
+CONF = Path(train.__file__).parent / "conf"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -176,6 +182,31 @@ class Scheduled(Plain):
 def test_learning_rate_follows_the_schedule(fit: Callable[..., Ran]) -> None:
     ran = check_captured(fit, Scheduled)
     assert all(type(group["lr"]) is float for group in ran.trainer.optimizers[0].param_groups)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"), [("adamw", "cosine"), ("sgd", "one_cycle"), ("sgd", "plateau")]
+)
+def test_optimizers_and_schedules_of_the_configuration(
+    fit: Callable[..., Ran], optimizer: str, schedule: str
+) -> None:
+    def load(group: str, name: str, **options: Any) -> Any:
+        return instantiate(OmegaConf.load(CONF / group / f"{name}.yaml"), **options)
+
+    class Configured(Plain):
+        def configure_optimizers(self) -> Any:
+            peak = {"max_lr": 2**-7} if schedule == "one_cycle" else {}
+            made = load("optimizer", optimizer, fused=True), load("scheduler", schedule, **peak)
+            return configure(self, *made, 2**-7, 0.0)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("val/loss", 1.0)
+
+    captured, eager = fit(Configured), fit(Configured, "off")
+    assert not captured.why
+    assert captured.capture.replays > 0
+    # The rates of a schedule are no float32, and so captured steps round in another way.
+    assert captured.losses == pytest.approx(eager.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

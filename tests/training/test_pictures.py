@@ -11,7 +11,14 @@ from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
 from models.tasks.segmenter import Segmenter
 from tests.support import set_to_reference
-from training.callbacks.pictures import CaptionPictures, Pictures, SegmentationPictures, colours
+from training.callbacks.pictures import (
+    LINE,
+    MIN_SIDE,
+    CaptionPictures,
+    Pictures,
+    SegmentationPictures,
+    colours,
+)
 
 
 def test_colours_are_pascal_voc_s():
@@ -53,10 +60,15 @@ def test_image_truth_and_prediction_are_side_by_side(tmp_path):
     data = COCOTiny(tmp_path / "cache", task="segmentation", image_size=16, batch_size=32)
     model = Segmenter(lambda weights: AlwaysTwo(), 4, learning_rate=0.1, weight_decay=0.0)
     picture = validate(model, SegmentationPictures(), data, tmp_path)
-    assert picture.shape == (8 * 16, 3 * 16, 3)
+    heading, images, legend = np.split(picture, [LINE, LINE + 8 * MIN_SIDE])
+    assert picture.shape[1] == 3 * MIN_SIDE
+    assert all((part < 128).any() for part in np.split(heading, 3, axis=1)), "no heading"
     batch = next(iter(data.val_dataloader()))
+    for label in batch.labels[:8].unique():
+        assert (legend == colours()[label.long()].numpy()).all(2).sum() > 100
+    images = images[:: MIN_SIDE // 16, :: MIN_SIDE // 16]
     for row in range(8):
-        image, truth, prediction = np.split(picture[16 * row : 16 * (row + 1)], 3, axis=1)
+        image, truth, prediction = np.split(images[16 * row : 16 * (row + 1)], 3, axis=1)
         assert np.array_equal(image, batch.images[row].permute(1, 2, 0).numpy())
         assert np.array_equal(truth, colours()[batch.labels[row].long()].numpy())
         assert (prediction == colours()[2].numpy()).all()

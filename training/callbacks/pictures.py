@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ SHOWN = 8  # images a picture
 # the margin around it.
 MIN_ROW, TEXT_WIDTH, FONT_SIZE, MARGIN = 96, 480, 14, 8
 TEXT_COLUMNS = 64  # characters a line
+# The layout of masks, in pixels: the least side of an image, and the height of a line of text.
+MIN_SIDE, LINE = 192, 24
+IGNORED = 255  # pixels that count in no loss; "unlabelled" in the legend
 
 
 class Pictures(pl.Callback, ABC):
@@ -35,13 +39,16 @@ class Pictures(pl.Callback, ABC):
     """
 
     @abstractmethod
-    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
+    def draw(
+        self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
+    ) -> Image.Image:
         """Returns the picture.
 
         Args:
             pixels: (B, S, S, 3) uint8, at most `SHOWN` images, the first of the batch.
             batch: the whole batch.
             outputs: of the model's validation step.
+            names: of the classes, where the data has them.
         """
 
     @rank_zero_only
@@ -59,7 +66,8 @@ class Pictures(pl.Callback, ABC):
         datamodule: Any = trainer.datamodule  # pyright: ignore
         pixels = datamodule.pixels(batch.images[:SHOWN]).movedim(1, -1).cpu()
         path = Path(trainer.default_root_dir) / "pictures" / f"epoch_{trainer.current_epoch:04}.png"
-        picture = self.draw(pixels, batch, outputs)
+        names = getattr(datamodule, "class_names", None)
+        picture = self.draw(pixels, batch, outputs, names)
         if not disk.attempt(path, lambda: write(path, picture)):
             return
         for logger in trainer.loggers:
@@ -68,29 +76,71 @@ class Pictures(pl.Callback, ABC):
 
 
 class SegmentationPictures(Pictures):
-    """Draws image, target and prediction side by side. The model's validation step returns the
-    predicted classes (B, S, S)."""
+    """Draws image, target and prediction side by side, under headings, and below them the colours
+    of the classes that occur. The model's validation step returns the predicted classes (B, S, S).
+    """
 
-    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
-        labelled = (colours()[part[:SHOWN].long().cpu()] for part in (batch.labels, outputs))
-        return Image.fromarray(torch.cat([pixels, *labelled], dim=2).flatten(0, 1).numpy())
+    def draw(
+        self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
+    ) -> Image.Image:
+        masks = [part[:SHOWN].long().cpu() for part in (batch.labels, outputs)]
+        rows = torch.cat([pixels, *(colours()[mask] for mask in masks)], dim=2).flatten(0, 1)
+        larger = -(-MIN_SIDE // pixels.shape[1])
+        images = Image.fromarray(rows.numpy().repeat(larger, 0).repeat(larger, 1))
+        legend = _legend(torch.stack(masks).unique().tolist(), names, images.width)
+        picture = Image.new("RGB", (images.width, LINE + images.height + legend.height), "white")
+        picture.paste(images, (0, LINE))
+        picture.paste(legend, (0, LINE + images.height))
+        for column, heading in enumerate(("image", "target", "prediction")):
+            _write_text(picture, column * images.width // 3, 0, heading)
+        return picture
 
 
 class CaptionPictures(Pictures):
     """Draws the image, and beside it the model's caption and a reference. The model's validation
     step returns its captions."""
 
-    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
+    def draw(
+        self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
+    ) -> Image.Image:
         size = max(pixels.shape[1], MIN_ROW)
         picture = Image.new("RGB", (size + TEXT_WIDTH, size * len(pixels)), "white")
         canvas = ImageDraw.Draw(picture)
-        font = ImageFont.load_default(FONT_SIZE)
         for i, image in enumerate(pixels):
             picture.paste(Image.fromarray(image.numpy()).resize((size, size)), (0, i * size))
             captions = (outputs[i], f"({batch.references[i][0]})")
             text = "\n".join(textwrap.fill(caption, TEXT_COLUMNS) for caption in captions)
-            canvas.text((size + MARGIN, i * size + MARGIN), text, "black", font)
+            canvas.text((size + MARGIN, i * size + MARGIN), text, "black", _font())
         return picture
+
+
+def _legend(labels: list[int], names: Sequence[str] | None, width: int) -> Image.Image:
+    """Draws the colour and the name of each class, as many a line as fit."""
+    texts = {label: _name(label, names) for label in labels}
+    column = LINE + max(int(_font().getlength(text)) for text in texts.values()) + 2 * MARGIN
+    columns = max(1, width // column)
+    picture = Image.new("RGB", (width, LINE * -(-len(texts) // columns)), "white")
+    for i, (label, text) in enumerate(texts.items()):
+        x, y = i % columns * column, i // columns * LINE
+        square = (x + MARGIN, y + MARGIN // 2, x + LINE, y + LINE - MARGIN // 2)
+        colour = tuple(colours()[label].tolist())
+        ImageDraw.Draw(picture).rectangle(square, fill=colour, outline="black")
+        _write_text(picture, x + LINE, y, text)
+    return picture
+
+
+def _name(label: int, names: Sequence[str] | None) -> str:
+    if label == IGNORED:
+        return "unlabelled"
+    return f"class {label}" if names is None else names[label]
+
+
+def _write_text(picture: Image.Image, x: int, y: int, text: str) -> None:
+    ImageDraw.Draw(picture).text((x + MARGIN, y + MARGIN // 2), text, "black", _font())
+
+
+def _font() -> Any:
+    return ImageFont.load_default(FONT_SIZE)
 
 
 def write(path: Path, picture: Image.Image) -> None:

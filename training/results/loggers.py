@@ -1,4 +1,4 @@
-"""Loggers of metrics: a CSV file, or Weights & Biases.
+"""Loggers of metrics: a CSV file, Weights & Biases, or Lightning's own.
 
 A logger's `continuation` holds the arguments with which a resumed run makes it again.
 """
@@ -10,8 +10,9 @@ import netrc
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +23,25 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from training import console
+from training.configuration.instantiation import instantiate_as
 from training.results.table import GrowingTable
+
+
+def make_loggers(described: Any, continued: Sequence[Mapping[str, Any]] = ()) -> list[Logger]:
+    """Makes the loggers of a configuration: name -> ``_target_`` and arguments, or null for none.
+
+    Args:
+        continued: the `continuation` of each, where a run is resumed.
+
+    Raises:
+        MisconfigurationException: one is no logger of Lightning's, or its package is missing.
+    """
+    descriptions = {name: each for name, each in (described or {}).items() if each is not None}
+    kind = "the _target_ of a Lightning logger, or null to switch it off"
+    return [
+        instantiate_as(Logger, f"logger.{name}", each, kind, **arguments)
+        for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={})
+    ]
 
 
 class CSVMetrics(Logger):

@@ -22,7 +22,8 @@ class Results:
     """The contents of a results.json, kept current on disk while the run lasts.
 
     As a context manager it writes the file with ``"status": "running"``, and at the end again with
-    ``"finished"``, ``"interrupted"`` or ``"failed"``; ``error`` says why a run failed, or after
+    ``"finished"``, ``"interrupted"`` or ``"failed"``; :meth:`skip` replaces the last by
+    ``"skipped"``; ``error`` says why a run failed, or after
     which step SIGTERM stopped it.
     Each write replaces the whole file at once: a reader never sees half of one.
 
@@ -84,6 +85,11 @@ class Results:
         else:
             self.status = "failed"
             self.error = f"{type(error).__name__}: {error}"
+        self.write()
+
+    def skip(self) -> None:
+        """Says that the run failed because its implementation cannot run here, as was expected."""
+        self.status = "skipped"
         self.write()
 
     @rank_zero_only

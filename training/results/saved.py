@@ -14,8 +14,8 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.moved import upgrade
 from training.folder import CONFIG, saved_config
-from training.moved import upgrade
 
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
 KEY = "run"  # of the description, in a checkpoint

@@ -15,12 +15,18 @@ from rich.table import Table
 
 from hoconv.report.runs import Run, read, varied
 from training import console, disk
+from training.results.wide import print_table
+
+DIGITS = 6  # significant, of a number in the table
+MEASURED = {  # the columns of every sweep, and the names in results.json
+    "ms a step": "step_ms", "samples/s": "samples_per_sec", "memory, MB": "peak_memory_mb",
+}  # fmt: skip
 
 
 class SweepTable(Callback):
     """A Hydra callback: prints, at the end of a sweep, a row for each job with what was varied.
 
-    The process exits with 1 where a job did not finish.
+    The process exits with 1 where a job did not finish, unless it was skipped.
     """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -28,26 +34,62 @@ class SweepTable(Callback):
         jobs = [_job(path) for path in sorted(folder.glob("[!.]*/"), key=_order)]
         if not jobs:
             return
-        rows = [_row(number, job) for number, job in enumerate(jobs)]
+        objective = str(config.objective)
+        rows = [_row(number, job, objective) for number, job in enumerate(jobs)]
         names = varied([row["overrides"] for row in rows])
-        metrics = dict.fromkeys(name for row in rows for name in row if name.startswith("test/"))
-        table = Table(*names, "status", title="Sweep")
-        for column in (*metrics, "samples/s"):
-            table.add_column(column, justify="right")
-        for row in rows:
-            values = [str(row["overrides"].get(name, "")) for name in names]
-            measured = (_shown(row.get(name)) for name in (*metrics, "samples/s"))
-            table.add_row(*values, row["status"], *measured)
-        console.stdout().print(table)
+        best = _best(rows, objective, config.hydra.sweeper.get("direction"))
+        print_table(console.stdout(), _table(rows, names, objective, best))
         disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))
         disk.attempt(folder / "sweep.png", lambda: _draw(jobs, names, rows, folder / "sweep.png"))
         disk.settle()
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
-        missed = [row for row in rows if row["status"] != "finished"]
-        for row in missed:
-            console.show_problem(f"Job {row['number']}", row["error"] or row["status"])
-        if missed:
+        numbers: dict[tuple[str, str], list[int]] = {}
+        for row in rows:
+            if row["status"] != "finished":
+                reason = row["error"] or row["status"]
+                numbers.setdefault((row["status"], reason), []).append(row["number"])
+        for (status, reason), of in numbers.items():
+            which = f"Job{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}"
+            if status == "skipped":
+                console.warn(f"{which} skipped: {reason}")
+            else:
+                console.show_problem(which, reason)
+        if any(status != "skipped" for status, _ in numbers):
             sys.exit(1)
+
+
+def _best(rows: list[dict[str, Any]], objective: str, direction: Any) -> int | None:
+    """The number of the job with the best value of the objective; None where nothing has one."""
+    found = {row["number"]: row[objective] for row in rows if row.get(objective) is not None}
+    found = {number: value for number, value in found.items() if isinstance(value, float)}
+    least = direction == "minimize" or (direction is None and objective.endswith("loss"))
+    if len(found) < 2:
+        return None
+    return (min if least else max)(found, key=lambda number: found[number])
+
+
+def _table(rows: list[dict[str, Any]], names: list[str], objective: str, best: int | None) -> Table:
+    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith("test/"))
+    if any(objective in row for row in rows):
+        metrics = {objective: None} | metrics
+    measured = (*metrics, *MEASURED)
+    headings = _headings(names)
+    table = Table("job", *headings, "status", title=f"Sweep (* the best {objective})")
+    for column in measured:
+        table.add_column(column, justify="right")
+    for row in rows:
+        mark = "*" if row["number"] == best else ""
+        values = [str(row["overrides"].get(name, "")) for name in names]
+        shown = (_shown(row.get(name)) for name in measured)
+        style = "bold" if mark else ""
+        table.add_row(f"{row['number']}{mark}", *values, row["status"], *shown, style=style)
+    return table
+
+
+def _headings(names: list[str]) -> list[str]:
+    """The last parts of names, where they differ; else the names."""
+    last = [name.rpartition(".")[2] for name in names]
+    return [name if last.count(end) > 1 else end for name, end in zip(names, last)]
 
 
 def _order(folder: Path) -> tuple[int, str]:
@@ -61,25 +103,26 @@ def _job(folder: Path) -> Run:
     try:
         return read(folder)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        nothing = {"metrics": {}, "throughput": {"samples_per_sec": None}, "overrides": []}
+        nothing = {"metrics": {}, "throughput": {}, "overrides": []}
         reason = f"{folder / 'results.json'} or losses.csv beside it cannot be read ({error})"
         return Run(folder, {**nothing, "status": "unknown", "error": reason})
 
 
-def _row(number: int, job: Run) -> dict[str, Any]:
+def _row(number: int, job: Run, objective: str) -> dict[str, Any]:
     metrics = job.results["metrics"].items()
+    throughput = job.results["throughput"]
     return {
         "number": number,
         "overrides": dict(t.split("=", 1) for t in job.results["overrides"] if "=" in t),
         "status": job.results["status"],
         "error": job.results.get("error"),
-        **{name: value for name, value in metrics if name.startswith("test/")},
-        "samples/s": job.results["throughput"]["samples_per_sec"],
+        **{name: value for name, value in metrics if name.startswith("test/") or name == objective},
+        **{heading: throughput.get(name) for heading, name in MEASURED.items()},
     }
 
 
 def _shown(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value or "")
+    return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value or "")
 
 
 def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: Path) -> None:

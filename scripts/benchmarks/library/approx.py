@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import COLOURS, hardware, save
-from common import console, count
+from common import count, show
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     try:
         for device in arguments.device:
             measured = head | measure(device, arguments)
-            console().print(_table(measured))
+            show(_table(measured))
             if measured["unavailable"]:
                 print(measured["unavailable"])
             path = arguments.out / f"approx_{device}.json"

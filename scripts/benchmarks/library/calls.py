@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import console
+from common import show
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             torch.set_num_threads(threads)
         measured = {"method": METHOD, "device": name, "impl": arguments.impl, "rows": rows}
         write_json(arguments.out / f"calls_{name}.json", head | measured)
-        console().print(_table(rows, name))
+        show(_table(rows, name))
 
 
 def _measure(impl: str, device: torch.device) -> list[dict[str, Any]]:

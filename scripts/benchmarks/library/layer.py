@@ -63,7 +63,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import grid, hardware, lines, save, sizes_axis
-from common import console, count
+from common import count, show
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -419,11 +419,11 @@ def _show(measured: dict[str, Any]) -> None:
     for precision, peak in measured["matmul_tflop_per_s"].items():
         title = f"layer, {precision}, {hardware(measured)}, copy "
         title += f"{measured['copy_gb_per_s']:.4g} GB/s, matrix product {peak:.4g} TFLOP/s"
-        console().print(_times_table(measured, precision, title))
+        show(_times_table(measured, precision, title))
     if measured["errors"]:
-        console().print(_errors_table(measured["errors"]))
+        show(_errors_table(measured["errors"]))
     if measured["trains"]:
-        console().print(_trains_table(measured["trains"]))
+        show(_trains_table(measured["trains"]))
     for name, reason in measured["unavailable"].items():
         print(f"{name}: {reason}")
     for row in measured["rows"]:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from charts import grid, hardware, lines, save, sizes_axis
-from common import console, count
+from common import count, show
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             for dtype in operator.tolerances:
                 if dtype_name(dtype) in arguments.dtype:
                     measured = head | measure(operator, device, dtype, arguments)
-                    console().print(_table(measured))
+                    show(_table(measured))
                     for impl, reason in measured["unavailable"].items():
                         print(f"{impl}: {reason}")
                     for row in measured["rows"]:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import console
+from common import show
 from rich.table import Table
 
 import hoconv
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         )
     measured = {"method": METHOD, "kernels": kernels}
     write_json(arguments.out / "profile_cuda.json", head | measured)
-    console().print(table)
+    show(table)
 
 
 def _profile(case: str) -> list[dict[str, Any]]:

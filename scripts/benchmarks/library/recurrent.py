@@ -51,7 +51,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import console, count
+from common import console, count, show
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -271,10 +271,10 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             path = arguments.out / f"recurrent_{section}_{device}.json"
             if section == LATENCY:
                 measured |= latency(device)
-                console().print(latency_table(measured))
+                show(latency_table(measured))
             else:
                 measured |= measure(section, device, arguments.compile, arguments.compile_steps)
-                console().print(table(measured))
+                show(table(measured))
             write_json(path, measured)
             if draw := DRAWN.get(section):
                 write(path.with_suffix(".png"), functools.partial(draw, measured))

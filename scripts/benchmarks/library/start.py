@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
-from common import console
+from common import show
 from rich.table import Table
 
 from hoconv import jit
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             "later_s": {"median_s": median, "each_s": later},
         }
         write_json(arguments.out / f"start_{device}.json", head | measured)
-    console().print(table)
+    show(table)
 
 
 def _start(device: str, cache: str) -> float:

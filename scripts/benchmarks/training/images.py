@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ROOT, console, count
+from common import ROOT, count, show
 from rich.table import Table
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             "student_project_s": STUDENT_PROJECT_S,
             "rows": [_row(impl, device, data, arguments.images) for impl in impls],
         }
-        console().print(_table(measured))
+        show(_table(measured))
         write_json(arguments.out / f"images_{device}.json", measured)
     data.teardown("predict")  # prints which files were skipped
 

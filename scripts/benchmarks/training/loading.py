@@ -16,7 +16,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import console, count
+from common import count, show
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD, measure_training
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             for experiment in arguments.experiment
             for cache in (False, True)
         ]
-        console().print(_table(measured["rows"]))
+        show(_table(measured["rows"]))
         write_json(arguments.out / f"loading_{device}.json", measured)
 
 

@@ -17,7 +17,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import console, count
+from common import count, show
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD as TRAINING
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             "overrides": arguments.overrides,
             "rows": measure(device, arguments),
         }
-        console().print(_table(measured["rows"]))
+        show(_table(measured["rows"]))
         write_json(arguments.out / f"scaling_{device}.json", measured)
 
 

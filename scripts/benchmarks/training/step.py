@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from charts import hardware
-from common import console
+from common import show
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes the results."""
     for device in arguments.device:
         measured = head | measure(device, arguments.network)
-        console().print(_table(measured))
+        show(_table(measured))
         for impl, reason in measured["unavailable"].items():
             print(f"{impl}: {reason}")
         for row in measured["rows"]:

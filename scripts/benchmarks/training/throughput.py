@@ -25,7 +25,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from common import console, count
+from common import console, count, show
 from pytorch_lightning.loggers.logger import DummyLogger
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         for how, of in step_ms.items():
             shown = (f"{of[key]:.4g}" for key in ("median_ms", "p20_ms", "p80_ms"))
             table.add_row(how, *shown)
-        console().print(table)
+        show(table)
         measured = {"method": METHOD, "device": device, "log_every_n_steps": EVERY}
         measured |= {"steps_per_block": STEPS[device], "step_ms": step_ms, "cost": cost}
         write_json(arguments.out / f"throughput_{device}.json", head | measured)

@@ -151,7 +151,7 @@ def test_one_run_is_a_page_that_says_what_is_missing(files: Any) -> None:
     files.run("cpp", 0)
     report = files.report()
     said = " ".join(report["missing"])
-    for text in ("hoconv check", "hoconv benchmark", "two implementations", "two seeds", "Noise"):
+    for text in ("hoconv check", "hoconv benchmark", "two implementations", "three seeds", "Noise"):
         assert text in said
     assert report["training"]["predictions"] == []
 

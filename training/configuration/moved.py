@@ -5,7 +5,7 @@ State dicts did not change: weights of any earlier run load into the model of to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -32,6 +32,10 @@ TARGETS = {
 }
 # What the user sets on the command line: the name of before -> that of today.
 OVERRIDES = {
+    "logger.group": "logger.wandb.group",
+    "logger.name": "logger.wandb.name",
+    "logger.project": "logger.wandb.project",
+    "logger.save_dir": "logger.wandb.save_dir",
     "model.gradient": "model.network.gradient",
     "model.image_shape": "model.network.image_shape",
     "model.impl": "impl",
@@ -52,18 +56,11 @@ CALLBACKS = {
         "captions": {"_target_": "training.callbacks.captions.CaptionWriter"},
     },
 }
-
-
-def require_current_names(overrides: Iterable[str]) -> None:
-    """Checks the overrides of a command line.
-
-    Raises:
-        MisconfigurationException: one has a name of before; says which it has now.
-    """
-    for override in overrides:
-        name = override.partition("=")[0].lstrip("+~")
-        if name in OVERRIDES:
-            raise MisconfigurationException(f"{name}: its name is {OVERRIDES[name]} now")
+# The optimizer and the schedule, where an earlier configuration has none.
+OPTIMIZER = {"_target_": "torch.optim.AdamW", "_partial_": True, "betas": [0.9, 0.999]}
+SCHEDULER = {
+    "_target_": "models.tasks.optimizer.warmup_cosine", "_partial_": True, "warmup_fraction": 0.1,
+}  # fmt: skip
 
 
 def require_current_targets(config: Any) -> None:
@@ -90,9 +87,15 @@ def upgrade(config: Any) -> Any:
         AttributeError, KeyError, TypeError: it is not that of a run.
     """
     config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
-    if "callbacks" in config:  # all names changed before callbacks became part of it
-        config["callbacks"] = config["callbacks"] or _callbacks(config)
-        return OmegaConf.create(config)
+    if "callbacks" not in config:  # all names changed before callbacks became part of it
+        _rename(config)
+    config["callbacks"] = config.get("callbacks") or CALLBACKS.get(config["model"]["_target_"], {})
+    if "optimizer" not in config:
+        _add_groups(config)
+    return OmegaConf.create(config)
+
+
+def _rename(config: dict[str, Any]) -> None:
     model = config["model"]
     model.pop("impl", None)
     if model["_target_"].endswith(".ApproxClassifier"):
@@ -104,12 +107,25 @@ def upgrade(config: Any) -> Any:
     for node in _mappings(config):
         if (target := node.get("_target_")) in TARGETS:
             node["_target_"] = TARGETS[target]
-    config["callbacks"] = _callbacks(config)
-    return OmegaConf.create(config)
 
 
-def _callbacks(config: dict[str, Any]) -> dict[str, Any]:
-    return CALLBACKS.get(config["model"]["_target_"], {})
+def _add_groups(config: dict[str, Any]) -> None:
+    """Adds what was fixed before it could be chosen."""
+    config |= {
+        "optimizer": OPTIMIZER,
+        "scheduler": SCHEDULER,
+        "print_config": False,
+        "unavailable": "error",
+    }
+    if config["model"]["_target_"] in CALLBACKS:
+        groups = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "label_smoothing": 0.0}
+        config["model"] |= groups
+    logger = config.get("logger") or {}
+    if "_target_" in logger:
+        name = "csv" if logger["_target_"].endswith(".CSVMetrics") else "wandb"
+        config["logger"] = {name: logger}
+    else:
+        config["logger"] = logger
 
 
 def _mappings(value: Any) -> Iterator[dict[Any, Any]]:

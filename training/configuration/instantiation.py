@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra.utils
 from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from training.moved import require_current_targets
+from training.configuration.moved import require_current_targets
+
+Kind = TypeVar("Kind")
 
 
 def instantiate(config: DictConfig, **arguments: Any) -> Any:
@@ -28,3 +30,19 @@ def instantiate(config: DictConfig, **arguments: Any) -> Any:
         if isinstance(cause, ValueError) or str(error).startswith("Error locating target"):
             raise MisconfigurationException(" ".join(str(cause).split())) from error
         raise cause or error from None
+
+
+def instantiate_as(
+    kind: type[Kind], name: str, config: Any, expected: str, **arguments: Any
+) -> Kind:
+    """As :func:`instantiate`, for an entry of a group of the configuration.
+
+    Raises:
+        MisconfigurationException: also where it is not an object of `kind`; the message has its
+            `name` and what was `expected`.
+    """
+    described = OmegaConf.is_dict(config) and "_target_" in config
+    made = instantiate(config, **arguments) if described else None
+    if not isinstance(made, kind):
+        raise MisconfigurationException(f"{name}: expected {expected}; got {config}")
+    return made

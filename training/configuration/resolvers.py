@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_class
-from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf import OmegaConf
 
 from training.folder import run_folder
 from training.implementations import label
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def register() -> None:
@@ -24,19 +22,6 @@ def register() -> None:
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("label", label, replace=True)
-
-
-def check(config: DictConfig) -> None:
-    """Resolves the whole configuration once, before anything is instantiated.
-
-    Raises:
-        MisconfigurationException: some value cannot be resolved.
-    """
-    try:
-        OmegaConf.to_container(config, resolve=True)
-    except InterpolationResolutionError as error:
-        reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
-        raise MisconfigurationException(f"{error.full_key}: {reason}") from error
 
 
 def _attribute(path: str, name: str) -> Any:

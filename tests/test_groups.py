@@ -1,0 +1,167 @@
+"""The groups optimizer, scheduler, callbacks and logger: what a choice of each does to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from models.tasks.classifier import Classifier
+
+CONF = Path(train.__file__).parent / "conf"
+SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
+
+
+@pytest.fixture
+def rates(monkeypatch) -> list[float]:
+    """The learning rate of every step of the runs of a test."""
+    found: list[float] = []
+    step = Classifier.training_step
+
+    def watched(self: Classifier, *args: Any) -> Any:
+        found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return step(self, *args)
+
+    monkeypatch.setattr(Classifier, "training_step", watched)
+    return found
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CONF.glob("optimizer/*.yaml")])
+def test_optimizers_train_with_the_learning_rate_of_the_model(run, rates, name):
+    done = run(*SHORT, f"optimizer={name}", "scheduler=constant", "model.learning_rate=0.25")
+    assert done.exit_code == 0, done.err
+    assert rates == [0.25] * 4
+    (path,) = done.folder.glob("checkpoints/*")
+    (group,) = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert group["weight_decay"] == 0.01
+    assert isinstance(Classifier.load_from_checkpoint(path), Classifier)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine", [0.5, 1.0, 0.75, 0.25]),
+        ("one_cycle", [0.04, 0.81, 0.28, 4e-6]),
+        ("constant", [1.0] * 4),
+        ("plateau", [1.0] * 4),
+    ],
+)
+def test_schedules(run, rates, name, expected):
+    done = run(*SHORT, f"scheduler={name}", "model.learning_rate=1")
+    assert done.exit_code == 0, done.err
+    assert rates == pytest.approx(expected, abs=0.005)
+
+
+def test_a_plateau_lowers_the_rate(run, rates):
+    stuck = ("model.learning_rate=1e-30", "scheduler.patience=0", "trainer.max_epochs=3")
+    done = run(*SHORT, "scheduler=plateau", *stuck)
+    assert done.exit_code == 0, done.err
+    assert [rates[i] for i in (0, 4, 8)] == pytest.approx([1e-30, 1e-30, 1e-31])
+
+
+@pytest.mark.parametrize("model", ["classifier", "segmentation", "captions"])
+def test_labels_are_smoothed_in_training_only(run, tmp_path, model):
+    choice = {"classifier": ()}.get(
+        model,
+        ("data=coco_tiny", f"model={model}", "data.image_size=16", "data.batch_size=4",
+         f"data.cache_dir={tmp_path / 'cache'}"),
+    )  # fmt: skip
+    fixed = (*SHORT, *choice, "model.learning_rate=0", "trainer.limit_train_batches=1")
+    plain, smoothed = run(*fixed).results, run(*fixed, "model.label_smoothing=0.5").results
+    assert plain["metrics"]["train/loss"] != smoothed["metrics"]["train/loss"]
+    assert plain["metrics"]["val/loss"] == smoothed["metrics"]["val/loss"]
+
+
+def test_several_callbacks_of_the_group(run):
+    chosen = ("callbacks=[early_stopping,ema,lr_monitor]", "logger=csv")
+    done = run(
+        *SHORT, *chosen, "callbacks.early_stopping.stopping_threshold=1000", "trainer.max_epochs=3"
+    )
+    assert done.exit_code == 0, done.err
+    assert len(done.losses) == 4  # of one epoch
+    assert "lr-AdamW" in (done.folder / "csv" / "metrics.csv").read_text().splitlines()[0]
+    kept = OmegaConf.load(done.folder / "config.yaml").callbacks
+    assert list(kept) == ["classes", "early_stopping", "ema", "lr_monitor"]
+
+
+def test_the_moving_average_is_what_is_validated_tested_and_kept(run, tmp_path):
+    steps = ("callbacks=ema", "callbacks.ema.decay=0.5", "trainer.max_epochs=2")
+    done = run(*SHORT, *steps, "trainer.limit_val_batches=1.0", "trainer.limit_test_batches=1.0")
+    assert done.exit_code == 0, done.err
+    (path,) = done.folder.glob("checkpoints/*")
+    contents = torch.load(path, weights_only=True)
+    average, current = contents["state_dict"], contents["current_model_state"]
+    name = next(name for name in average if name.endswith("weight"))
+    assert not torch.equal(average[name], current[name])
+    tested = run(
+        "mode=test", f"ckpt={path}", "trainer=cpu", "impl=reference", folder=tmp_path / "test"
+    )
+    assert tested.results["metrics"]["test/loss"] == done.results["metrics"]["test/loss"]
+
+
+def test_a_run_with_a_moving_average_resumes(run, monkeypatch):
+    steps = (*SHORT, "callbacks=ema", "trainer.max_epochs=2", "step_checkpoints.every_n_steps=3")
+    whole = run(*steps)
+    step = Classifier.training_step
+
+    def fail(self: Classifier, *args: Any) -> Any:
+        if self.trainer.training and self.trainer.global_step == 5:
+            raise RuntimeError("power cut")
+        return step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "training_step", fail)
+        failed = run(*steps)
+    done = run(*steps, "resume=auto", folder=failed.folder)
+    assert done.exit_code == 0, done.err
+    assert "Going on after step 3" in done.out
+    assert done.losses == whole.losses
+    assert done.results["metrics"] == whole.results["metrics"]
+
+
+def test_a_callback_of_one_s_own_group(run, tmp_path):
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "timer.yaml").write_text(
+        "timer:\n  _target_: pytorch_lightning.callbacks.Timer\n  duration: {hours: 0}\n"
+    )
+    done = run("--config-dir", str(tmp_path / "conf"), *SHORT, "callbacks=timer")
+    assert done.exit_code == 0, done.err
+    assert not (done.folder / "losses.csv").exists()  # its time was over at once
+
+
+def test_several_loggers_get_the_same_metrics(run):
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs hoconv[tensorboard]"
+    )
+    done = run(*SHORT, "logger=[csv,tensorboard]", "trainer.limit_train_batches=12")
+    assert done.exit_code == 0, done.err
+    header = (done.folder / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
+    events = reader.EventAccumulator(str(done.folder / "tensorboard")).Reload()
+    assert {"train/loss", "val/accuracy", "throughput/step_ms"} <= set(events.Tags()["scalars"])
+    assert {"train/loss", "val/accuracy", "throughput/step_ms"} <= set(header)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("logger=null", "null is none of its options; write logger=none"),
+        ("callbacks=", "null is none of its options; write callbacks=none"),
+        ("data=null", "null is none of its options; leave it out, or choose one of coco, "),
+    ],
+)
+def test_null_is_no_option_of_a_group(run, override, fix):
+    failed = run(*SHORT, override)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith(f"Error: {override.partition('=')[0]}: {fix}")
+
+
+def test_what_is_no_logger_is_one_line(run):
+    failed = run(*SHORT, "+logger.mine._target_=builtins.dict")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: logger.mine: expected the _target_ of a Lightning logger, or")

@@ -1,0 +1,152 @@
+"""What the terminal shows of a run, and how Ctrl-C ends one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import train
+from models.tasks.classifier import Classifier
+
+ROOT = Path(train.__file__).parent
+SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
+
+
+def test_the_configuration_is_a_line_a_group_unless_asked_for(run):
+    short = run(*SHORT, "seed=7", "optimizer=sgd", "model.learning_rate=0.1", "logger=[csv]").out
+    lines = [line.split() for line in short.splitlines()]
+    assert ["optimizer", "sgd"] in lines
+    assert ["logger", "csv"] in lines
+    assert ["model", "cnn", "model.network.width=4", "model.learning_rate=0.1"] in lines
+    assert ["impl=reference", "seed=7"] in lines
+    assert "num_classes" not in short
+    assert "num_classes: 10" in run(*SHORT, "print_config=true").out
+
+
+def test_epochs_have_one_number_everywhere(run):
+    done = run(*SHORT, "trainer.max_epochs=2", "logger=csv")
+    assert [line.split()[1] for line in done.out.splitlines() if line.startswith("epoch ")] == [
+        "0/1", "1/1",
+    ]  # fmt: skip
+    assert (done.folder / "checkpoints" / "epoch_1.ckpt").exists()
+
+
+def test_warnings_are_one_line_without_a_place(run, monkeypatch):
+    step = Classifier.training_step
+
+    def warning(self: Classifier, *args: Any) -> Any:
+        warnings.warn("of two\nlines", UserWarning, stacklevel=1)
+        return step(self, *args)
+
+    monkeypatch.setattr(Classifier, "training_step", warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        done = run(*SHORT)
+    assert "Warning: of two lines" in done.err.splitlines()
+    assert "UserWarning" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "checkpoint.monitor=val/acc",
+            "checkpoint.monitor: no validation logs 'val/acc'; use",
+        ),
+        (
+            "callbacks.early_stopping.monitor=x",
+            "EarlyStopping.monitor: no validation logs 'x'",
+        ),
+    ],
+)
+def test_a_metric_that_nobody_logs_stops_before_training(run, override, message):
+    failed = run(*SHORT, "callbacks=early_stopping", override)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith(f"Error: {message}")
+    assert not (failed.folder / "losses.csv").exists()
+
+
+def test_a_metric_of_the_training_may_be_monitored(run):
+    done = run(*SHORT, "checkpoint.monitor=train/loss", "checkpoint.mode=min")
+    assert done.exit_code == 0, done.err
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(run, monkeypatch):
+    steps = (*SHORT, "trainer.max_epochs=3")
+    whole = run(*steps)
+    step = Classifier.training_step
+
+    def interrupt(self: Classifier, *args: Any) -> Any:
+        if self.trainer.training and self.trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "training_step", interrupt)
+        stopped = run(*steps)
+    assert stopped.exit_code == 130
+    assert stopped.results["status"] == "interrupted"
+    (path,) = (stopped.folder / "resume").iterdir()
+    assert path.name == "step_7.ckpt"
+    command = stopped.err.splitlines()[-1]
+    assert command.startswith("To go on: after step 7: python train.py debug=fast")
+    assert command.endswith(" resume=auto")
+    overrides = shlex.split(command.split("train.py ")[1])
+    done = run(*overrides, folder=stopped.folder)
+    assert done.exit_code == 0, done.err
+    assert done.losses == whole.losses
+
+
+def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
+    def interrupt(self: Classifier, *args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Classifier, "training_step", interrupt)
+    stopped = run(*SHORT)
+    assert stopped.exit_code == 130
+    assert not (stopped.folder / "resume").exists()
+    assert signal.getsignal(signal.SIGINT) in (before, signal.SIG_IGN)
+
+
+def test_a_prediction_says_where_its_files_are(run, tmp_path):
+    trained = run(*SHORT)
+    (tmp_path / "photos").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "photos" / "a.png")
+    (path,) = trained.folder.glob("checkpoints/*")
+    done = run(
+        "mode=predict", f"ckpt={path}", f"input={tmp_path / 'photos'}", "trainer=cpu",
+        "impl=reference",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    assert f"predictions {done.folder / 'classes.csv'}" in done.out
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .layer. is an instance of .nn.Module")
+def test_a_module_among_the_saved_arguments_is_left_out_and_named(run, monkeypatch):
+    init = Classifier.__init__
+
+    def saving(self: Classifier, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.save_hyperparameters({"mine": 7, "layer": torch.nn.Linear(2, 2)})
+
+    monkeypatch.setattr(Classifier, "__init__", saving)
+    done = run(*SHORT, "trainer.max_epochs=2", "step_checkpoints.every_n_steps=2")
+    assert done.exit_code == 0, done.err
+    (path,) = done.folder.glob("checkpoints/*")
+    saved = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert saved["mine"] == 7
+    assert saved["learning_rate"] == 0.005
+    assert "layer" not in saved
+    assert done.err.count("save_hyperparameters() saves layer, a Linear: checkpoints are") == 1

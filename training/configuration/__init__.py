@@ -1,0 +1,1 @@
+"""What a command line and its configuration say: names, checks, resolvers, making objects."""

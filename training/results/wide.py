@@ -1,0 +1,43 @@
+"""Tables that are wider than the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+UNLIMITED = 10_000  # columns, to see how wide a table is by itself
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table. Where it is wider than the terminal its rows become columns, in as many
+    tables as they fill: nothing is cut off."""
+
+    def fits(shown: Table) -> bool:
+        options = console.options.update(width=UNLIMITED)
+        return Measurement.get(console, options, shown).maximum <= console.width
+
+    rows = list(zip(*(column.cells for column in table.columns)))
+    if fits(table) or not rows:
+        console.print(table)
+        return
+    begin, title = 0, table.title
+    while begin < len(rows):
+        end = begin + 1
+        while end < len(rows) and fits(_turned(table, rows[begin : end + 1], title)):
+            end += 1
+        console.print(_turned(table, rows[begin:end], title))
+        begin, title = end, None
+
+
+def _turned(table: Table, rows: list[tuple[Any, ...]], title: Any) -> Table:
+    """Rows of a table as the columns of another."""
+    turned = Table(title=title, box=table.box)
+    turned.add_column(table.columns[0].header)
+    for row in rows:
+        turned.add_column(row[0], justify="right")
+    for column, cells in zip(table.columns[1:], list(zip(*rows))[1:]):
+        turned.add_row(column.header, *cells)
+    return turned
