@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += checked
     _show_failures(rows)
     if arguments.json:
-        head = record("-m hoconv.check", argv)
+        head = record("python -m hoconv.check", argv)
         write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_for_json, rows)]})
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)

@@ -28,6 +28,17 @@ def _check(argv: list[str]) -> int:
     return check.main(_with_option("--operator", argv))
 
 
+def _benchmark(argv: list[str]) -> int:
+    try:
+        from hoconv.benchmarking import command
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        print("hoconv benchmark needs rich; pip install 'hoconv[benchmark]'", file=sys.stderr)
+        return 1
+    return command.main(_with_option("--operator", argv))
+
+
 def _test(argv: list[str]) -> int:
     from hoconv.testing import run
 
@@ -55,6 +66,7 @@ def _report(argv: list[str]) -> int:
 COMMANDS = {
     "new": Command("NAME [DIR]", "write a package with an operator, a layer and a network", _new),
     "check": Command("[OPERATOR ...]", "compare implementations with the reference", _check),
+    "benchmark": Command("[OPERATOR ...]", "time it against its floor and its peers", _benchmark),
     "test": Command("[OPERATOR ...]", "gradients, torch.compile, export, threads, ...", _test),
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
     "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
@@ -80,3 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_option(option: str, argv: list[str]) -> list[str]:
     """Puts an option before the names that come first."""
     return [option, *argv] if argv and not argv[0].startswith("-") else argv
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 from hoconv import doctor, jit
 from hoconv.declaration import broken_packages, operators
+
+MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of the user
 
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +48,33 @@ def _device(name: str) -> str:
     return name
 
 
+def add_out_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=_folder, default=str(MEASURED),
+                        help=f"folder; default: {MEASURED}")  # fmt: skip
+
+
+def _folder(name: str) -> Path:
+    """Parses a folder, and checks that it can be written before anything is measured."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be written ({error.strerror})") from error
+
+
+def count(text: str) -> int:
+    """Parses the value of an option that counts something: at least one."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -53,14 +83,22 @@ def record(command: str, argv: Sequence[str]) -> dict[str, Any]:
     """Returns the head of every JSON record: what was run, when and where.
 
     Args:
-        command: what ``python`` is given before the options, such as ``-m hoconv.check``.
+        command: what was called, without the options.
         argv: the options.
     """
     return {
-        "command": " ".join(["python", command, *map(shlex.quote, argv)]),
+        "command": " ".join([command, *map(shlex.quote, argv)]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "environment": doctor.environment(),
     }
+
+
+def hardware(measured: dict[str, Any]) -> str:
+    """Names the hardware of a record of one device: the GPU, or the CPU and its threads."""
+    environment = measured["environment"]
+    if measured["device"] == "cuda":
+        return str(environment["gpu"])
+    return f"{environment['cpu']}, {environment['threads']} threads"
 
 
 def write_json(path: Path, contents: Any) -> None:

@@ -19,6 +19,8 @@ from torch import nn
 
 from hoconv.jit import Library
 
+GROUP = "hoconv.operators"  # of entry points that name modules with declarations
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -83,7 +85,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The sizes at which an operator is timed.
+    """The sizes at which ``hoconv benchmark`` times an operator.
 
     Attributes:
         axis: what varies, the label of the chart's horizontal axis: ``batch size``.
@@ -116,6 +118,8 @@ class Operator:
         benchmark: the sizes at which it is timed.
         bitwise: whether every implementation must give the reference's bits, in the operator's own
             dtypes: for an operator that would be a different one in float64. The tolerances are 0.
+        first_order: whether gradients cannot be differentiated again, except the reference's: to
+            try it must be an error.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Operator:
     cost: Callable[[Sample], Cost]
     benchmark: Benchmark
     bitwise: bool = False
+    first_order: bool = False
 
 
 _declared: dict[str, Operator] = {}
@@ -168,7 +173,7 @@ def libraries(device_type: str) -> list[Library]:
 def broken_packages() -> dict[str, str]:
     """Finds installed packages whose operators cannot be imported: entry point -> the error."""
     broken = {}
-    for entry in entry_points(group="hoconv.operators"):
+    for entry in entry_points(group=GROUP):
         try:
             entry.load()
         except (Exception, SystemExit) as error:  # a broken package must not hide the others

@@ -23,7 +23,7 @@ import torch
 
 import hoconv
 from hoconv import jit
-from hoconv.declaration import Operator, broken_packages, libraries, operators
+from hoconv.declaration import GROUP, Operator, broken_packages, libraries, operators
 from hoconv.implementations import (
     BrokenImplementationError,
     ImplementationError,
@@ -78,7 +78,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "hoconv": hoconv.__version__,
-        "commit": _commit(),
+        "commit": _commit(Path(hoconv.__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "pytorch_lightning": _version("pytorch-lightning"),
@@ -90,6 +90,25 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
+
+
+def package(operator: Operator) -> dict[str, str | None]:
+    """Returns the package that declares an operator, for JSON.
+
+    Returns:
+        Its ``distribution`` and ``version``, None where it is not installed, and the ``commit`` of
+        its checkout, None where it is in none.
+    """
+    top = operator.function.__module__.partition(".")[0]
+    names = {"hoconv": "hoconv"}
+    for entry in metadata.entry_points(group=GROUP):
+        if entry.dist:
+            names[entry.module.partition(".")[0]] = entry.dist.name
+    distribution = names.get(top)
+    version = _version(distribution) if distribution else None
+    file = getattr(sys.modules[top], "__file__", None)
+    commit = _commit(Path(file).parent) if file else None
+    return {"distribution": distribution, "version": version, "commit": commit}
 
 
 def devices() -> tuple[str, ...]:
@@ -192,13 +211,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    root = Path(hoconv.__file__).parents[1]
-    if not (root / ".git").exists():
+def _commit(folder: Path) -> str | None:
+    """The commit of a folder whose files git knows; an installed one may lie in another's tree."""
+    git = "git", "-C", str(folder)
+    if _first_line(*git, "ls-files") is None:
         return None
-    return _first_line(
-        "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-    )
+    return _first_line(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _first_line(*command: str, containing: str = "") -> str | None:

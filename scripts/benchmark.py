@@ -10,16 +10,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.library import approx, calls, layer, op, profile, recurrent, start
+import common  # noqa: F401  # models/ and training/ are found
+from benchmarks.library import approx, calls, layer, profile, recurrent, start
 from benchmarks.training import images, loading, scaling, step, table, throughput
-from common import add_out_option
 
 from datamodules.images import DataNotFoundError
-from hoconv.commands import add_device_option, record, report_broken_packages
+from hoconv.commands import add_device_option, add_out_option, record, report_broken_packages
 
 # Name -> module, and its line in the help.
 COMMANDS = {
-    "op": (op, "time and memory of forward and backward of an operator"),
     "layer": (layer, "the whole high-order layer against the best of its peers"),
     "approx": (approx, "approximate products with every multiplier, beside PyTorch's"),
     "recurrent": (recurrent, "recurrent layers against PyTorch's, and their schedules"),
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse(argv)
     try:
-        arguments.run(arguments, record("scripts/benchmark.py", argv))
+        arguments.run(arguments, record("python scripts/benchmark.py", argv))
     except DataNotFoundError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

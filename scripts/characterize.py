@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from charts import COLOURS, save
-from common import add_out_option, show
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
 from hoconv import approx
-from hoconv.commands import record, write, write_json
+from hoconv.benchmarking.charts import COLOURS, save
+from hoconv.commands import add_out_option, record, write, write_json
+from hoconv.tables import show
 
 # Saadat, Bokhari, Parameswaran, IEEE TCAD 2018.
 PUBLISHED = {
@@ -99,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     show(_table(measured))
     path = arguments.out / "approx_characterization.json"
-    write_json(path, record("scripts/characterize.py", argv) | {"seed": arguments.seed} | measured)
+    write_json(
+        path, record("python scripts/characterize.py", argv) | {"seed": arguments.seed} | measured
+    )
     write(path.with_suffix(".png"), functools.partial(_draw, random))
 
 

@@ -28,17 +28,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import COLOURS, save
-from common import add_out_option, console
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
 from wandb_report import ReportError, publish, require_online
 
-from hoconv.commands import record, write, write_json
+from hoconv.benchmarking.charts import COLOURS, save
+from hoconv.commands import add_out_option, record, write, write_json
 from hoconv.report.estimates import Estimate, estimate
 from hoconv.report.groups import ComparisonError, Group, choose_baseline, compare, group
 from hoconv.report.runs import find
 from hoconv.report.verdict import shown
+from hoconv.tables import console
 
 METHOD = (
     "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t; "
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="publish table and chart as a report at Weights & Biases")  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
-        run(arguments, record("scripts/compare.py", argv)["command"])
+        run(arguments, record("python scripts/compare.py", argv)["command"])
     except (ComparisonError, ReportError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_out_option, count, show
 from fuzzing import exported, workers
 from fuzzing.commands import cells, operators
 from fuzzing.verdicts import BAD
@@ -38,7 +37,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hoconv.commands import record, write_json
+from hoconv.commands import add_out_option, count, record, write_json
+from hoconv.tables import show
 
 # Name -> module, and its line in the help. A module has METHOD; add_options; keys, which returns
 # the keys of the cases; label, a part of the file's name; row, which names the row of a key; and
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = sum(len(row["bad"]) for row in rows.values())
     if arguments.case is None:
         _show(list(rows.values()))
-        head = record("scripts/fuzz.py", argv) | {
+        head = record("python scripts/fuzz.py", argv) | {
             "method": command.METHOD,
             "seed": arguments.seed,
         }

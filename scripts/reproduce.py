@@ -23,8 +23,10 @@ from pathlib import Path
 
 import torch
 import yaml
-from common import RESULTS, ROOT, console
+from common import RESULTS, ROOT
 from rich.table import Table
+
+from hoconv.tables import console
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Step:
     gpus: int = 0
 
 
+# Those of this environment, which need not be on the path.
+PROGRAMS = {"python": [sys.executable], "hoconv": [sys.executable, "-m", "hoconv.cli"]}
 STEPS = {
     name: Step(**step)
     for name, step in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
@@ -66,9 +70,13 @@ def run(name: str, step: Step, logs: Path) -> str:
     program, *rest = shlex.split(step.command)
     if step.gpus > torch.cuda.device_count():
         return f"not run: needs {step.gpus} GPUs, there are {torch.cuda.device_count()}"
-    if not (program == "python" or shutil.which(program)):
+    own = PROGRAMS.get(program)
+    if not (own or shutil.which(program)):
         return f"not run: {program} was not found"
-    command = [sys.executable if word == "python" else word for word in (program, *rest)]
+    command = [
+        *(own or [program]),
+        *(sys.executable if word == "python" else word for word in rest),
+    ]
     if trains := rest[0] == "train.py":
         command.append(f"hydra.run.dir={(logs / name).resolve()}")
     print(f"\n== {name}: {step.command}", flush=True)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from hoconv.commands import hardware
 from hoconv.report.estimates import LEAST, estimate
 from hoconv.report.files import Found
 from hoconv.report.groups import Group, choose_baseline, compare, group
@@ -79,18 +80,12 @@ def _kernels(found: Found, operator: str) -> list[dict[str, Any]]:
     return [
         measured
         | {
-            "hardware": hardware(measured["environment"], measured["device"]),
+            "hardware": hardware(measured),
             "summary": _summary(measured["rows"]),
         }
         for measured in found.kernels
         if measured["operator"] == operator
     ]
-
-
-def hardware(environment: dict[str, Any], device: str) -> str:
-    if device == "cuda":
-        return str(environment.get("gpu"))
-    return f"{environment.get('cpu')}, {environment.get('threads')} threads"
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SELECTED = "toy_sound or toy_pair or (toy_faulty and not inductor) or package"
+SELECTED = "toy_sound or toy_pair or toy_first or (toy_faulty and not inductor) or package"
 PAIR_FAULTS = [
     "wrong_second_output",
     "wrong_gradient_of_the_second_output",
@@ -94,7 +94,19 @@ def test_sound_operator_passes_every_test(
     assert not [what for what in outcomes["failure"] if operator in what]
     assert len(outcomes["passed"][operator]) >= 4
     assert len(outcomes["passed"][f"{operator}-registered-cpu"]) >= 10
-    assert not outcomes["skipped"][f"{operator}-registered-cpu"]
+    skipped = {"test_a_second_derivative_that_is_not_there_is_an_error"}
+    assert outcomes["skipped"][f"{operator}-registered-cpu"] == skipped
+
+
+@pytest.mark.slow
+def test_a_gradient_that_cannot_be_differentiated_again_has_to_say_so(
+    outcomes: dict[str, dict[str, set[str]]],
+) -> None:
+    name = "test_a_second_derivative_that_is_not_there_is_an_error"
+    assert not outcomes["failure"]["toy_first-registered-cpu"]
+    assert name in outcomes["passed"]["toy_first-registered-cpu"]
+    assert outcomes["failure"]["toy_first-ignored-cpu"] == {name}
+    assert name in outcomes["skipped"]["toy_sound-registered-cpu"]
 
 
 def test_check_compares_each_of_two_outputs(site: Path) -> None:
@@ -115,7 +127,7 @@ def test_check_compares_each_of_two_outputs(site: Path) -> None:
 @pytest.mark.slow
 def test_benchmark_times_a_call_with_two_outputs(site: Path) -> None:
     options = "--device", "cpu", "--operator", "toy_pair", "--quick", "--out", str(site)
-    done = python(site, "scripts/benchmark.py", "op", *options)
+    done = python(site, "-m", "hoconv.benchmarking.command", *options)
     assert done.returncode == 1, done.stderr  # of the package that cannot be imported
     rows = json.loads((site / "op_toy_pair_cpu_float32.json").read_text())["rows"]
     assert {row["contender"] for row in rows} >= {"reference", "again", "registered"}
@@ -131,12 +143,14 @@ def test_doctor_and_the_start_up_table_name_an_operator_with_two_outputs(site: P
     assert done.stdout == "1 toy_pair registered\n", done.stderr
 
 
+@pytest.mark.slow
 def test_reference_beside_faulty_implementations_passes(
     outcomes: dict[str, dict[str, set[str]]],
 ) -> None:
     assert not outcomes["failure"]["toy_faulty-reference-cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["does_not_compile", "does_not_load"])
 def test_what_is_broken_fails_every_test_that_calls_it(
     outcomes: dict[str, dict[str, set[str]]], broken: str
@@ -146,12 +160,14 @@ def test_what_is_broken_fails_every_test_that_calls_it(
     assert not outcomes["passed"][variant]
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_skipped(outcomes: dict[str, dict[str, set[str]]]) -> None:
     variant = "toy_faulty-is_missing-cpu"
     assert "test_agrees_with_the_reference" in outcomes["skipped"][variant]
     assert not outcomes["passed"][variant] | outcomes["failure"][variant]
 
 
+@pytest.mark.slow
 def test_broken_package_fails_one_test_only(
     outcomes: dict[str, dict[str, set[str]]],
 ) -> None:
@@ -180,6 +196,7 @@ def test_broken_package_fails_one_test_only(
         ("fake_with_wrong_strides", "test_fake_tensors_get_the_real_shape_dtype_and_strides"),
     ],
 )
+@pytest.mark.slow
 def test_fault_is_caught(
     outcomes: dict[str, dict[str, set[str]]], fault: str, caught_by: str
 ) -> None:
@@ -197,6 +214,7 @@ def test_fault_is_caught(
         ),
     ],
 )
+@pytest.mark.slow
 def test_fault_in_one_of_two_outputs_is_caught(
     outcomes: dict[str, dict[str, set[str]]], fault: str, caught_by: str
 ) -> None:

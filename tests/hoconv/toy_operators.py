@@ -33,6 +33,7 @@ def toy(
     implementations: Mapping[str, Callable[..., Any]],
     others: Mapping[str, Implementation] | None = None,
     reference: Callable[..., Any] | None = None,
+    first_order: bool = False,
 ) -> Operator:
     """Declares what `reference` computes of a, b and scale, ``a * b * scale``, under this name."""
     reference = reference or multiply
@@ -64,6 +65,7 @@ def toy(
         benchmark=Benchmark(
             "rows", (4, 8), benchmark_sample, {"again": lambda a, b: reference(a, b, 1.0)}
         ),
+        first_order=first_order,
     )
     return declare(operator)
 
@@ -203,6 +205,56 @@ def second_output_never_the_same(a: Tensor, b: Tensor, scale: float) -> Any:
     return a * b * scale, never_twice_the_same(a, torch.ones_like(b), scale) + b * scale
 
 
+@torch.library.custom_op("hoconv_toy::multiply_once", mutates_args=())
+def registered_once(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(a).copy_(a * b * scale)
+
+
+@registered_once.register_fake
+def _fake_once(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(a)
+
+
+@torch.library.custom_op("hoconv_toy::backward_once", mutates_args=())
+def backward_once(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    d_a, d_b = torch.empty_like(b), torch.empty_like(a)
+    return d_a.copy_(grad * b * scale), d_b.copy_(grad * a * scale)
+
+
+@backward_once.register_fake
+def _fake_backward(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(b), torch.empty_like(a)
+
+
+def _differentiate_once(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *backward_once(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+registered_once.register_autograd(_differentiate_once, setup_context=_save)
+
+
+def ignores_a_second_derivative(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Detached.apply(a, b, scale)
+
+
+class _Detached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        return a * b * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = (t.detach() for t in ctx.saved_tensors)
+        return grad * b * ctx.scale, grad * a * ctx.scale, None
+
+
+FIRST = toy(
+    "toy_first",
+    {"registered": registered_once._opoverload, "ignored": ignores_a_second_derivative},
+    first_order=True,
+)
 SOUND = toy("toy_sound", {"registered": registered._opoverload})
 FAULTY = toy(
     "toy_faulty",

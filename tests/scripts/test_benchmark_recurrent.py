@@ -27,7 +27,10 @@ DEVICES = [
 @pytest.fixture
 def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with small sizes."""
-    measurement, module = script("benchmarks.measurement"), script("benchmarks.library.recurrent")
+    measurement, module = (
+        script("hoconv.benchmarking.measurement"),
+        script("benchmarks.library.recurrent"),
+    )
     monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(module.REPEATS, device, 3)

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from hoconv.report.runs import Run, read, varied
+from hoconv.tables import print_table
 from training import console, disk
-from training.results.wide import print_table
 
 DIGITS = 6  # significant, of a number in the table
 MEASURED = {  # the columns of every sweep, and the names in results.json

@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from charts import COLOURS, hardware, save
-from common import count, show
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
@@ -43,7 +41,10 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measurement import (
+from hoconv import approx
+from hoconv.approx.operator import CONV2D
+from hoconv.benchmarking.charts import COLOURS, save
+from hoconv.benchmarking.measurement import (
     APART,
     REPEATS,
     Contender,
@@ -54,12 +55,11 @@ from benchmarks.measurement import (
     temporarily,
     time_apart,
 )
-from hoconv import approx
-from hoconv.approx.operator import CONV2D
-from hoconv.commands import write, write_json
+from hoconv.commands import count, hardware, write, write_json
 from hoconv.declaration import Sample
 from hoconv.implementations import ImplementationError, choose
 from hoconv.jit.generated import compile_cpp
+from hoconv.tables import show
 
 TORCH = "torch"
 SCALAR_ROWS, SCALAR_REPEATS = 32, 5

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import show
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ import hoconv
 from hoconv import approx
 from hoconv import recurrent as rnn
 from hoconv.commands import write_json
+from hoconv.tables import show
 
 CALLS = 50
 TURNS = 21

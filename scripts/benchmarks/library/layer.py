@@ -62,15 +62,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from charts import grid, hardware, lines, save, sizes_axis
-from common import count, show
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measurement import (
+from hoconv import high_order_conv2d, high_order_layer
+from hoconv.benchmarking.charts import grid, lines, save, sizes_axis
+from hoconv.benchmarking.measurement import (
     ENOUGH_S,
     REPEATS,
     TOGETHER,
@@ -86,11 +86,11 @@ from benchmarks.measurement import (
     temporarily,
     time_together,
 )
-from hoconv import high_order_conv2d, high_order_layer
-from hoconv.commands import write, write_json
+from hoconv.commands import count, hardware, write, write_json
 from hoconv.declaration import Sample, find
 from hoconv.high_order.conv2d import reference
 from hoconv.implementations import ImplementationError, choose
+from hoconv.tables import show
 
 CHANNELS, IMAGE, KERNEL, GENERATOR = 3, 224, 5, 5
 AXIS = (

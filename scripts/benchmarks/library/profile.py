@@ -33,13 +33,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import show
 from rich.table import Table
 
 import hoconv
 from benchmarks.library.layer import PRECISIONS, Precision, layer_sample
 from hoconv import approx, jit
 from hoconv.commands import write_json
+from hoconv.tables import show
 
 IMAGES = 64
 SIZE = 4096

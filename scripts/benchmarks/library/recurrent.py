@@ -51,7 +51,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import console, count, show
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -64,7 +63,8 @@ from benchmarks.library.recurrent_report import (
     latency_table,
     table,
 )
-from benchmarks.measurement import (
+from hoconv import recurrent as rnn
+from hoconv.benchmarking.measurement import (
     Contender,
     Timed,
     failure,
@@ -75,9 +75,9 @@ from benchmarks.measurement import (
     take_turns,
     temporarily,
 )
-from hoconv import recurrent as rnn
-from hoconv.commands import write, write_json
+from hoconv.commands import count, write, write_json
 from hoconv.declaration import Sample
+from hoconv.tables import console, show
 
 REPEATS = {"cpu": 5, "cuda": 10}
 CALLS = {"cpu": 1, "cuda": 3}  # of a repeat, one after another

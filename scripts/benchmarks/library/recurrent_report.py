@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from charts import COLOURS, grid, hardware, save
 from rich.box import SIMPLE
 from rich.table import Table
+
+from hoconv.benchmarking.charts import COLOURS, grid, save
+from hoconv.commands import hardware
 
 PHASES = {"forward": "forward", "forward_backward": "forward and backward"}
 

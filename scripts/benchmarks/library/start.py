@@ -18,11 +18,11 @@ import sys
 import tempfile
 from typing import Any
 
-from common import show
 from rich.table import Table
 
 from hoconv import jit
 from hoconv.commands import write_json
+from hoconv.tables import show
 
 STARTS = 5
 METHOD = (

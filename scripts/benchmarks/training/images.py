@@ -27,17 +27,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ROOT, count, show
+from common import ROOT
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measurement import failure, memory_limit, temporarily
 from benchmarks.training.step import CLASSES, NETWORKS, synchronize
 from datamodules.coco.folder import ImageFolder
 from datamodules.images import DataNotFoundError
 from hoconv import HighOrderConv2d
-from hoconv.commands import write_json
+from hoconv.benchmarking.measurement import failure, memory_limit, temporarily
+from hoconv.commands import count, write_json
 from hoconv.implementations import ImplementationError, choose
+from hoconv.tables import show
 
 NETWORK = NETWORKS["one layer at 224 x 224"]
 IMAGES = 1000

@@ -16,11 +16,11 @@ import argparse
 from typing import Any
 
 import torch
-from common import count, show
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD, measure_training
-from hoconv.commands import write_json
+from hoconv.commands import count, write_json
+from hoconv.tables import show
 
 EXPERIMENTS = ("coco_segmentation", "coco_captions")
 OVERRIDES = (

@@ -17,12 +17,12 @@ import argparse
 from typing import Any
 
 import torch
-from common import count, show
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD as TRAINING
 from benchmarks.training.training_run import measure_training
-from hoconv.commands import write_json
+from hoconv.commands import count, write_json
+from hoconv.tables import show
 
 OVERRIDES = (
     "experiment=coco_segmentation", "data=coco_tiny", "data.image_size=224", "data.batch_size=32",

@@ -34,13 +34,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from charts import hardware
-from common import show
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.measurement import (
+from datamodules.coco.datamodule import COCO
+from hoconv import HighOrderConv2d, set_impl
+from hoconv.benchmarking.marks import LayerMarks, mark, milliseconds_between
+from hoconv.benchmarking.measurement import (
     FLUSH_BYTES,
     WARM_UP,
     failure,
@@ -48,11 +49,9 @@ from benchmarks.measurement import (
     percentiles,
     temporarily,
 )
-from datamodules.coco.datamodule import COCO
-from hoconv import HighOrderConv2d, set_impl
-from hoconv.commands import write_json
+from hoconv.commands import hardware, write_json
 from hoconv.implementations import ImplementationError, choose
-from hoconv.marks import LayerMarks, mark, milliseconds_between
+from hoconv.tables import show
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.cnn import CNN
 from models.networks.encoder_decoder import EncoderDecoder

@@ -33,12 +33,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from charts import lines, save, sizes_axis
-from common import console, count
 from matplotlib.figure import Figure
 from rich.markdown import Markdown
 
-from benchmarks.measurement import (
+from benchmarks.training.step import CLASSES, NETWORKS
+from benchmarks.training.training_run import MEASURED, measure_training
+from benchmarks.training.training_run import METHOD as TRAINING
+from hoconv import HighOrderConv2d
+from hoconv.benchmarking.charts import lines, save, sizes_axis
+from hoconv.benchmarking.measurement import (
     LEAST_REPEATS,
     WARM_UP,
     extra_memory,
@@ -49,12 +52,9 @@ from benchmarks.measurement import (
     percentiles,
     temporarily,
 )
-from benchmarks.training.step import CLASSES, NETWORKS
-from benchmarks.training.training_run import MEASURED, measure_training
-from benchmarks.training.training_run import METHOD as TRAINING
-from hoconv import HighOrderConv2d
-from hoconv.commands import write, write_json
+from hoconv.commands import count, write, write_json
 from hoconv.implementations import ImplementationError, choose
+from hoconv.tables import console
 
 SIMPLE = "simple"
 EXPERIMENTS = {

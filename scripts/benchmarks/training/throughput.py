@@ -25,15 +25,15 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from common import console, count, show
 from pytorch_lightning.loggers.logger import DummyLogger
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measurement import percentiles
 from benchmarks.training.step import CLASSES, NETWORKS, synchronize
-from hoconv.commands import write_json
+from hoconv.benchmarking.measurement import percentiles
+from hoconv.commands import count, write_json
 from hoconv.lightning import Throughput
+from hoconv.tables import console, show
 
 NETWORK = NETWORKS["mnist_cnn"]
 PAIRS = 200

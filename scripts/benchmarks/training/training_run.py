@@ -16,7 +16,7 @@ from typing import Any
 
 from common import ROOT
 
-from benchmarks.measurement import percentiles
+from hoconv.benchmarking.measurement import percentiles
 
 METHOD = (
     "python train.py with logger=csv, without validation; step_ms are the intervals of "

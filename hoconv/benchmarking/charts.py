@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from hoconv.commands import hardware
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = (
     "#777777", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442"
@@ -55,8 +57,16 @@ def save(figure: Figure, title: str, path: Path, columns: int = 6) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def hardware(measured: dict[str, Any]) -> str:
-    environment = measured["environment"]
-    if measured["device"] == "cuda":
-        return environment["gpu"]
-    return f"{environment['cpu']}, {environment['threads']} threads"
+def draw(measured: dict[str, Any], path: Path) -> None:
+    """Draws what ``hoconv benchmark`` measured against the size, forward and backward, as a PNG."""
+    rows = measured["rows"]
+    figure, panels = grid(1, 2)
+    for panel, direction in zip(panels[0], ("forward", "backward"), strict=True):
+        lines(panel, rows, lambda row, key=direction: row[key] and row[key]["median_ms"])
+        floors = {row["size"]: row[direction]["floor_ms"] for row in rows if row[direction]}
+        panel.plot([*floors], [*floors.values()], "k.--", label="floor")
+        panel.set_title(direction)
+        sizes_axis(panel, rows, measured["axis"])
+    panels[0][0].set_ylabel("time of a call, ms")
+    versions = f"{measured['dtype']}, torch {measured['environment']['torch']}"
+    save(figure, f"{measured['operator']}: {hardware(measured)}, {versions}", path)

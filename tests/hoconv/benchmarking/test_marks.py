@@ -1,4 +1,4 @@
-"""hoconv.marks: what counts as a layer's time, forward and backward."""
+"""hoconv.benchmarking.marks: what counts as a layer's time, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hoconv import HighOrderConv2d, marks
+from hoconv import HighOrderConv2d
+from hoconv.benchmarking import marks
 
 
 class Clock:

@@ -1,14 +1,26 @@
-"""Tables that are wider than the terminal."""
+"""Printing tables, also those that are wider than the terminal."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+PIPE_WIDTH = 120  # columns, where the output is a file or a pipe
 UNLIMITED = 10_000  # columns, to see how wide a table is by itself
+
+
+def console() -> Console:
+    """Returns a console as wide as the terminal, or as `PIPE_WIDTH`."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def show(table: Table) -> None:
+    """Prints a table as :func:`print_table` does, on the console of :func:`console`."""
+    print_table(console(), table)
 
 
 def print_table(console: Console, table: Table) -> None:

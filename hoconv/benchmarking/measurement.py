@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hoconv.benchmarking.marks import mark, milliseconds_between
 from hoconv.declaration import Sample
-from hoconv.marks import mark, milliseconds_between
 from hoconv.testing.comparison import differentiable, is_floating
 
 WARM_UP = 3  # calls
@@ -30,6 +30,7 @@ REPEATS = {"cpu": 15, "cuda": 50}
 # A contender whose measured calls at one size have taken this long needs LEAST_REPEATS only.
 ENOUGH_S = 10.0
 LEAST_REPEATS = 3
+OUT_OF_MEMORY = "out of memory"  # a contender's error
 # So large that caches and the launch do not matter.
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
@@ -206,16 +207,22 @@ def percentiles(times_ms: list[float]) -> dict[str, Any]:
     return {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "repeats": len(times_ms)}
 
 
-def summary(times_ms: list[float], least_bytes: int, bandwidth: float) -> dict[str, Any] | None:
-    """Returns percentiles and the floor, `least_bytes` over `bandwidth` (bytes a second)."""
+def summary(
+    times_ms: list[float], least_bytes: int, least_flops: int, bandwidth: float, peak: float
+) -> dict[str, Any] | None:
+    """Returns percentiles and the floor, the longer of the time to move `least_bytes` at
+    `bandwidth` (bytes a second) and that to compute `least_flops` at `peak` (a second)."""
     if not times_ms:
         return None
     times = percentiles(times_ms)
-    floor = 1e3 * least_bytes / bandwidth
+    moving, computing = 1e3 * least_bytes / bandwidth, 1e3 * least_flops / peak
+    floor = max(moving, computing)
     return times | {
         "floor_ms": floor,
+        "floor_is": "memory" if moving >= computing else "arithmetic",
         "share_of_floor": floor / times["median_ms"],
         "gb_per_s": 1e-6 * least_bytes / times["median_ms"],
+        "tflop_per_s": 1e-9 * least_flops / times["median_ms"],
     }
 
 
@@ -279,7 +286,7 @@ def failure(action: Callable[[], Any]) -> str | None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         # A CPU has no exception type for it; the second is how C++ says it.
         out_of_memory |= "can't allocate memory" in str(error) or "bad_alloc" in str(error)
-        reason = "out of memory" if out_of_memory else lines[0]
+        reason = OUT_OF_MEMORY if out_of_memory else lines[0]
     gc.collect()  # only here are the tensors that the exception held freed
     torch.cuda.empty_cache()
     return reason

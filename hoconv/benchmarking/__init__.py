@@ -1,0 +1,1 @@
+"""Timing operators: measurements, the command ``hoconv benchmark``, charts, marks of layers."""
