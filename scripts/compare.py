@@ -41,10 +41,10 @@ from hoconv.report.runs import find
 from hoconv.report.verdict import shown
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t; several runs of one "
-    "seed count as one, their mean. Speed-up and differences are taken between runs with the same "
-    "seed. Steps exclude validation and warm-up. Loss curves: mean over runs, from the least to "
-    "the greatest; time is the number of steps times the mean time of a step."
+    "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t; "
+    "several runs of one seed count as one, their mean. Speed-up and differences are taken between "
+    "runs with the same seed. Steps exclude validation and warm-up. Loss curves: mean over runs, "
+    "from the least to the greatest; time is the number of steps times the mean time of a step."
 )
 
 
@@ -93,7 +93,7 @@ def table(compared: dict[str, Any]) -> str:
     columns = [" ".join(groups[0]["settings"]) or "impl", "runs", "ms a step", "speed-up"]
     columns += ["samples/s", "memory, MB"]
     for name in metrics:
-        columns += [name, f"less {compared['baseline']}'s"]
+        columns += [name, f"Δ vs {compared['baseline']}"]
     lines = [columns, ["---"] * len(columns)]
     for each in groups:
         runs = str(each["runs"])

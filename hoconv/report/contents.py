@@ -7,18 +7,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hoconv.report.estimates import estimate
+from hoconv.report.estimates import LEAST_VALUES, estimate
 from hoconv.report.files import Found
 from hoconv.report.groups import Group, choose_baseline, compare, group
 from hoconv.report.step import Share, find_share, parts, predict
 from hoconv.report.verdict import verdict
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t. Speed-ups and "
-    "differences are taken between runs with the same seed; several runs of one seed count as one, "
-    "their mean. Their ratio is the noise: what two runs of the same code differ by. Steps exclude "
-    "validation and warm-up. Amdahl: a step of which the share p gets s times as fast gets "
-    "1 / (1 - p + p / s) times as fast, at most 1 / (1 - p) times."
+    "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t. "
+    "Speed-ups and differences are taken between runs with the same seed; several runs of one seed "
+    "count as one, their mean. Their ratio is the noise: what two runs of the same code differ by. "
+    "Steps exclude validation and warm-up. Amdahl: a step of which the share p gets s times as "
+    "fast gets 1 / (1 - p + p / s) times as fast, at most 1 / (1 - p) times."
 )
 
 
@@ -264,8 +264,8 @@ def _missing(
     labels = [each["label"] for each in training["groups"] if each["runs"]]
     if len(labels) < 2:
         missing.append("Speed-up of training: it needs runs of two implementations or more.")
-    if any(len(each["seeds"]) == 1 for each in training["groups"]):
-        missing.append("Confidence intervals: they need two seeds or more.")
+    if any(0 < len(each["seeds"]) < LEAST_VALUES for each in training["groups"]):
+        missing.append(f"Confidence intervals: they need {LEAST_VALUES} seeds or more.")
     if not training["noise"]["pairs"]:
         missing.append(
             "Noise: it needs two runs of one seed and the same code; scripts/report.py makes them."

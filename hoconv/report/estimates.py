@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 CONFIDENCE = 0.95
+LEAST_VALUES = 3  # of an interval: that of two values is thirteen times as wide as they differ
 
 
 class Estimate(TypedDict):
-    """A mean; half of its confidence interval, None of a single value; and of how many values."""
+    """A mean; half of its confidence interval, None of too few values; and of how many values."""
 
     mean: float | None
     ci95: float | None
@@ -19,7 +20,8 @@ class Estimate(TypedDict):
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Returns the mean of independent values, and half of its interval by Student's t."""
+    """Returns the mean of independent values, and half of its interval by Student's t, which takes
+    `LEAST_VALUES`."""
     from scipy.stats import t  # a second to import, which a run that only reads need not pay
 
     values = list(values)
@@ -27,8 +29,8 @@ def estimate(values: Iterable[float]) -> Estimate:
     if not n:
         return {"mean": None, "ci95": None, "n": 0}
     mean = statistics.fmean(values)
-    if n == 1:
-        return {"mean": mean, "ci95": None, "n": 1}
+    if n < LEAST_VALUES:
+        return {"mean": mean, "ci95": None, "n": n}
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
     return {"mean": mean, "ci95": quantile * statistics.stdev(values) / math.sqrt(n), "n": n}
 

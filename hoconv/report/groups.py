@@ -10,6 +10,7 @@ from typing import Any
 from hoconv.report.estimates import Estimate, differences, estimate, ratios
 from hoconv.report.runs import THROUGHPUT, Run, varied
 
+UNSET = "default"  # in the label of runs that do not set what others set
 Values = dict[int, float]  # seed -> value
 
 
@@ -75,7 +76,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
     groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
         settings = {name: str(run.settings.get(name, "")) for name in names}
-        label = " ".join(filter(None, settings.values())) or run.settings["impl"]
+        label = " ".join(value or UNSET for value in settings.values()) or run.settings["impl"]
         found = groups.setdefault(tuple(settings.values()), Group(label, settings))
         if run.results["status"] == "finished":
             found.runs.setdefault(run.results["seed"], []).append(run)

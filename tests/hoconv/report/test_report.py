@@ -153,7 +153,7 @@ def test_one_run_is_a_page_that_says_what_is_missing(files: Any) -> None:
     files.run("cpp", 0)
     report = files.report()
     said = " ".join(report["missing"])
-    for text in ("hoconv check", "hoconv benchmark", "two implementations", "two seeds", "Noise"):
+    for text in ("hoconv check", "hoconv benchmark", "two implementations", "3 seeds", "Noise"):
         assert text in said
     assert report["training"]["predictions"] == []
 
@@ -233,5 +233,6 @@ def test_the_committed_measurements_make_a_page(tmp_path: Path) -> None:
     others = [str(RESULTS / name) for name in ("step_cuda.json", "check_cuda.json")]
     assert main(["report", "high_order_layer", *runs, *others, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report_high_order_layer.json").read_text())
+    assert report["verdict"]["headline"].endswith("times as fast as reference, by one seed alone.")
     (prediction,) = report["training"]["predictions"]
     assert prediction["predicted"] == pytest.approx(prediction["measured"]["mean"], rel=0.1)
