@@ -37,10 +37,9 @@ def join(found: Found, operator: str, baseline: str | None = None) -> dict[str, 
         NothingFoundError: no file says anything of the operator.
         ComparisonError: no run has the label `baseline`.
     """
+    _require_operator(found, operator)
     correctness = _correctness(found, operator)
     kernels = _kernels(found, operator)
-    if not correctness and not kernels and not found.runs:
-        raise NothingFoundError(_nothing(found, operator))
     training = _training(found, operator, kernels, baseline) if found.runs else None
     contents = {
         "operator": operator,
@@ -54,11 +53,16 @@ def join(found: Found, operator: str, baseline: str | None = None) -> dict[str, 
     return _without_nan({**contents, "verdict": verdict(contents)})
 
 
-def _nothing(found: Found, operator: str) -> str:
-    rows = [row for check in found.checks for row in check["rows"]]
-    names = sorted({row["operator"] for row in (*rows, *found.kernels)})
+def _require_operator(found: Found, operator: str) -> None:
+    """Checks that a file names the operator, or that runs are there which may have used it."""
+    checked = [row["operator"] for check in found.checks for row in check["rows"]]
+    timed = [measured["operator"] for measured in found.kernels]
+    shared = [name for shares, _ in found.shares for name in shares["operators"]]
+    names = sorted({*checked, *timed, *shared})
+    if operator in names or (found.runs and not shared):
+        return
     others = f"; they speak of {', '.join(names)}" if names else ""
-    return (
+    raise NothingFoundError(
         f"no file says anything of {operator}{others}; `hoconv check {operator} --json PATH`, "
         "`hoconv benchmark` and training runs leave what a report reads"
     )

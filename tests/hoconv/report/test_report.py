@@ -165,6 +165,13 @@ def test_kernels_alone_are_a_page(files: Any) -> None:
     assert any("cpp is the fastest" in reason for reason in report["verdict"]["reasons"])
 
 
+def test_runs_that_did_not_use_the_operator_are_no_page(files: Any, capsys: Any) -> None:
+    files.run("cpp", 0)
+    files.share("cpp", step_ms=4.0, operator_ms=1.0)
+    assert main(["report", "caraffe", str(files.folder), "--out", str(files.out)]) == 1
+    assert "no file says anything of caraffe; they speak of carafe; " in capsys.readouterr().err
+
+
 def test_where_nothing_is_there_the_error_is_one_line(files: Any, capsys: Any) -> None:
     files.json("op.json", {"operator": "other", "axis": "n", "rows": [{"contender": "a"}]})
     files.report(code=1)
