@@ -78,7 +78,7 @@ class PlanError(Exception):
 
 
 ERRORS = (
-    ComparisonError, FileNotFoundError, NothingFoundError, PageError, PlanError, ReportError
+    ComparisonError, OSError, NothingFoundError, PageError, PlanError, ReportError
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         make(arguments.operator, arguments.paths, arguments.out, arguments.baseline,
              shlex.join(["hoconv", "report", *argv]))  # fmt: skip
-    except (ComparisonError, FileNotFoundError, NothingFoundError, PageError) as error:
+    except (ComparisonError, OSError, NothingFoundError, PageError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -79,7 +79,7 @@ def make(
         command: what the report says it was made by.
 
     Raises:
-        ComparisonError, FileNotFoundError, NothingFoundError, PageError: why there is no report.
+        ComparisonError, OSError, NothingFoundError, PageError: why there is no report.
     """
     require_packages()
     date = datetime.now().astimezone().isoformat(timespec="seconds")

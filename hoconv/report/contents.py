@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from hoconv.commands import hardware
-from hoconv.report.estimates import LEAST, estimate
+from hoconv.report.estimates import LEAST_VALUES, estimate
 from hoconv.report.files import Found
 from hoconv.report.groups import Group, choose_baseline, compare, group
 from hoconv.report.step import Share, find_share, parts, predict
 from hoconv.report.verdict import verdict
 
 METHOD = (
-    "Mean over seeds, and half of a 95% confidence interval by Student's t. Speed-ups and "
-    "differences are taken between runs with the same seed; several runs of one seed count as one, "
-    "their mean. Their ratio is the noise: what two runs of the same code differ by. Steps exclude "
-    "validation and warm-up. Amdahl: a step of which the share p gets s times as fast gets "
-    "1 / (1 - p + p / s) times as fast, at most 1 / (1 - p) times."
+    "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t. "
+    "Speed-ups and differences are taken between runs with the same seed; several runs of one seed "
+    "count as one, their mean. Their ratio is the noise: what two runs of the same code differ by. "
+    "Steps exclude validation and warm-up. Amdahl: a step of which the share p gets s times as "
+    "fast gets 1 / (1 - p + p / s) times as fast, at most 1 / (1 - p) times."
 )
 
 
@@ -38,10 +38,9 @@ def join(found: Found, operator: str, baseline: str | None = None) -> dict[str, 
         NothingFoundError: no file says anything of the operator.
         ComparisonError: no run has the label `baseline`.
     """
+    _require_operator(found, operator)
     correctness = _correctness(found, operator)
     kernels = _kernels(found, operator)
-    if not correctness and not kernels and not found.runs:
-        raise NothingFoundError(_nothing(found, operator))
     training = _training(found, operator, kernels, baseline) if found.runs else None
     contents = {
         "operator": operator,
@@ -55,11 +54,16 @@ def join(found: Found, operator: str, baseline: str | None = None) -> dict[str, 
     return _without_nan({**contents, "verdict": verdict(contents)})
 
 
-def _nothing(found: Found, operator: str) -> str:
-    rows = [row for check in found.checks for row in check["rows"]]
-    names = sorted({row["operator"] for row in (*rows, *found.kernels)})
+def _require_operator(found: Found, operator: str) -> None:
+    """Checks that a file names the operator, or that runs are there which may have used it."""
+    checked = [row["operator"] for check in found.checks for row in check["rows"]]
+    timed = [measured["operator"] for measured in found.kernels]
+    shared = [name for shares, _ in found.shares for name in shares["operators"]]
+    names = sorted({*checked, *timed, *shared})
+    if operator in names or (found.runs and not shared):
+        return
     others = f"; they speak of {', '.join(names)}" if names else ""
-    return (
+    raise NothingFoundError(
         f"no file says anything of {operator}{others}; `hoconv check {operator} --json PATH`, "
         "`hoconv benchmark` and training runs leave what a report reads"
     )
@@ -259,8 +263,8 @@ def _missing(
     labels = [each["label"] for each in training["groups"] if each["runs"]]
     if len(labels) < 2:
         missing.append("Speed-up of training: it needs runs of two implementations or more.")
-    if any(0 < len(each["seeds"]) < LEAST for each in training["groups"]):
-        missing.append("Confidence intervals: they need three seeds or more.")
+    if any(0 < len(each["seeds"]) < LEAST_VALUES for each in training["groups"]):
+        missing.append(f"Confidence intervals: they need {LEAST_VALUES} seeds or more.")
     if not training["noise"]["pairs"]:
         missing.append(
             "Noise: it needs two runs of one seed and the same code; scripts/report.py makes them."

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 CONFIDENCE = 0.95
-LEAST = 3  # values: the interval of two is thirteen times as wide as their difference
+LEAST_VALUES = 3  # of an interval: that of two values is thirteen times as wide as they differ
 
 
 class Estimate(TypedDict):
@@ -21,7 +21,7 @@ class Estimate(TypedDict):
 
 def estimate(values: Iterable[float]) -> Estimate:
     """Returns the mean of independent values, and half of its interval by Student's t, which takes
-    `LEAST` values."""
+    `LEAST_VALUES`."""
     from scipy.stats import t  # a second to import, which a run that only reads need not pay
 
     values = list(values)
@@ -29,7 +29,7 @@ def estimate(values: Iterable[float]) -> Estimate:
     if not n:
         return {"mean": None, "ci95": None, "n": 0}
     mean = statistics.fmean(values)
-    if n < LEAST:
+    if n < LEAST_VALUES:
         return {"mean": mean, "ci95": None, "n": n}
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
     return {"mean": mean, "ci95": quantile * statistics.stdev(values) / math.sqrt(n), "n": n}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hoconv.report.estimates import amdahl, estimate, holds, ratios
+from hoconv.report.estimates import LEAST_VALUES, amdahl, estimate, holds, ratios
 from hoconv.report.files import Found
 from hoconv.report.groups import Group
 
@@ -167,7 +167,7 @@ def _why(
     if found["inside"]:
         return []
     if found["inside"] is None:
-        return [f"there is no interval of {found['measured']['n']} seeds"]
+        return [f"{found['measured']['n'] or 'no'} seeds have no interval: it takes {LEAST_VALUES}"]
     why = []
     for each, share in ((old, before), (new, after)):
         times = parts(each, share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hoconv.report.estimates import Estimate, holds
+from hoconv.report.estimates import LEAST_VALUES, Estimate, holds
 from hoconv.report.step import BUSY, WAITING
 
 SMALL = 1.05  # times as fast: a limit below that is not worth a kernel
@@ -82,9 +82,12 @@ def _of_training(training: dict[str, Any]) -> dict[str, Any]:
     differs = holds(speedup, 1.0) is False and abs(speedup["mean"] - 1) > noise
     reasons: list[str] = []
     if speedup["ci95"] is None:
-        headline = f"{new} trains {times} times as fast as {old}, with too few seeds to be sure."
+        n = speedup["n"]
+        seeds = "one seed" if n == 1 else f"{n} seeds"
+        headline = f"{new} trains {times} times as fast as {old}, by {seeds} alone."
         tone = "neutral"
-        reasons.append("Three seeds have a confidence interval: they say whether this holds.")
+        reasons.append(f"A confidence interval, which says whether this holds, takes "
+                       f"{LEAST_VALUES} seeds.")  # fmt: skip
     elif not differs:
         headline, tone = _no_difference(groups[old], best, old, new), "neutral"
         reasons.append(f"A step of {new} is {times} times as fast as one of {old}.")

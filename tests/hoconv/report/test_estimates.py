@@ -14,12 +14,15 @@ def test_the_interval_is_that_of_students_t() -> None:
     found = estimate([2.0, 4.0, 6.0])
     assert found["mean"] == 4
     assert found["ci95"] == pytest.approx(4.3027 * 2 / math.sqrt(3), rel=1e-4)
+    # 1, 2, 3 and 6: deviation 2.1602; t is 3.182 for three.
+    found = estimate([1.0, 2.0, 3.0, 6.0])
+    assert found["ci95"] == pytest.approx(3.1824 * 2.1602 / 2, rel=1e-4)
 
 
 def test_too_few_values_have_no_interval() -> None:
     assert estimate([]) == {"mean": None, "ci95": None, "n": 0}
     assert estimate([7.0]) == {"mean": 7.0, "ci95": None, "n": 1}
-    assert estimate([1.0, 3.0]) == {"mean": 2.0, "ci95": None, "n": 2}
+    assert estimate([7.0, 8.0]) == {"mean": 7.5, "ci95": None, "n": 2}
 
 
 def test_values_of_one_seed_belong_together() -> None:
@@ -27,7 +30,8 @@ def test_values_of_one_seed_belong_together() -> None:
     assert ratios(old, new) == [2.0, 3.0]
     assert differences(old, new) == [-5.0, -20.0]
     # Paired by seed the ratios agree exactly, whatever seeds differ by among themselves.
-    assert estimate(ratios({0: 1.0, 1: 9.0, 2: 100.0}, {0: 0.5, 1: 4.5, 2: 50.0}))["ci95"] == 0
+    old, new = {0: 1.0, 1: 100.0, 2: 9.0}, {0: 0.5, 1: 50.0, 2: 4.5}
+    assert estimate(ratios(old, new)) == {"mean": 2.0, "ci95": 0.0, "n": 3}
 
 
 @pytest.mark.parametrize(

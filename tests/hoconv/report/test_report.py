@@ -73,12 +73,14 @@ def test_the_page_holds_its_json_and_what_it_says(three_seeds: Write) -> None:
 
 
 def test_two_runs_of_the_same_code_that_differ_more_say_nothing(three_seeds: Write) -> None:
-    files = three_seeds([10.0, 10.0, 10.0], [9.5, 9.6, 9.4], [10.0, 12.0, 9.0])
+    files = three_seeds([9.0, 11.0, 9.0], [9.5, 9.5, 9.51], [11.0, 9.0, 11.0])
     report = files.report()
+    (prediction,) = report["training"]["predictions"]
+    assert prediction["measured"]["mean"] - prediction["measured"]["ci95"] > 1.04
+    assert report["training"]["noise"]["most"] == pytest.approx(11 / 9 - 1)
     assert report["verdict"]["headline"] == (
         "No difference between cpp and reference can be told from noise."
     )
-    assert report["training"]["noise"]["most"] == pytest.approx(1 - 10 / 12)
 
 
 def test_a_step_that_waits_for_data(three_seeds: Write) -> None:
@@ -151,7 +153,7 @@ def test_one_run_is_a_page_that_says_what_is_missing(files: Any) -> None:
     files.run("cpp", 0)
     report = files.report()
     said = " ".join(report["missing"])
-    for text in ("hoconv check", "hoconv benchmark", "two implementations", "three seeds", "Noise"):
+    for text in ("hoconv check", "hoconv benchmark", "two implementations", "3 seeds", "Noise"):
         assert text in said
     assert report["training"]["predictions"] == []
 
@@ -161,6 +163,13 @@ def test_kernels_alone_are_a_page(files: Any) -> None:
     report = files.report()
     assert report["training"] is None
     assert any("cpp is the fastest" in reason for reason in report["verdict"]["reasons"])
+
+
+def test_runs_that_did_not_use_the_operator_are_no_page(files: Any, capsys: Any) -> None:
+    files.run("cpp", 0)
+    files.share("cpp", step_ms=4.0, operator_ms=1.0)
+    assert main(["report", "caraffe", str(files.folder), "--out", str(files.out)]) == 1
+    assert "no file says anything of caraffe; they speak of carafe; " in capsys.readouterr().err
 
 
 def test_where_nothing_is_there_the_error_is_one_line(files: Any, capsys: Any) -> None:
@@ -231,5 +240,6 @@ def test_the_committed_measurements_make_a_page(tmp_path: Path) -> None:
     others = [str(RESULTS / name) for name in ("step_cuda.json", "check_cuda.json")]
     assert main(["report", "high_order_layer", *runs, *others, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report_high_order_layer.json").read_text())
+    assert report["verdict"]["headline"].endswith("times as fast as reference, by one seed alone.")
     (prediction,) = report["training"]["predictions"]
     assert prediction["predicted"] == pytest.approx(prediction["measured"]["mean"], rel=0.1)
