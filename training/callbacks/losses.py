@@ -151,7 +151,7 @@ class LossRecord(pl.Callback):
             if copy.copied is not None:
                 copy.copied.synchronize()
             values = copy.losses.tolist()
-            others = dict(zip(copy.names, values[len(values) - len(copy.names) :])) | copy.kept
+            others = {**dict(zip(copy.names, values[len(values) - len(copy.names) :])), **copy.kept}
             values = values[: len(values) - len(copy.names)]
             rows = [{"step": step, "loss": v} for step, v in enumerate(values, copy.first_row)]
             self._trainer.callback_metrics[NAME] = torch.tensor(values[-1], dtype=torch.float64)
