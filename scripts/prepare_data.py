@@ -1,7 +1,8 @@
 """Downloads, checks and prepares data sets: ``python scripts/prepare_data.py coco``.
 
 mnist      downloads 11 MB, into <data-dir>/mnist
-coco       downloads 20 GB, into <data-dir>/coco; unpacking needs 21 GB more; 2017, or --year 2014
+coco       downloads 20 GB, into <data-dir>/coco; unpacking needs 21 GB more; 2017, or --year 2014.
+           What is unpacked there already is not downloaded
 coco_tiny  downloads nothing: generates the data set
 
 If a command is interrupted, run it again: it continues.
@@ -10,6 +11,7 @@ If a command is interrupted, run it again: it continues.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from datamodules.images import CacheError, DataNotFoundError
 from datamodules.mnist import MD5 as MNIST_MD5
 from training.disk import DiskError
 
+FILES = ("instances", "captions")  # of annotations
 COCO_HOST = "http://images.cocodataset.org"
 COCO_MD5 = {
     2014: {
@@ -85,6 +88,9 @@ def prepare_coco(data_dir: Path, cache_dir: Path, year: int, image_size: int | N
         )  # holds the md5 of the archive that was unpacked
         if unpacked.exists() and unpacked.read_text() == md5:
             continue
+        if not archive.exists() and (found := _unpacked_by_others(folder, archive.stem, year)):
+            print(f"{found} is there: {archive.name} is not downloaded")
+            continue
         downloads.download([f"{COCO_HOST}/{name}"], archive, md5)
         downloads.unpack(archive, folder)
         unpacked.write_text(md5)
@@ -95,6 +101,27 @@ def prepare_coco(data_dir: Path, cache_dir: Path, year: int, image_size: int | N
         data.prepare_data()
         data.setup("fit")  # prints which files are damaged
     print(f"COCO {year} is ready: {folder}")
+
+
+def _unpacked_by_others(folder: Path, archive: str, year: int) -> Path | None:
+    """Returns where all that an archive holds is; None where some of it is missing.
+
+    An unpacking of ours that was interrupted has its archive beside it.
+    """
+    if archive.startswith("annotations"):
+        names = [f"{task}_{split}{year}.json" for task in FILES for split in ("train", "val")]
+        complete = all((folder / "annotations" / name).is_file() for name in names)
+        return folder / "annotations" if complete else None
+    images, split = folder / archive, archive.removesuffix(str(year))
+    annotations = folder / "annotations" / f"instances_{split}{year}.json"
+    if not images.is_dir() or not annotations.is_file():
+        return None
+    names = {image["file_name"] for image in json.loads(annotations.read_text())["images"]}
+    missing = names - {path.name for path in images.iterdir()}
+    if not missing:
+        return images
+    print(f"{images} lacks {len(missing)} of {len(names)} images, such as {min(missing)}")
+    return None
 
 
 def prepare_tiny(cache_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import warnings
@@ -131,6 +132,24 @@ def test_a_prediction_says_where_its_files_are(run, tmp_path):
     )  # fmt: skip
     assert done.exit_code == 0, done.err
     assert f"predictions {done.folder / 'classes.csv'}" in done.out
+
+
+def test_a_profile_leaves_a_trace_and_counts_operations(run):
+    done = run(
+        "debug=profile", *SHORT[1:], "callbacks.profile.first=2", "callbacks.profile.steps=2",
+        "trainer.max_epochs=1", "trainer.limit_train_batches=5", "data.batch_size=8",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    assert "traceEvents" in (done.folder / "profile" / "trace.json").read_text()
+    assert "Profile of 2 steps" in done.out
+    (operations,) = re.findall(r"^operations +(\S+) floating", done.out, re.MULTILINE)
+    assert float(operations) > 8 * 3 * 2 * 4 * 9 * 64  # the first convolution, three times
+
+
+def test_a_fit_that_is_too_short_for_a_profile_says_so(run):
+    done = run("debug=profile", *SHORT[1:], "trainer.max_epochs=1", "trainer.limit_train_batches=5")
+    assert done.exit_code == 0
+    assert "no profile: it takes 30 steps, the fit had 5" in done.err
 
 
 @pytest.mark.filterwarnings("ignore:Attribute .layer. is an instance of .nn.Module")

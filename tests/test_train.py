@@ -48,7 +48,7 @@ def test_a_run_leaves_results_losses_configuration_and_checkpoint(run):
     saved = OmegaConf.load(done.folder / "config.yaml")
     assert saved.model.network.image_shape == [1, 8, 8]
     assert not OmegaConf.to_yaml(saved).count("${")
-    for expected in ("learning_rate:", "network.features.2", "test/accuracy", "results.json"):
+    for expected in ("experiment", "network.features.2", "test/accuracy", "results.json"):
         assert expected in done.out
 
 

@@ -42,17 +42,21 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
         callbacks.append(InitialWeights(start.path, start.state_dict))
-    about = functools.partial(describe, config, results.identity, data)
-    trainer = make_trainer(config, run_dir, callbacks, about)
+    description = functools.partial(describe, config, results.identity, data)
+    trainer = make_trainer(config, run_dir, callbacks, description)
 
     results.environment["implementations"] = show_implementations(model, trainer)
 
     # Last: a run that cannot begin leaves nothing at W&B.
     trainer.loggers = loggers = make_loggers(config.logger, logged)
     try:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
+        about: dict[str, Any] = {
+            **OmegaConf.to_container(config, resolve=True),  # pyright: ignore
+            "implementations": results.environment["implementations"],
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
         for logger in loggers:
-            logger.log_hyperparams(plain)
+            logger.log_hyperparams(about)
         trainer.fit(model, datamodule=data, ckpt_path=resumed)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore

@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,20 @@ _INSTRUCTION_SETS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }  # fmt: skip
+# What is compiled to see how fast this machine is now; a core of its own takes half a second.
+PROBE = """
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+int main() {
+    std::map<std::string, std::vector<std::string>> words;
+    words["a"].push_back("b");
+    std::sort(words["a"].begin(), words["a"].end());
+    return static_cast<int>(words.size());
+}
+"""
 _running = threading.BoundedSemaphore(CORES)  # compilers of this process, of all its builds
 
 
@@ -98,6 +113,20 @@ def compiler(device: str) -> str:
         "no CUDA compiler was found; install the CUDA toolkit "
         "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
     )
+
+
+@functools.cache
+def probe_seconds() -> float | None:
+    """Returns how long the C++ compiler takes for `PROBE`; None where it fails."""
+    options = [*flags("cpu", ()), "-x", "c++", "-S", "-", "-o", os.devnull]
+    begin = time.monotonic()
+    try:
+        subprocess.run(
+            [compiler("cpu"), *options], input=PROBE.encode(), capture_output=True, check=True
+        )
+    except (BuildError, OSError, subprocess.CalledProcessError):
+        return None
+    return time.monotonic() - begin
 
 
 @functools.cache

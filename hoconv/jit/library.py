@@ -27,7 +27,9 @@ from hoconv.jit import cache, compilers, headers
 from hoconv.jit.cache import BuildError
 
 _HEADER_FLAGS = ("-I", "-iquote", "-include", "-imacros", "--include-path", "--pre-include")
-_SECONDS = {"cpu": 10, "cuda": 25}  # that one source takes on one core, for one architecture
+# How many times as long as `compilers.PROBE` one source takes, for one architecture. Those of
+# hoconv take 4 to 14 times as long.
+_PROBES = {"cpu": 14, "cuda": 35}
 _LINK = (
     "where the checkout made a text file of the symbolic link hoconv/csrc, clone again with "
     "git clone -c core.symlinks=true"
@@ -65,7 +67,7 @@ class Library:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
             raise ValueError(f"name: expected letters, digits, _, - and ., got {self.name!r}")
-        if self.device not in _SECONDS:
+        if self.device not in _PROBES:
             raise ValueError(f"device: expected cpu or cuda, got {self.device!r}")
         for name, of in (("sources", Path), ("include", Path), ("flags", str)):
             given = getattr(self, name)
@@ -199,10 +201,9 @@ class Library:
         what = f"{self.name} for {self.device}"
         if changed := sum(cache.find(key) is None for key in objects):
             architectures = sum(flag.startswith("-gencode") for flag in flags) or 1
-            seconds = _SECONDS[self.device] * architectures * math.ceil(changed / compilers.CORES)
-            took = f"{seconds} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+            rounds = _PROBES[self.device] * architectures * math.ceil(changed / compilers.CORES)
             files = f"{changed} of {len(objects)} files"
-            said = f"hoconv: compiling {what}, once ({files}, about {took})"
+            said = f"hoconv: compiling {what}, once ({files}{_estimate(rounds)})"
             print(said, file=sys.stderr, flush=True)
         start = time.monotonic()
         options = [*flags, *compilers.include_flags(self._folders())]
@@ -225,6 +226,16 @@ class Library:
         compilers.run([command, "-shared", *linked, *self.flags, "-o", str(shared)])
         print(f"hoconv: compiled {what} in {time.monotonic() - start:.0f} s", file=sys.stderr)
         return shared
+
+
+def _estimate(probes: int) -> str:
+    """Says how long so many times the compilation of a small file takes on this machine, as busy as
+    it is."""
+    probe = compilers.probe_seconds()
+    if probe is None:
+        return ""
+    seconds = probes * probe
+    return f", about {seconds:.0f} s" if seconds < 100 else f", about {seconds / 60:.0f} minutes"
 
 
 @functools.cache

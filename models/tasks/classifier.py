@@ -56,9 +56,12 @@ class Classifier(pl.LightningModule):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network(inputs.to(self.dtype))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Returns the loss and the accuracy, scalars."""
         inputs, labels = batch
-        return F.cross_entropy(self(inputs), labels, label_smoothing=self.label_smoothing)
+        logits = self(inputs)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        return {"loss": loss, "accuracy": (logits.argmax(1) == labels).to(loss.dtype).mean()}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_accuracy)

@@ -230,6 +230,32 @@ def test_coco_is_downloaded_unpacked_checked_and_decoded(
     assert "COCO 2017 is ready" in capsys.readouterr().out
 
 
+def unpack(server, published, *names: str) -> Path:
+    """Unpacks archives as somebody else would, without a trace."""
+    folder = published / "coco"
+    for name in names:
+        with zipfile.ZipFile(io.BytesIO(server.files[name])) as file:
+            file.extractall(folder)
+    return folder
+
+
+def test_what_is_unpacked_already_is_not_downloaded(server, prepare_data, published, tmp_path):
+    unpack(server, published, *(name for name in server.files if name != "/file"))
+    command = ["coco", "--data-dir", str(published), "--cache-dir", str(tmp_path / "cache")]
+    assert prepare_data.main(command) == 0
+    assert server.requests == []
+
+
+def test_an_image_that_is_missing_is_downloaded(server, prepare_data, published, tmp_path, capsys):
+    folder = unpack(server, published, *(name for name in server.files if name != "/file"))
+    next((folder / "val2017").iterdir()).unlink()
+    command = ["coco", "--data-dir", str(published), "--cache-dir", str(tmp_path / "cache")]
+    assert prepare_data.main(command) == 0
+    assert [path for path, _ in server.requests] == ["/zips/val2017.zip"]
+    assert "val2017 lacks 1 of 128 images" in capsys.readouterr().out
+    assert len(list((folder / "val2017").iterdir())) == 128
+
+
 def test_a_download_that_fails_is_one_line(server, prepare_data, published, tmp_path, capsys):
     del server.files["/zips/val2017.zip"]
     command = ["coco", "--data-dir", str(published), "--cache-dir", str(tmp_path / "cache")]

@@ -28,6 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import train
 from models.tasks.optimizer import configure
 from tests.training.recorded_graph import RecordingCPU
+from training.callbacks.profile import Profile
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps, CaptureError
 
@@ -207,6 +208,14 @@ def test_optimizers_and_schedules_of_the_configuration(
     assert captured.capture.replays > 0
     # The rates of a schedule are no float32, and so captured steps round in another way.
     assert captured.losses == pytest.approx(eager.losses, rel=1e-4)
+
+
+def test_a_profile_lets_steps_be_captured(
+    fit: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_captured(fit, Plain, callbacks=[Profile(first=10, steps=2)])
+    assert (tmp_path / "profile" / "trace.json").exists()
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

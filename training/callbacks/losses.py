@@ -1,4 +1,4 @@
-"""Recording the loss of every training step in losses.csv, and some as train/loss."""
+"""Recording the loss of every training step in losses.csv; logging some, and what else there is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import FSDPStrategy
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from training.callbacks.finite import NotFiniteError
 from training.results.table import GrowingTable
@@ -22,7 +25,9 @@ class LossRecord(pl.Callback):
     """Writes ``step,loss`` for every training batch that has a loss, the mean over all devices, in
     digits that give the same float back: runs can be compared bit for bit. Every
     ``trainer.log_every_n_steps`` steps the last loss is logged as ``train/loss`` and shown in the
-    progress bar.
+    progress bar. Loggers also get, of the same step, ``train/learning_rate``,
+    ``train/gradient_norm``, after clipping, and every other scalar tensor that ``training_step``
+    returns beside its loss, as ``train/<its name>``.
 
     Losses stay on the device until there are ``log_every_n_steps`` of them. A GPU's are copied then
     and written when the next are copied: no step waits for the GPU, as it would for
@@ -39,6 +44,7 @@ class LossRecord(pl.Callback):
         self._losses: list[Tensor] = []  # on the device
         self._copies: deque[_Copy] = deque()  # on their way to the host
         self._rows = 0  # how many losses there were before `_losses`
+        self._rate: Any = None  # of learning, in the step that is running
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rows = state_dict["rows"]
@@ -49,6 +55,12 @@ class LossRecord(pl.Callback):
         self._copies.clear()
         if trainer.is_global_zero:
             self._table = GrowingTable(self.path, ("step", "loss"), self._rows)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._logs(trainer, ahead=1) and trainer.optimizers:
+            self._rate = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_end(
         self,
@@ -62,9 +74,8 @@ class LossRecord(pl.Callback):
         if loss is None:
             return  # the model skipped this batch, or optimises by itself
         self._losses.append(loss.detach())
-        every = trainer.log_every_n_steps  # pyright: ignore
-        if every and (self._rows + len(self._losses)) % every == 0:
-            self._copy(logged_step=trainer.global_step)
+        if self._logs(trainer):
+            self._copy(trainer.global_step, self._others(trainer, pl_module, outputs))
             self._write(left=int(self._copies[-1].copied is not None))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,22 +91,55 @@ class LossRecord(pl.Callback):
         if trainer.world_size == 1 and not isinstance(exception, NotFiniteError):
             self._flush()  # with several processes it would wait for those that did not fail
 
+    def _logs(self, trainer: pl.Trainer, ahead: int = 0) -> bool:
+        """Whether the last loss, or that of a step ahead, is logged."""
+        every = trainer.log_every_n_steps  # pyright: ignore
+        return bool(every) and (self._rows + len(self._losses) + ahead) % every == 0
+
+    def _others(
+        self, trainer: pl.Trainer, model: pl.LightningModule, outputs: Any
+    ) -> dict[str, Any]:
+        """What is logged with the loss: tensors on the device, and numbers."""
+        if not trainer.loggers:
+            return {}
+        returned = outputs.items() if isinstance(outputs, Mapping) else ()
+        others: dict[str, Any] = {
+            f"train/{name}": value.detach()
+            for name, value in returned
+            if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
+        }
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients and not isinstance(trainer.strategy, FSDPStrategy):  # which has parts of them
+            others["train/gradient_norm"] = get_total_norm(gradients)
+        if isinstance(self._rate, float | int):  # a tensor's value would be waited for
+            others["train/learning_rate"] = self._rate
+        return others
+
     def _flush(self) -> None:
         if self._losses:
             self._copy()
         self._write()
 
-    def _copy(self, logged_step: int | None = None) -> None:
+    def _copy(
+        self, logged_step: int | None = None, others: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Begins to copy the losses to the host; the last is logged under a step, if there is
-        one."""
-        mean: Any = self._trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean")
+        one, with `others`."""
+        tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
+        kept = {name: value for name, value in others.items() if name not in tensors}
+        parts = [
+            *self._losses,
+            *(each.reshape(()).to(self._losses[0]) for each in tensors.values()),
+        ]
+        mean: Any = self._trainer.strategy.reduce(torch.stack(parts), reduce_op="mean")
         copied = None
         if mean.device.type == "cuda":
             mean = mean.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
         epoch = self._trainer.current_epoch
-        self._copies.append(_Copy(self._rows + 1, mean, copied, logged_step, epoch))
+        names = tuple(tensors)
+        self._copies.append(_Copy(self._rows + 1, mean, copied, logged_step, epoch, names, kept))
         self._rows += len(self._losses)
         self._losses = []
 
@@ -107,6 +151,8 @@ class LossRecord(pl.Callback):
             if copy.copied is not None:
                 copy.copied.synchronize()
             values = copy.losses.tolist()
+            others = {**dict(zip(copy.names, values[len(values) - len(copy.names) :])), **copy.kept}
+            values = values[: len(values) - len(copy.names)]
             rows = [{"step": step, "loss": v} for step, v in enumerate(values, copy.first_row)]
             self._trainer.callback_metrics[NAME] = torch.tensor(values[-1], dtype=torch.float64)
             self._trainer.progress_bar_metrics[NAME] = values[-1]
@@ -119,7 +165,7 @@ class LossRecord(pl.Callback):
                         "debug=find_nan says which layer it began in"
                     )
             if copy.logged_step is not None:
-                metrics = {NAME: values[-1], "epoch": copy.epoch}
+                metrics = {NAME: values[-1], **others, "epoch": copy.epoch}
                 for logger in self._trainer.loggers:
                     logger.log_metrics(metrics, step=copy.logged_step)
 
@@ -129,9 +175,12 @@ class _Copy(NamedTuple):
 
     Attributes:
         first_row: of the table.
+        losses: and behind them the values of `names`.
         copied: a mark in the GPU's queue behind the copy; None where nothing is to be waited for.
         logged_step: as which the last is logged, or None.
         epoch: in which that is.
+        names: of the values that are logged with the last loss.
+        kept: more of these, which are on the host.
     """
 
     first_row: int
@@ -139,3 +188,5 @@ class _Copy(NamedTuple):
     copied: torch.cuda.Event | None
     logged_step: int | None
     epoch: int
+    names: tuple[str, ...]
+    kept: Mapping[str, Any]

@@ -73,6 +73,14 @@ class Pictures(pl.Callback, ABC):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("val/pictures", [str(path)], step=trainer.global_step)
+                self.publish(logger, trainer.global_step, pixels.numpy(), batch, outputs, names)
+
+    def publish(
+        self, logger: WandbLogger, step: int, pixels: np.ndarray, batch: Any, outputs: Any,
+        names: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        """Logs what W&B shows in a way of its own; the arguments are as for `draw`."""
+        return
 
 
 class SegmentationPictures(Pictures):
@@ -95,6 +103,23 @@ class SegmentationPictures(Pictures):
             _write_text(picture, column * images.width // 3, 0, heading)
         return picture
 
+    def publish(
+        self, logger: WandbLogger, step: int, pixels: np.ndarray, batch: Any, outputs: Any,
+        names: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        """Logs ``val/masks``, images on which W&B lays the masks, with the names of classes."""
+        masks = []
+        for target, found in zip(batch.labels[:SHOWN].cpu(), outputs[:SHOWN].cpu()):
+            labels = torch.stack([target.long(), found.long()]).unique().tolist()
+            classes = {label: _name(label, names) for label in labels}
+            masks.append(
+                {
+                    kind: {"mask_data": mask.numpy().astype(np.uint8), "class_labels": classes}
+                    for kind, mask in (("target", target), ("prediction", found))
+                }
+            )
+        logger.log_image("val/masks", list(pixels), step=step, masks=masks)
+
 
 class CaptionPictures(Pictures):
     """Draws the image, and beside it the model's caption and a reference. The model's validation
@@ -112,6 +137,19 @@ class CaptionPictures(Pictures):
             text = "\n".join(textwrap.fill(caption, TEXT_COLUMNS) for caption in captions)
             canvas.text((size + MARGIN, i * size + MARGIN), text, "black", _font())
         return picture
+
+    def publish(
+        self, logger: WandbLogger, step: int, pixels: np.ndarray, batch: Any, outputs: Any,
+        names: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        """Logs ``val/captions``, a table with every image."""
+        import wandb
+
+        rows = [
+            [wandb.Image(image), caption, " / ".join(references)]
+            for image, caption, references in zip(pixels, outputs, batch.references)
+        ]
+        logger.log_table("val/captions", ["image", "caption", "references"], rows, step=step)
 
 
 def _legend(labels: list[int], names: Sequence[str] | None, width: int) -> Image.Image:

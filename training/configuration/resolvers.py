@@ -5,23 +5,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from training.folder import run_folder
 from training.implementations import label
 
+MAX_TITLE = 128  # characters that W&B takes
+# Groups and values that say what a run computes, and not where or how it is recorded.
+NAMED = (
+    "capture", "channels_last", "compile", "data", "model", "optimizer", "scheduler", "callbacks",
+    "tf32", "trainer",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def register() -> None:
     """``${project:x}`` is a path in the project; ``${attribute:module.Class,x}`` is what a class
     declares; ``${run_folder:...}`` is :func:`training.folder.run_folder`; ``${label:${impl}}`` is
-    :func:`training.implementations.label`."""
+    :func:`training.implementations.label`, ``${title:...}`` and ``${runs:...}`` are
+    :func:`title` and :func:`runs`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("label", label, replace=True)
+    OmegaConf.register_new_resolver("title", title, replace=True)
+    OmegaConf.register_new_resolver("runs", runs, replace=True)
+
+
+def title(impl: str, seed: int) -> str:
+    """The name of a run at a logger: its implementation, what was set of it, its seed."""
+    given = (text.lstrip("+").partition("=") for text in HydraConfig.get().overrides.task)
+    said = [
+        f"{name.rpartition('.')[2]}={value}"
+        for name, _, value in given
+        if name.partition(".")[0] in NAMED and name != "trainer" and not name.endswith("_dir")
+    ]
+    return " ".join([impl, *said, f"seed {seed}"])[:MAX_TITLE]
+
+
+def runs(name: str) -> str:
+    """The group of a run at a logger: the runs of a sweep are one, others those of their name."""
+    chosen = HydraConfig.get()
+    sweep = chosen.mode == RunMode.MULTIRUN
+    return f"{name} {Path(chosen.sweep.dir).name}" if sweep else name
 
 
 def _attribute(path: str, name: str) -> Any:

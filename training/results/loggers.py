@@ -21,6 +21,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor
 
 from training import console
 from training.configuration.instantiation import instantiate_as
@@ -83,19 +84,41 @@ class CSVMetrics(Logger):
 
 
 class WandbRun(WandbLogger):
-    """A WandbLogger that warns once, instead of raising, where W&B's server or process is lost."""
+    """A WandbLogger that also logs the best of each metric so far, and warns once, instead of
+    raising, where W&B's server or process is lost.
+
+    Args:
+        best: of a run that is continued.
+        arguments: of ``pytorch_lightning.loggers.WandbLogger``.
+    """
+
+    def __init__(self, best: Mapping[str, float] | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._best = dict(best or {})
 
     @property
     def continuation(self) -> dict[str, Any]:
-        return {"id": self.version}
+        return {"id": self.version, "best": self._best}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         try:
-            super().log_metrics(metrics, step)
+            super().log_metrics({**metrics, **self._best_of(metrics)}, step)
         except (OSError, wandb_error()) as error:
             if not self._lost:
                 console.warn(f"Weights & Biases takes no more metrics ({_line(error)})")
             self._lost = True
+
+    def _best_of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """The best so far of the metrics of a validation: the least of a loss, else the greatest,
+        under ``best/``."""
+        for name, value in metrics.items():
+            if name.startswith("val/") and isinstance(value, int | float | Tensor):
+                best = min if name.endswith("loss") else max
+                self._best[f"best/{name}"] = best(
+                    float(value), self._best.get(f"best/{name}", float(value))
+                )
+        found = {f"best/{name}" for name in metrics} & self._best.keys()
+        return {name: self._best[name] for name in found}
 
     _lost = False
 
@@ -170,6 +193,9 @@ def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
         return None
     folder = Path(wandb.run.dir).parent
     try:
+        for name in wandb.run.summary.keys() - summary.keys():
+            if name.startswith("throughput/"):  # of the last steps; `summary` is of the whole fit
+                del wandb.run.summary[name]
         wandb.run.summary.update(summary)
         wandb.finish(exit_code=exit_code)
     except (OSError, wandb_error()) as error:
