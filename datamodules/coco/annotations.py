@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from datamodules.coco import masks
-from datamodules.coco.cache import Entry, find_or_make
-from datamodules.coco.decoding import MAX_PIXELS
-from datamodules.coco.skipped import DamagedError, Skipped
 from datamodules.images import DataNotFoundError
+from datamodules.reading.cache import Entry, find_or_make
+from datamodules.reading.decoding import MAX_PIXELS
+from datamodules.reading.skipped import DamagedError, Skipped
 
 FORMAT = 2  # version of the packed arrays; part of their key in the cache
 IGNORE = 255  # the label of pixels that count in no loss and no metric
 MAX_CATEGORIES = IGNORE - 1  # labels are bytes, and 0 is the background
-MAX_NAME = 255  # bytes: Linux has no longer file names
+MAX_NAME, MAX_PATH = 255, 4095  # bytes: Linux has no longer names of files, and no longer paths
 
 
 class Annotations:
@@ -102,9 +102,9 @@ class Captions(Annotations):
         first, end = self.packed["text_offsets"][annotation : annotation + 2]
         return self.packed["text"][first:end].tobytes().decode()
 
-    def texts(self) -> Iterator[str]:
-        """Returns all captions, image by image."""
-        return (self.text(annotation) for annotation in range(len(self.images_of_annotations())))
+    def texts(self, numbers: np.ndarray) -> Iterator[str]:
+        """Returns all captions of the images of `numbers`, image by image."""
+        return (text for number in numbers.tolist() for text in self.of_image(number))
 
     def images_without(self) -> list[str]:
         """Returns the file names of the images that have no caption."""
@@ -167,7 +167,8 @@ def _load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
 
 def _unreadable_file_error(path: Path, error: OSError) -> DataNotFoundError:
     return DataNotFoundError(
-        f"{path} cannot be read ({error.strerror}); `python scripts/prepare_data.py coco` "
+        f"{path} cannot be read ({error.strerror}); data.folder or data.train_annotations and "
+        "data.val_annotations name data of your own; `python scripts/prepare_data.py coco` "
         "downloads COCO, and HOCONV_DATA_DIR names the folder whose sub-folder coco holds it"
     )
 
@@ -212,8 +213,7 @@ def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
         return "the id of the image is not a 64-bit integer"
     if ids[number] > 1:
         return "several images have the same id"
-    name = _encode_text(image.get("file_name"))
-    if not name or len(name) > MAX_NAME or b"/" in name:
+    if not _is_file_name(image.get("file_name")):
         return "the image has no valid file name"
     height, width = image.get("height"), image.get("width")
     if type(height) is not int or type(width) is not int or height < 1 or width < 1:
@@ -221,6 +221,16 @@ def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
     if height * width > MAX_PIXELS:
         return f"the image has more than {MAX_PIXELS:,} pixels"
     return None
+
+
+def _is_file_name(text: Any) -> bool:
+    """Whether it names a file in a folder or in folders inside that one, and no other file."""
+    name = _encode_text(text)
+    if not name or len(name) > MAX_PATH:
+        return False
+    return all(
+        part not in (b"", b".", b"..") and len(part) <= MAX_NAME for part in name.split(b"/")
+    )
 
 
 def _group_annotations(

@@ -1,4 +1,5 @@
-"""COCO as a LightningDataModule: images with the class of every pixel, or with captions.
+"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, or with
+captions.
 
 B batch, S image size.
 """
@@ -9,6 +10,7 @@ import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
@@ -16,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from datamodules.coco.annotations import Annotations, Captions, Instances
 from datamodules.coco.captions import CaptionSet, Vocabulary, collate
+from datamodules.coco.files import SPLITS, Files
 from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.coco.resident import ResidentCaptions, ResidentSegmentation, move
 from datamodules.coco.segmentation import SegmentationSet
-from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
 from datamodules.memory import EvaluationBatches, TrainingBatches
 from datamodules.placement import (
@@ -28,6 +30,7 @@ from datamodules.placement import (
     is_resident,
     require_known,
 )
+from datamodules.reading.skipped import Skipped, report
 from datamodules.sampling import (
     Epochs,
     EvenBatches,
@@ -48,12 +51,13 @@ Resident = ResidentSegmentation | ResidentCaptions
 
 
 class COCO(pl.LightningDataModule):
-    """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312) in its published layout.
+    """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312), or other data in its format.
 
-    It reads ``coco/{train,val}<year>/*.jpg`` and
-    ``coco/annotations/{instances,captions}_{train,val}<year>.json``, and writes nothing there.
-    The images of val both validate and test: COCO's test annotations are not public. An image is
-    resized to a square as a whole, nothing is cut off.
+    It reads ``{train,val}/*`` and ``annotations/{instances,captions}_{train,val}.json`` in
+    `folder`, or MS COCO in its published layout, ``{train,val}<year>/*.jpg`` and
+    ``annotations/{instances,captions}_{train,val}<year>.json`` in ``data_dir/coco``. It writes
+    nothing there. The images of val both validate and test: COCO's test annotations are not public.
+    An image is resized to a square as a whole, nothing is cut off.
 
     Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32, normalised with
     ImageNet's mean and standard deviation. A damaged image or annotation is left out: a warning
@@ -68,7 +72,13 @@ class COCO(pl.LightningDataModule):
             images, and with `cache_images` the pixels.
         cache_images: whether decoded images and label maps are kept on disk, so that training does
             not wait for decoding: 4 S^2 bytes an image, 25 GB for S = 224.
-        year: 2014 or 2017.
+        year: of MS COCO, 2014 or 2017.
+        folder: of another data set; None for MS COCO.
+        train_images, val_images: folders of images, in place of those above.
+        train_annotations, val_annotations: annotation files, in place of those above.
+        val_share: the share of the training images that validate instead, where there is nothing
+            else to validate on; None where there is.
+        split_seed: chooses these; not the seed of the run, so that every run has the same.
         augment: whether training images are changed at random.
         test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
@@ -84,17 +94,19 @@ class COCO(pl.LightningDataModule):
     Attributes:
         skipped: name of a file or folder -> reason -> names of what is left out of it.
         vocabulary: of the training captions; None for the task ``segmentation``.
+        num_categories, num_classes, class_names: those of the training annotations; classes count
+            the background. The properties read the file where that is not MS COCO's.
 
     Raises:
         ValueError: an argument is out of range.
-        DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, or
-            its categories are not those of COCO.
+        DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, its
+            categories are not those of COCO, or val has others than train.
         CacheError: in the same methods: the cache cannot be written.
         DataDeviceError: `device` is ``"gpu"`` without `cache_images`; or, by the loaders, the run
             has no GPU.
     """
 
-    num_classes: ClassVar[int] = 81  # 80 categories and the background
+    published_categories: ClassVar[int] = 80
 
     def __init__(
         self,
@@ -105,6 +117,13 @@ class COCO(pl.LightningDataModule):
         cache_dir: str | Path,
         cache_images: bool = False,
         year: int = 2017,
+        folder: str | Path | None = None,
+        train_images: str | Path | None = None,
+        val_images: str | Path | None = None,
+        train_annotations: str | Path | None = None,
+        val_annotations: str | Path | None = None,
+        val_share: float | None = None,
+        split_seed: int = 0,
         augment: bool = True,
         test_split: str = "val",
         min_count: int = 5,
@@ -127,19 +146,39 @@ class COCO(pl.LightningDataModule):
         for name, value in (("image_size", image_size), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if val_share is not None and not 0 < val_share < 1:
+            raise ValueError(f"val_share: expected a number between 0 and 1, got {val_share}")
+        given = {
+            "train_images": train_images,
+            "val_images": val_images,
+            "train_annotations": train_annotations,
+            "val_annotations": val_annotations,
+        }
+        given = {name: path for name, path in given.items() if path is not None}
+        if val_share is not None and (twice := [name for name in given if name.startswith("val")]):
+            raise ValueError(
+                f"val_share: expected null where {twice[0]} is set, got {val_share}: images of "
+                "train validate, or those of val"
+            )
         require_known(device)
         if device == "gpu" and not cache_images:
             raise DataDeviceError(
                 "data.device: expected auto or cpu with data.cache_images=false, got 'gpu'; or use "
                 "data.cache_images=true"
             )
-        self.root = Path(data_dir).resolve() / "coco"
+        self.files = (
+            Files(Path(data_dir).resolve() / "coco", str(year), given)
+            if folder is None
+            else Files(Path(folder).resolve(), given=given)
+        )
+        self.published = folder is None and not given
+        self.val_share = val_share
+        self.split_seed = split_seed
         self.task = task
         self.image_size = image_size
         self.batch_size = batch_size
         self.cache_dir = Path(cache_dir).resolve()
         self.cache_images = cache_images
-        self.year = year
         self.augment = augment
         self.test_split = test_split
         self.min_count = min_count
@@ -155,9 +194,22 @@ class COCO(pl.LightningDataModule):
             tuple[str, torch.device], ResidentSegmentation | ResidentCaptions
         ] = {}
 
+    @property
+    def num_categories(self) -> int:
+        return self.published_categories if self.published else len(self._categories)
+
+    @property
+    def num_classes(self) -> int:
+        return self.num_categories + 1
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """By class; None where there are none, for the task ``captions``."""
+        return None if self.task == "captions" else ("background", *self._categories)
+
     def prepare_data(self) -> None:
         """Fills the cache, in one process only; `setup` then finds the entries in every process."""
-        for split in ("train", "val"):
+        for split in self._splits:
             self._images(split, self._annotations(split))
             if self.task == "segmentation":
                 self._label_maps(split)
@@ -165,33 +217,41 @@ class COCO(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self._sets:
             return
-        annotations = {split: self._annotations(split) for split in ("train", "val")}
+        annotations = {split: self._annotations(split) for split in self._splits}
         images = {split: self._images(split, read) for split, read in annotations.items()}
         for split, read in annotations.items():
             self._report(read.path.name, read.skipped)
             self._report(images[split].folder.name, images[split].skipped)
+        parts = self._parts(images)
         evaluated = {"val": "val", "test": self.test_split}
         if self.task == "segmentation":
             label_maps = {split: self._label_maps(split) for split in annotations}
-            self._sets["train"] = SegmentationSet(
-                images["train"], label_maps["train"], augment=self.augment
-            )
-            for stage, split in evaluated.items():
-                self._sets[stage] = SegmentationSet(images[split], label_maps[split])
+            for stage, part in {"train": "train", **evaluated}.items():
+                split, numbers = parts[part]
+                self._sets[stage] = SegmentationSet(
+                    images[split],
+                    label_maps[split],
+                    numbers,
+                    augment=self.augment and stage == "train",
+                )
         else:
             texts = {split: self._captions(split) for split in annotations}
-            self.vocabulary = Vocabulary.of(texts["train"].texts(), self.min_count)
             for split in texts:
                 self._report(
                     texts[split].path.name,
                     {"the image has no caption": texts[split].images_without()},
                 )
-            self._sets["train"] = CaptionSet(
-                images["train"], texts["train"], self.vocabulary, augment=self.augment
-            )
-            for stage, split in evaluated.items():
+            split, numbers = parts["train"]
+            self.vocabulary = Vocabulary.of(texts[split].texts(numbers), self.min_count)
+            for stage, part in {"train": "train", **evaluated}.items():
+                split, numbers = parts[part]
                 self._sets[stage] = CaptionSet(
-                    images[split], texts[split], self.vocabulary, per_image=True
+                    images[split],
+                    texts[split],
+                    self.vocabulary,
+                    numbers,
+                    per_image=stage != "train",
+                    augment=self.augment and stage == "train",
                 )
 
     def train_dataloader(self) -> TrainingLoader | TrainingBatches[Any]:
@@ -216,26 +276,70 @@ class COCO(pl.LightningDataModule):
         mean, std = _mean_and_std(images.device)
         return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
 
+    @property
+    def _splits(self) -> tuple[str, ...]:
+        """Those that have files of their own."""
+        return SPLITS if self.val_share is None else ("train",)
+
+    def _parts(self, images: dict[str, Images]) -> dict[str, tuple[str, np.ndarray]]:
+        """Returns for ``train`` and ``val`` whose files they use, and the numbers of their images
+        that can be decoded."""
+        if self.val_share is None:
+            return {split: (split, images[split].usable) for split in SPLITS}
+        count = len(images["train"].annotations)
+        order = np.random.default_rng(self.split_seed).permutation(count)
+        chosen = np.isin(images["train"].usable, order[: round(self.val_share * count)])
+        parts = {"train": images["train"].usable[~chosen], "val": images["train"].usable[chosen]}
+        for name, numbers in parts.items():
+            if len(numbers) == 0:
+                raise DataNotFoundError(
+                    f"data.val_share: {self.val_share} of the {count} images in "
+                    f"{images['train'].annotations.path} leaves none for {name}; set another"
+                )
+        return {name: ("train", numbers) for name, numbers in parts.items()}
+
+    @property
+    def _categories(self) -> list[str]:
+        return self._instances("train").categories
+
     def _annotations(self, split: str) -> Annotations:
-        return self._instances(split) if self.task == "segmentation" else self._captions(split)
+        return self._captions(split) if self.task == "captions" else self._instances(split)
 
     def _instances(self, split: str) -> Instances:
-        path = self.root / "annotations" / f"instances_{split}{self.year}.json"
-        instances = Instances(path, self.cache_dir)
-        if len(instances.categories) != self.num_classes - 1:
+        instances = Instances(self.files.annotations(self.task, split), self.cache_dir)
+        if self.published and len(instances.categories) != self.published_categories:
             raise DataNotFoundError(
-                f"{path} has {len(instances.categories)} categories, expected "
-                f"{self.num_classes - 1}: it is not the published file"
+                f"{instances.path} has {len(instances.categories)} categories, expected "
+                f"{self.published_categories}: it is not the published file; for other data set "
+                "data.folder"
             )
+        if split != "train":
+            self._require_same_categories(self._instances("train"), instances)
         return instances
 
+    def _require_same_categories(self, train: Instances, other: Instances) -> None:
+        expected, found = (
+            dict(zip(file.category_ids, file.categories, strict=True)) for file in (train, other)
+        )
+        if found != expected:
+            number = min(i for i in expected | found if found.get(i) != expected.get(i))
+            raise DataNotFoundError(
+                f"{other.path} and {train.path} have different categories: id {number} is "
+                f"{found.get(number)!r} in the first, {expected.get(number)!r} in the second; give "
+                "both files the same list"
+            )
+
     def _captions(self, split: str) -> Captions:
-        path = self.root / "annotations" / f"captions_{split}{self.year}.json"
-        return Captions(path, self.cache_dir)
+        return Captions(self.files.annotations(self.task, split), self.cache_dir)
 
     def _images(self, split: str, annotations: Annotations) -> Images:
-        folder = self.root / f"{split}{self.year}"
-        return Images(folder, annotations, self.image_size, self.cache_dir, self.cache_images)
+        return Images(
+            self.files.images(split),
+            annotations,
+            self.image_size,
+            self.cache_dir,
+            self.cache_images,
+        )
 
     def _label_maps(self, split: str) -> LabelMaps:
         instances = self._instances(split)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from datamodules.coco.datamodule import normalise
-from datamodules.coco.decoding import UnreadableImageError, decode
 from datamodules.coco.pixels import resize
-from datamodules.coco.skipped import report
 from datamodules.images import DataNotFoundError
+from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.skipped import report
 
 SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.coco import COCO, cache, pixels
-from datamodules.coco.skipped import SkippedWarning
+from datamodules.coco import COCO, pixels
 from datamodules.images import CacheError, DataNotFoundError
+from datamodules.reading import cache
+from datamodules.reading.skipped import SkippedWarning
 from tests.datamodules.coco.files import Split, rectangle, write_jpeg
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datamodules.coco import decoding
-from datamodules.coco.decoding import MAX_PIXELS, UnreadableImageError, decode
+from datamodules.reading import decoding
+from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, decode
 from tests.datamodules.coco import pictures
 from tests.datamodules.coco.pictures import GREY, ORIENTATION, SIGNATURE, chunk, header
 
