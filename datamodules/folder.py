@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from datamodules.coco.datamodule import normalise
 from datamodules.coco.folder import SUFFIXES
-from datamodules.coco.pixels import in_threads, resize
+from datamodules.coco.pixels import in_threads
 from datamodules.images import DataNotFoundError, ImageDataModule
 from datamodules.memory import Batch, LabelledImages
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
 
 FORMAT = 1  # version of the entries; part of their keys in the cache

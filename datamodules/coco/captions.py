@@ -160,6 +160,16 @@ class CaptionSet(Dataset[CaptionItem]):
         """Returns the caption of an item, as the vocabulary encodes it."""
         return self.vocabulary.encode(self.captions.text(int(self._annotations[index])))
 
+    def collate(self, items: Sequence[CaptionItem]) -> CaptionBatch:
+        """Makes a batch of items."""
+        tokens, lengths = pad([item.tokens for item in items])
+        return CaptionBatch(
+            images=torch.stack([item.image for item in items]),
+            tokens=tokens,
+            lengths=lengths,
+            references=References([item.references for item in items]),
+        )
+
 
 def round_length(longest: int) -> int:
     """Returns T of a batch, from the length of its longest caption."""
@@ -173,14 +183,3 @@ def pad(captions: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     for row, caption in zip(tokens, captions, strict=True):
         row[: len(caption)] = torch.tensor(caption)
     return tokens, lengths
-
-
-def collate(items: Sequence[CaptionItem]) -> CaptionBatch:
-    """Makes a batch of items."""
-    tokens, lengths = pad([item.tokens for item in items])
-    return CaptionBatch(
-        images=torch.stack([item.image for item in items]),
-        tokens=tokens,
-        lengths=lengths,
-        references=References([item.references for item in items]),
-    )

@@ -1,12 +1,11 @@
-"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, or with
-captions.
+"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, with boxes
+or with captions.
 
 B batch, S image size.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.coco.annotations import Annotations, Captions, Instances
-from datamodules.coco.captions import CaptionSet, Vocabulary, collate
-from datamodules.coco.files import SPLITS, Files
+from datamodules.coco.annotations import Annotations, Captions, Instances, Objects
+from datamodules.coco.boxes import Boxes
+from datamodules.coco.captions import CaptionSet, Vocabulary
+from datamodules.coco.detection import DetectionSet
+from datamodules.coco.files import KINDS, SPLITS, Files
+from datamodules.coco.folder import SplitSet, join
 from datamodules.coco.pixels import Images, LabelMaps
-from datamodules.coco.resident import ResidentCaptions, ResidentSegmentation, move
+from datamodules.coco.resident import (
+    ResidentCaptions,
+    ResidentDetection,
+    ResidentSegmentation,
+    move,
+)
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.images import DataNotFoundError
 from datamodules.memory import EvaluationBatches, TrainingBatches
@@ -30,6 +37,8 @@ from datamodules.placement import (
     is_resident,
     require_known,
 )
+from datamodules.reading.decoding import decode
+from datamodules.reading.pixels import denormalise, normalise
 from datamodules.reading.skipped import Skipped, report
 from datamodules.sampling import (
     Epochs,
@@ -40,14 +49,11 @@ from datamodules.sampling import (
     loader_options,
 )
 
-TASKS = ("segmentation", "captions")
+TASKS = tuple(KINDS)
 YEARS = (2014, 2017)
-# Mean and standard deviation of ImageNet's pixels, red, green, blue: published weights of backbones
-# were trained with them.
-PIXEL_MEAN = (123.675, 116.28, 103.53)
-PIXEL_STD = (58.395, 57.12, 57.375)
 
-Resident = ResidentSegmentation | ResidentCaptions
+TaskSet = SegmentationSet | DetectionSet | CaptionSet
+Resident = ResidentSegmentation | ResidentDetection | ResidentCaptions
 
 
 class COCO(pl.LightningDataModule):
@@ -59,13 +65,14 @@ class COCO(pl.LightningDataModule):
     nothing there. The images of val both validate and test: COCO's test annotations are not public.
     An image is resized to a square as a whole, nothing is cut off.
 
-    Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32, normalised with
-    ImageNet's mean and standard deviation. A damaged image or annotation is left out: a warning
+    Batches are :class:`SegmentationBatch`, :class:`DetectionBatch` or :class:`CaptionBatch`, images
+    float32, normalised with ImageNet's mean and standard deviation. Predictions are made for the
+    images of val, in a :class:`FolderBatch`. A damaged image or annotation is left out: a warning
     counts them and names the first, `skipped` names them all.
 
     Args:
         data_dir: holds the folder ``coco``.
-        task: ``segmentation`` or ``captions``.
+        task: ``segmentation``, ``detection`` or ``captions``.
         image_size: S, pixels.
         batch_size: images a batch.
         cache_dir: keeps what is derived from the data: packed annotations, the names of damaged
@@ -93,9 +100,10 @@ class COCO(pl.LightningDataModule):
 
     Attributes:
         skipped: name of a file or folder -> reason -> names of what is left out of it.
-        vocabulary: of the training captions; None for the task ``segmentation``.
-        num_categories, num_classes, class_names: those of the training annotations; classes count
-            the background. The properties read the file where that is not MS COCO's.
+        vocabulary: of the training captions; None for other tasks.
+        num_categories: of the training annotations. The property reads the file where that is not
+            MS COCO's.
+        num_classes: of pixels: the categories and the background.
 
     Raises:
         ValueError: an argument is out of range.
@@ -135,7 +143,7 @@ class COCO(pl.LightningDataModule):
         if task not in TASKS:
             raise ValueError(
                 f"task: expected one of {TASKS}, got {task!r}; the model chooses it: "
-                "model=segmentation or model=captions"
+                "model=segmentation, model=detection or model=captions"
             )
         for name, value, allowed in (
             ("year", year, YEARS),
@@ -187,12 +195,10 @@ class COCO(pl.LightningDataModule):
         self.device = device
         self.skipped: dict[str, Skipped] = {}
         self.vocabulary: Vocabulary | None = None
-        self._sets: dict[str, SegmentationSet | CaptionSet] = {}
+        self._sets: dict[str, TaskSet] = {}
         # What is on a device: tables of pixels, which stages share, and the sets that use them.
         self._tables: dict[tuple[Images | LabelMaps, torch.device], Tensor] = {}
-        self._residents: dict[
-            tuple[str, torch.device], ResidentSegmentation | ResidentCaptions
-        ] = {}
+        self._residents: dict[tuple[str, torch.device], Resident] = {}
 
     @property
     def num_categories(self) -> int:
@@ -205,7 +211,15 @@ class COCO(pl.LightningDataModule):
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """By class; None where there are none, for the task ``captions``."""
-        return None if self.task == "captions" else ("background", *self._categories)
+        if self.task == "captions":
+            return None
+        background = ("background",) if self.task == "segmentation" else ()
+        return (*background, *self._categories)
+
+    @property
+    def category_ids(self) -> list[int]:
+        """Those of the annotation file of train, in the order of the classes."""
+        return self._objects("train").category_ids
 
     def prepare_data(self) -> None:
         """Fills the cache, in one process only; `setup` then finds the entries in every process."""
@@ -222,37 +236,31 @@ class COCO(pl.LightningDataModule):
         for split, read in annotations.items():
             self._report(read.path.name, read.skipped)
             self._report(images[split].folder.name, images[split].skipped)
+            if isinstance(read, Captions):
+                self._report(read.path.name, {"the image has no caption": read.images_without()})
         parts = self._parts(images)
-        evaluated = {"val": "val", "test": self.test_split}
-        if self.task == "segmentation":
-            label_maps = {split: self._label_maps(split) for split in annotations}
-            for stage, part in {"train": "train", **evaluated}.items():
-                split, numbers = parts[part]
-                self._sets[stage] = SegmentationSet(
-                    images[split],
-                    label_maps[split],
-                    numbers,
-                    augment=self.augment and stage == "train",
-                )
-        else:
-            texts = {split: self._captions(split) for split in annotations}
-            for split in texts:
-                self._report(
-                    texts[split].path.name,
-                    {"the image has no caption": texts[split].images_without()},
-                )
+        if self.task == "captions":
             split, numbers = parts["train"]
-            self.vocabulary = Vocabulary.of(texts[split].texts(numbers), self.min_count)
-            for stage, part in {"train": "train", **evaluated}.items():
-                split, numbers = parts[part]
-                self._sets[stage] = CaptionSet(
-                    images[split],
-                    texts[split],
-                    self.vocabulary,
-                    numbers,
-                    per_image=stage != "train",
-                    augment=self.augment and stage == "train",
-                )
+            self.vocabulary = Vocabulary.of(self._captions(split).texts(numbers), self.min_count)
+        for stage, part in (("train", "train"), ("val", "val"), ("test", self.test_split)):
+            split, numbers = parts[part]
+            self._sets[stage] = self._make_set(split, images[split], numbers, stage == "train")
+
+    def _make_set(self, split: str, images: Images, numbers: np.ndarray, train: bool) -> TaskSet:
+        augment = self.augment and train
+        if self.task == "segmentation":
+            return SegmentationSet(images, self._label_maps(split), numbers, augment=augment)
+        if self.task == "detection":
+            return DetectionSet(images, self._boxes(split), numbers, augment=augment)
+        assert self.vocabulary is not None
+        return CaptionSet(
+            images,
+            self._captions(split),
+            self.vocabulary,
+            numbers,
+            per_image=not train,
+            augment=augment,
+        )
 
     def train_dataloader(self) -> TrainingLoader | TrainingBatches[Any]:
         data = self._sets["train"]
@@ -260,7 +268,7 @@ class COCO(pl.LightningDataModule):
         if (resident := self._resident("train")) is not None:
             return TrainingBatches(resident, sampler, self.batch_size)
         batches = Epochs(sampler, self.batch_size, drop_last=False)
-        return TrainingLoader(data, batch_sampler=batches, **self._options())
+        return TrainingLoader(data, batch_sampler=batches, **self._options(data))
 
     def val_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("val")
@@ -268,13 +276,23 @@ class COCO(pl.LightningDataModule):
     def test_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("test")
 
+    def predict_dataloader(self) -> DataLoader:
+        data, rank = self._sets["val"], get_rank(self.trainer)
+        numbers = np.unique(data.numbers)[rank.get("rank", 0) :: rank.get("world_size", 1)]
+        split = SplitSet(data.images, numbers)
+        options = loader_options(self.trainer, self.num_workers)
+        return DataLoader(split, batch_size=self.batch_size, collate_fn=join, **options)
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch._replace(images=normalise(batch.images))
 
     def pixels(self, images: Tensor) -> Tensor:
         """Undoes the normalisation of images; returns (B, 3, S, S) uint8."""
-        mean, std = _mean_and_std(images.device)
-        return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
+        return denormalise(images)
+
+    def read(self, name: str) -> Tensor:
+        """Returns an image that predictions are made for as it is in its file, (3, H, W) uint8."""
+        return decode(self._sets["val"].images.folder / name)
 
     @property
     def _splits(self) -> tuple[str, ...]:
@@ -300,24 +318,35 @@ class COCO(pl.LightningDataModule):
 
     @property
     def _categories(self) -> list[str]:
-        return self._instances("train").categories
+        return self._objects("train").categories
 
     def _annotations(self, split: str) -> Annotations:
-        return self._captions(split) if self.task == "captions" else self._instances(split)
+        return self._captions(split) if self.task == "captions" else self._objects(split)
+
+    def _objects(self, split: str) -> Objects:
+        return self._boxes(split) if self.task == "detection" else self._instances(split)
 
     def _instances(self, split: str) -> Instances:
         instances = Instances(self.files.annotations(self.task, split), self.cache_dir)
-        if self.published and len(instances.categories) != self.published_categories:
+        self._require_known_categories(split, instances)
+        return instances
+
+    def _boxes(self, split: str) -> Boxes:
+        boxes = Boxes(self.files.annotations(self.task, split), self.cache_dir)
+        self._require_known_categories(split, boxes)
+        return boxes
+
+    def _require_known_categories(self, split: str, read: Objects) -> None:
+        if self.published and len(read.categories) != self.published_categories:
             raise DataNotFoundError(
-                f"{instances.path} has {len(instances.categories)} categories, expected "
+                f"{read.path} has {len(read.categories)} categories, expected "
                 f"{self.published_categories}: it is not the published file; for other data set "
                 "data.folder"
             )
         if split != "train":
-            self._require_same_categories(self._instances("train"), instances)
-        return instances
+            self._require_same_categories(self._objects("train"), read)
 
-    def _require_same_categories(self, train: Instances, other: Instances) -> None:
+    def _require_same_categories(self, train: Objects, other: Objects) -> None:
         expected, found = (
             dict(zip(file.category_ids, file.categories, strict=True)) for file in (train, other)
         )
@@ -355,7 +384,7 @@ class COCO(pl.LightningDataModule):
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
         if (resident := self._resident(stage)) is not None:
             return EvaluationBatches(resident, batches)
-        return DataLoader(data, batch_sampler=batches, **self._options())
+        return DataLoader(data, batch_sampler=batches, **self._options(data))
 
     def _resident(self, stage: str) -> Resident | None:
         """Returns a stage's data on the GPU that trains; None where a loader is to give it."""
@@ -370,11 +399,7 @@ class COCO(pl.LightningDataModule):
             return None
         if (stage, device) not in self._residents:
             pixels = [self._table(store, device) for store in stores]
-            self._residents[stage, device] = (
-                ResidentSegmentation(data, *pixels)
-                if isinstance(data, SegmentationSet)
-                else ResidentCaptions(data, *pixels)
-            )
+            self._residents[stage, device] = _make_resident(data, *pixels)
         return self._residents[stage, device]
 
     def _table(self, store: Images | LabelMaps, device: torch.device) -> Tensor:
@@ -383,18 +408,16 @@ class COCO(pl.LightningDataModule):
             self._tables[store, device] = move(store.kept, device)
         return self._tables[store, device]
 
-    def _options(self) -> dict[str, Any]:
-        collate_fn = collate if self.task == "captions" else None
-        return loader_options(self.trainer, self.num_workers) | {"collate_fn": collate_fn}
+    def _options(self, data: TaskSet) -> dict[str, Any]:
+        options = loader_options(self.trainer, self.num_workers)
+        if isinstance(data, SegmentationSet):
+            return options
+        return options | {"collate_fn": data.collate}
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Normalises (B, 3, S, S) uint8 to float32 with ImageNet's mean and standard deviation."""
-    mean, std = _mean_and_std(images.device)
-    return images.float().sub_(mean).div_(std)
-
-
-@functools.cache  # a copy to the GPU in every step would wait for the work queued there
-def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
-    return mean, std
+def _make_resident(data: TaskSet, *pixels: Tensor) -> Resident:
+    if isinstance(data, SegmentationSet):
+        return ResidentSegmentation(data, *pixels)
+    if isinstance(data, DetectionSet):
+        return ResidentDetection(data, *pixels)
+    return ResidentCaptions(data, *pixels)

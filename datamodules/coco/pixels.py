@@ -28,15 +28,11 @@ from datamodules.coco.annotations import Annotations, Instances
 from datamodules.images import DataNotFoundError
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.pixels import resize
 from datamodules.reading.skipped import Skipped
 
 T = TypeVar("T")
 FORMAT = 2  # version of the entries; part of their keys in the cache
-
-
-def resize(image: Tensor, image_size: int) -> Tensor:
-    """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
-    return F.resize(image, [image_size, image_size], antialias=True)
 
 
 class Images:

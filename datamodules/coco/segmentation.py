@@ -56,5 +56,6 @@ class SegmentationSet(Dataset[SegmentationBatch]):
         image, labels = self.images[number], self.label_maps[number]
         if seed is not None and self.augment:
             (box,) = augmentation.draw_crops(torch.tensor([seed]), self.images.image_size)
-            image, labels = augmentation.crop(image, labels, box)
+            image = augmentation.crop_image(image, box)
+            labels = augmentation.crop_labels(labels, box)
         return SegmentationBatch(image, labels)

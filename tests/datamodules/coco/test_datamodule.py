@@ -151,7 +151,7 @@ def test_other_categories_than_coco_s_are_an_error(both, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "detection"}, "task: expected one of .*'segmentation'.*got 'detection'"),
+        ({"task": "poses"}, "task: expected one of .*'segmentation'.*got 'poses'"),
         ({"task": None}, "task: .*got None.*model=segmentation"),
         ({"year": 2015}, "year: expected one of .*2014.*got 2015"),
         ({"test_split": "test"}, "test_split: expected one of"),
