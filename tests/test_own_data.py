@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from tests.own_data import COLOURS, write_classes, write_coco, write_picture
 
@@ -55,6 +61,50 @@ def test_segmentation_with_categories_of_one_s_own(run, tmp_path, cached):
     for name in {row["image"] for row in found}:
         shares = [float(row["share"]) for row in found if row["image"] == name]
         assert sum(shares) == pytest.approx(1, abs=1e-5)
+
+
+def average_precision(annotations: Path, results: Path) -> float:
+    """As the official evaluation computes it from two files."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(str(annotations))
+        evaluation = COCOeval(truth, truth.loadRes(str(results)), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return float(evaluation.stats[0])
+
+
+def test_detection_with_categories_of_one_s_own(run, tmp_path, cached):
+    folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
+    long = ("trainer.max_epochs=60", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2")
+    done = run(
+        "experiment=coco_detection", f"data.folder={folder}", cached, *SHORT, *long,
+        "trainer.limit_test_batches=2", "trainer.check_val_every_n_epoch=60",
+        "data.test_split=val", "model.network.width=8", "data.augment=false",
+    )  # fmt: skip
+    checkpoint = checkpoint_of(done)
+    assert class_names(checkpoint) == NAMES
+    score = done.results["metrics"]["test/ap"]
+    assert score > 0.05
+
+    predicted = run("mode=predict", f"ckpt={checkpoint}", *SHORT[:2])
+    assert predicted.exit_code == 0, predicted.err
+    results = predicted.folder / "detections.json"
+    annotations = folder / "annotations" / "instances_val.json"
+    assert average_precision(annotations, results) == pytest.approx(score)
+    assert {row["category_id"] for row in json.loads(results.read_text())} <= {0, 7}
+    for i in range(3):
+        name = f"line 1/part {i}.png"
+        with Image.open(predicted.folder / "boxes" / f"{name}.png") as drawn:
+            pixels = np.asarray(drawn)
+        original = np.asarray(Image.open(folder / "val" / name))
+        assert pixels.shape == original.shape
+
+    others = run("mode=predict", f"ckpt={checkpoint}", f"input={folder / 'val'}", *SHORT[:2])
+    found = json.loads((others.folder / "detections.json").read_text())
+    same = json.loads(results.read_text())
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in same])
+    assert {row["image_id"] for row in found} == {f"line 1/part {i}.png" for i in range(3)}
 
 
 def test_captions_of_one_s_own_with_an_empty_list_of_categories(run, tmp_path, cached):

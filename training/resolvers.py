@@ -10,10 +10,12 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from datamodules.images import CacheError, DataNotFoundError
 from training.folder import run_folder
 from training.implementations import label
 from training.instantiation import instantiate
 
+DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -34,10 +36,16 @@ def check(config: DictConfig) -> None:
 
     Raises:
         MisconfigurationException: some value cannot be resolved.
+        CacheError, DataNotFoundError: the data that decides about one cannot be read.
     """
     try:
         OmegaConf.to_container(config, resolve=True)
     except InterpolationResolutionError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, InterpolationResolutionError):
+            cause = cause.__context__
+        if isinstance(cause, DATA_ERRORS):  # of data that was asked for an attribute
+            raise cause from None
         reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
         raise MisconfigurationException(f"{error.full_key}: {reason}") from error
 

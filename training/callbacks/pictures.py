@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,32 @@ class SegmentationPictures(Pictures):
         return Image.fromarray(torch.cat([pixels, *labelled], dim=2).flatten(0, 1).numpy())
 
 
+class DetectionPictures(Pictures):
+    """Draws the image with the annotated boxes and, beside it, with those found. The model's
+    validation step returns what it found in each image.
+
+    Args:
+        min_score: the least probability of a box that is drawn.
+    """
+
+    def __init__(self, min_score: float = 0.3) -> None:
+        self.min_score = min_score
+
+    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
+        size = pixels.shape[1]
+        picture = Image.new("RGB", (2 * size, size * len(pixels)))
+        for i, image in enumerate(pixels):
+            real, shown = batch.classes[i] >= 0, outputs[i].scores >= self.min_score
+            for column, boxes, classes in (
+                (0, batch.boxes[i][real], batch.classes[i][real]),
+                (size, outputs[i].boxes[shown], outputs[i].classes[shown]),
+            ):
+                drawn = Image.fromarray(image.numpy())
+                draw_boxes(drawn, boxes, classes)
+                picture.paste(drawn, (column, i * size))
+        return picture
+
+
 class CaptionPictures(Pictures):
     """Draws the image, and beside it the model's caption and a reference. The model's validation
     step returns its captions."""
@@ -91,6 +118,34 @@ class CaptionPictures(Pictures):
             text = "\n".join(textwrap.fill(caption, TEXT_COLUMNS) for caption in captions)
             canvas.text((size + MARGIN, i * size + MARGIN), text, "black", font)
         return picture
+
+
+def draw_boxes(
+    picture: Image.Image, boxes: Any, classes: Any, texts: Sequence[str] | None = None
+) -> None:
+    """Draws boxes into a picture, in the colours of their classes.
+
+    Args:
+        boxes: (n, 4): left, top, right and bottom in pixels.
+        classes: (n,), from 0 on.
+        texts: what is written into each box.
+    """
+    canvas = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(FONT_SIZE)
+    for i, (box, label) in enumerate(zip(boxes.tolist(), classes.tolist(), strict=True)):
+        colour = tuple(colours()[label + 1].tolist())  # the first colour is the background's
+        corners = (*box[:2], *(max(0, end - 1) for end in box[2:]))  # the last pixels inside
+        canvas.rectangle(_ordered(corners), outline=colour, width=max(1, picture.width // 200))
+        if texts is not None:
+            left, top = box[0] + MARGIN / 2, box[1]
+            canvas.rectangle(canvas.textbbox((left, top), texts[i], font), fill="black")
+            canvas.text((left, top), texts[i], colour, font)
+
+
+def _ordered(corners: tuple[float, ...]) -> tuple[float, float, float, float]:
+    """Returns the corners of a box that may be less than a pixel wide, as Pillow wants them."""
+    left, top, right, bottom = corners
+    return left, top, max(left, right), max(top, bottom)
 
 
 def write(path: Path, picture: Image.Image) -> None:
