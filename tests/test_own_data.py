@@ -21,6 +21,7 @@ SHORT = (
     "trainer=cpu", "impl=reference", "debug=fast", "data.batch_size=2", "data.image_size=16",
     "model.network.width=4",
 )  # fmt: skip
+LOADED = (*SHORT, "data.num_workers=0")  # of COCO's format
 NAMES = list(COLOURS)
 
 
@@ -45,8 +46,9 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def test_segmentation_with_categories_of_one_s_own(run, tmp_path, cached):
     folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
-    done = run("experiment=coco_segmentation", f"data.folder={folder}", cached, *SHORT)
+    done = run("experiment=coco_segmentation", f"data.folder={folder}", cached, *LOADED)
     checkpoint = checkpoint_of(done)
+    assert "decoded files, in the process that trains" in done.out
     assert class_names(checkpoint) == ["background", *NAMES]
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert len(weights["network.classifier.weight"]) == 3
@@ -76,10 +78,10 @@ def average_precision(annotations: Path, results: Path) -> float:
 
 def test_detection_with_categories_of_one_s_own(run, tmp_path, cached):
     folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
-    long = ("trainer.max_epochs=60", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2")
+    long = ("trainer.max_epochs=30", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2")
     done = run(
-        "experiment=coco_detection", f"data.folder={folder}", cached, *SHORT, *long,
-        "trainer.limit_test_batches=2", "trainer.check_val_every_n_epoch=60",
+        "experiment=coco_detection", f"data.folder={folder}", cached, *LOADED, *long,
+        "trainer.limit_test_batches=2", "trainer.check_val_every_n_epoch=30",
         "data.test_split=val", "model.network.width=8", "data.augment=false",
     )  # fmt: skip
     checkpoint = checkpoint_of(done)
@@ -109,7 +111,7 @@ def test_detection_with_categories_of_one_s_own(run, tmp_path, cached):
 
 def test_captions_of_one_s_own_with_an_empty_list_of_categories(run, tmp_path, cached):
     folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
-    short = (*SHORT, "data.min_count=1", "model.network.hidden_size=8")
+    short = (*LOADED, "data.min_count=1", "model.network.hidden_size=8")
     done = run("experiment=coco_captions", f"data.folder={folder}", cached, *short)
     checkpoint = checkpoint_of(done)
     predicted = run("mode=predict", f"ckpt={checkpoint}", f"input={folder / 'val'}", *SHORT[:2])

@@ -44,7 +44,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     about = functools.partial(describe, config, results.identity, data)
     trainer = make_trainer(config, run_dir, logger, callbacks, about)
 
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     try:
         if logger:

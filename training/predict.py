@@ -53,7 +53,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
         )
     data = _to_predict(saved, config, results)
     trainer = _make_trainer(config, saved, run_dir)
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     written = any(isinstance(each, BasePredictionWriter) for each in _callbacks(trainer))
     predictions = trainer.predict(model, datamodule=data, return_predictions=not written)
@@ -87,7 +87,7 @@ def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     if missing := missing_for_test(model, data):
         raise MisconfigurationException(f"mode=test: {missing}")
     trainer = _make_trainer(config, saved, run_dir)
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     trainer.test(model, datamodule=data, verbose=False)
     results.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

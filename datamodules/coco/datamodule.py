@@ -45,6 +45,7 @@ from datamodules.sampling import (
     EvenBatches,
     SeededShuffle,
     TrainingLoader,
+    choose_workers,
     get_rank,
     loader_options,
 )
@@ -90,7 +91,7 @@ class COCO(pl.LightningDataModule):
         test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
         num_workers: processes that fetch batches of images that are not on the GPU; the batches do
-            not depend on it.
+            not depend on it. None: as many as this machine can use.
         seed: of the order of the training images and of their augmentation.
         device: where images and label maps are during training: ``"cpu"``, from where a loader
             fetches them one by one; ``"gpu"``, the one that trains, which also changes them; or
@@ -135,7 +136,7 @@ class COCO(pl.LightningDataModule):
         augment: bool = True,
         test_split: str = "val",
         min_count: int = 5,
-        num_workers: int = 0,
+        num_workers: int | None = 0,
         seed: int = 0,
         device: str = "auto",
     ) -> None:
@@ -275,6 +276,19 @@ class COCO(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("test")
+
+    def fetching(self, trainer: pl.Trainer) -> tuple[str, str]:
+        """Returns where the batches of a trainer come from, and why; for the start-up table."""
+        count, why = choose_workers(self.num_workers, trainer)
+        how = "the cache" if self.cache_images else "decoded files"
+        where = f"{count} processes" if count else "the process that trains"
+        if (
+            self.cache_images
+            and trainer.strategy.root_device.type == "cuda"
+            and self.device != "cpu"
+        ):
+            where = "GPU memory" if self.device == "gpu" else f"GPU memory if it fits, or {where}"
+        return f"{how}, in {where}", why
 
     def predict_dataloader(self) -> DataLoader:
         data, rank = self._sets["val"], get_rank(self.trainer)

@@ -22,6 +22,7 @@ from datamodules.images import DataNotFoundError
 from datamodules.reading.decoding import UnreadableImageError, decode
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
+from datamodules.sampling import choose_workers
 
 SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -103,7 +104,7 @@ class ImageFolder(pl.LightningDataModule):
         folder: of JPEG, PNG, GIF or WebP files, which are turned upright as their EXIF says.
         image_shape: (C, S, S); C is 3, or 1 for grey.
         batch_size: images a batch.
-        num_workers: processes that decode.
+        num_workers: processes that decode; None: as many as this machine can use.
         normalise: from (B, C, S, S) uint8 to float32; as :class:`COCO` does by default.
         class_names: what a writer of predictions calls the classes.
 
@@ -119,7 +120,7 @@ class ImageFolder(pl.LightningDataModule):
         folder: str | Path,
         image_shape: tuple[int, int, int],
         batch_size: int,
-        num_workers: int = 0,
+        num_workers: int | None = 0,
         normalise: Callable[[Tensor], Tensor] = normalise,
         class_names: Sequence[str] | None = None,
     ) -> None:
@@ -139,7 +140,7 @@ class ImageFolder(pl.LightningDataModule):
         return DataLoader(
             self.images,  # pyright: ignore[reportArgumentType]
             batch_size=self.batch_size,
-            num_workers=self.num_workers,
+            num_workers=choose_workers(self.num_workers, self.trainer).count,
             collate_fn=join,
         )
 
