@@ -16,7 +16,7 @@ from models.networks.encoder_decoder import Decoder
 
 # The probability of an object at a location at first: most have none, and their loss would drown
 # that of the others (Lin et al., 2017, https://arxiv.org/abs/1708.02002, section 3.3).
-PRIOR = 0.1
+PRIOR = 0.01
 FIRST_SPREAD = 0.01  # standard deviation of the last weights of a head, as there
 LOG_SIZE = 1.0  # the logarithm of width and height of a box at first, in steps of the grid
 
