@@ -10,13 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import joblib
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+# Processes that fetch batches for a CPU that trains: with two, steps of COCO's models wait for 2 %
+# of their time (docs/results/loading_cpu.json).
+CPU_WORKERS = 2
+MOST_WORKERS = 16  # each takes memory, and starts before the first step
 
 
 class Shuffle(Sampler[Any]):
@@ -162,11 +168,30 @@ def get_rank(trainer: pl.Trainer | None) -> dict[str, int]:
     return {"rank": trainer.global_rank, "world_size": trainer.world_size}
 
 
-def loader_options(trainer: pl.Trainer | None, num_workers: int) -> dict[str, Any]:
+class Workers(NamedTuple):
+    """How many processes fetch batches, and why so many."""
+
+    count: int
+    why: str
+
+
+def choose_workers(num_workers: int | None, trainer: pl.Trainer | None) -> Workers:
+    """Returns `num_workers`; for None, as many as this machine can use beside what trains."""
+    if num_workers is not None:
+        return Workers(num_workers, "data.num_workers")
+    cores = joblib.cpu_count()
+    if trainer is None or trainer.strategy.root_device.type == "cpu":
+        return Workers(min(CPU_WORKERS, cores), "a CPU that trains needs its cores")
+    share = max(1, cores // trainer.num_devices)
+    return Workers(min(MOST_WORKERS, share), f"{share} cores for each GPU, at most {MOST_WORKERS}")
+
+
+def loader_options(trainer: pl.Trainer | None, num_workers: int | None) -> dict[str, Any]:
     """Returns the arguments that the loaders of all data sets have in common."""
+    count, _ = choose_workers(num_workers, trainer)
     return {
-        "num_workers": num_workers,
-        "persistent_workers": num_workers > 0,
+        "num_workers": count,
+        "persistent_workers": count > 0,
         "pin_memory": trainer is not None and trainer.strategy.root_device.type == "cuda",
         # The workers' seeds come from it, so that the global generator is left alone.
         "generator": torch.Generator().manual_seed(0),

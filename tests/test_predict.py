@@ -192,7 +192,7 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
         (("mode=test",), "mode=test needs ckpt="),
         (("mode=test", "ckpt=nowhere.ckpt"), "there is no file"),
         (("ckpt=nowhere.ckpt", "debug=fast"), "there is no file"),
-        (("mode=predict", "ckpt={ckpt}"), "needs input="),
+        (("mode=predict", "ckpt={ckpt}", "data=digits"), "needs input="),
         (("mode=predict", "ckpt={ckpt}", "input={empty}"), "there are no images"),
         (("mode=predict", "ckpt={damaged}", "input=."), "is damaged"),
         (("mode=guess",), "mode: expected train, test, predict; got 'guess'"),

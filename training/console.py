@@ -71,11 +71,17 @@ def show_choices(choices: Mapping[str, Any], overrides: Iterable[str]) -> None:
     stdout().print(table)
 
 
-def show_implementations(names: Mapping[str, str], reasons: Mapping[str, str]) -> None:
-    """Prints the start-up table: the implementation of each layer, and why it was chosen."""
+def show_implementations(
+    names: Mapping[str, str], reasons: Mapping[str, str], data: tuple[str, str] | None
+) -> None:
+    """Prints the start-up table: the implementation of each layer, and why it was chosen; and where
+    the data comes from, and why, if the data says so."""
     table = Table("layer", "implementation", "why", title="Implementations")
     for layer, name in names.items():
         table.add_row(layer, name, reasons[layer])
+    if data is not None:
+        table.add_section()
+        table.add_row("data", *data)
     stdout().print(table)
 
 

@@ -45,7 +45,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     description = functools.partial(describe, config, results.identity, data)
     trainer = make_trainer(config, run_dir, callbacks, description)
 
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     # Last: a run that cannot begin leaves nothing at W&B.
     trainer.loggers = loggers = make_loggers(config.logger, logged)

@@ -52,10 +52,13 @@ def choose_implementations(model: nn.Module, device_type: str) -> dict[str, Choi
     return {name: choose(layer.operator, layer.impl, device_type) for name, layer in layers(model)}
 
 
-def show_implementations(model: nn.Module, trainer: pl.Trainer) -> dict[str, str]:
+def show_implementations(
+    model: nn.Module, trainer: pl.Trainer, data: pl.LightningDataModule
+) -> dict[str, str]:
     """Prints the start-up table for a trainer's device; returns each layer's implementation.
 
-    A layer that has a method ``why_unfused()`` says there why no fused kernel computes it.
+    A layer that has a method ``why_unfused()`` says there why no fused kernel computes it, and data
+    that has a method ``fetching(trainer)`` where its batches come from.
 
     Raises:
         ImplementationError: an implementation that was asked for by name cannot run.
@@ -66,7 +69,8 @@ def show_implementations(model: nn.Module, trainer: pl.Trainer) -> dict[str, str
         if hasattr(layer, "why_unfused") and (unfused := _why_unfused(layer, trainer)):
             reasons[name] += f"; not fused: {unfused}"
     names = {name: choice.name for name, choice in chosen.items()}
-    console.show_implementations(names, reasons)
+    where: Any = getattr(data, "fetching", None)
+    console.show_implementations(names, reasons, where and where(trainer))
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from training.folder import as_given
 from training.implementations import show_implementations
 from training.model import build
 from training.results.record import Results
-from training.results.saved import Saved, load_weights, read
+from training.results.saved import Saved, class_names, load_weights, read
 from training.trainer import make_callbacks, new_trainer
 
 OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
@@ -54,7 +55,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
         )
     data = _to_predict(saved, config, results)
     trainer = _make_trainer(config, saved, run_dir)
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     written = any(isinstance(each, BasePredictionWriter) for each in _callbacks(trainer))
     predictions = trainer.predict(model, datamodule=data, return_predictions=not written)
@@ -84,14 +85,28 @@ def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     saved = read(config.ckpt)
     model = _build(saved, config, results)
     data = instantiate(_data(saved, config, results))
+    _require_same_classes(saved, data)
     if missing := missing_for_test(model, data):
         raise MisconfigurationException(f"mode=test: {missing}")
     trainer = _make_trainer(config, saved, run_dir)
-    results.environment["implementations"] = show_implementations(model, trainer)
+    results.environment["implementations"] = show_implementations(model, trainer, data)
 
     trainer.test(model, datamodule=data, verbose=False)
     results.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return saved.path
+
+
+def _require_same_classes(saved: Saved, data: pl.LightningDataModule) -> None:
+    """Raises where the classes of the data are not those that a model was trained to tell apart."""
+    names = class_names(data)
+    if saved.class_names is None or names is None or names == saved.class_names:
+        return
+    pairs = itertools.zip_longest(saved.class_names, names)
+    label, (expected, found) = next((i, pair) for i, pair in enumerate(pairs) if len(set(pair)) > 1)
+    raise MisconfigurationException(
+        f"data: class {label} of the model is {expected!r}, of the data {found!r}; use data with "
+        f"the classes of {saved.path}"
+    )
 
 
 def missing_for_test(model: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
@@ -174,17 +189,18 @@ def _images(folder: str, saved: Saved) -> Any:
 
     data = saved.config.data
     dataset = get_class(data._target_)
+    if "image_size" in data:
+        shape = (3, data.image_size, data.image_size)
+        return ImageFolder(
+            folder, shape, data.batch_size, data.get("num_workers", 0),
+            class_names=saved.class_names,
+        )  # fmt: skip
     if issubclass(dataset, ImageDataModule):
         return ImageFolder(
             folder, dataset.image_shape, data.batch_size,
             normalise=dataset.normalise_file, class_names=saved.class_names,
         )  # fmt: skip
-    if "image_size" not in data:
-        raise MisconfigurationException(
-            f"input: a {dataset.__name__} says nothing of how its model reads the images of a "
-            "folder; give it a data.image_size, or use load_from_checkpoint in a script"
-        )
-    shape = (3, data.image_size, data.image_size)
-    return ImageFolder(
-        folder, shape, data.batch_size, data.get("num_workers", 0), class_names=saved.class_names
+    raise MisconfigurationException(
+        f"input: a {dataset.__name__} says nothing of how its model reads the images of a "
+        "folder; give it a data.image_size, or use load_from_checkpoint in a script"
     )

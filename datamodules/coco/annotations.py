@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from datamodules.coco import masks
-from datamodules.coco.cache import Entry, find_or_make
-from datamodules.coco.decoding import MAX_PIXELS
-from datamodules.coco.skipped import DamagedError, Skipped
 from datamodules.images import DataNotFoundError
+from datamodules.reading.cache import Entry, find_or_make
+from datamodules.reading.decoding import MAX_PIXELS
+from datamodules.reading.skipped import DamagedError, Skipped
 
-FORMAT = 2  # version of the packed arrays; part of their key in the cache
+FORMAT = 3  # version of the packed arrays; part of their key in the cache
 IGNORE = 255  # the label of pixels that count in no loss and no metric
 MAX_CATEGORIES = IGNORE - 1  # labels are bytes, and 0 is the background
-MAX_NAME = 255  # bytes: Linux has no longer file names
+MAX_NAME, MAX_PATH = 255, 4095  # bytes: Linux has no longer names of files, and no longer paths
 
 
 class Annotations:
@@ -34,6 +34,7 @@ class Annotations:
 
     Attributes:
         path: the file.
+        ids: (N,) int64.
         file_names: (N,) str.
         sizes: (N, 2) int32, H and W.
         skipped: reason -> names of the images and annotations that were left out.
@@ -48,6 +49,10 @@ class Annotations:
         return len(self.packed["file_names"])
 
     @property
+    def ids(self) -> np.ndarray:
+        return self.packed["ids"]
+
+    @property
     def file_names(self) -> np.ndarray:
         return self.packed["file_names"]
 
@@ -55,25 +60,32 @@ class Annotations:
     def sizes(self) -> np.ndarray:
         return self.packed["sizes"]
 
-    def _of_image(self, index: int) -> range:
+    def annotations_of(self, index: int) -> range:
         """Returns the indices of an image's annotations."""
         first, end = self.packed["image_offsets"][index : index + 2]
         return range(int(first), int(end))
 
 
-class Instances(Annotations):
-    """An annotation file of instance masks.
+class Objects(Annotations):
+    """An annotation file of objects.
 
     Attributes:
-        category_ids: COCO's ids, ascending.
-        categories: the names in the same order. Entry i has the class i + 1; class 0 is the
-            background.
+        category_ids: those of the file, ascending.
+        categories: the names in the same order.
     """
 
+    def __init__(self, path: Path, packed: Entry) -> None:
+        super().__init__(path, packed)
+        self.category_ids: list[int] = packed["category_ids"].tolist()
+        self.categories: list[str] = packed["categories"].tolist()
+
+
+class Instances(Objects):
+    """An annotation file of instance masks. Category i has the class i + 1; class 0 is the
+    background."""
+
     def __init__(self, path: Path, cache_dir: Path) -> None:
-        super().__init__(path, _load_packed(path, "instances", cache_dir, _pack_instances))
-        self.category_ids = self.packed["category_ids"].tolist()
-        self.categories = self.packed["categories"].tolist()
+        super().__init__(path, load_packed(path, "instances", cache_dir, _pack_instances))
 
     def label_map(self, index: int) -> np.ndarray:
         """Returns the class of every pixel of an image, (H, W) uint8.
@@ -82,7 +94,7 @@ class Instances(Annotations):
         IGNORE: some pixels of the region show objects of its category, and some do not.
         """
         labels = np.zeros(self.sizes[index], np.uint8)
-        for annotation in self._of_image(index):
+        for annotation in self.annotations_of(index):
             first, end = self.packed["mask_offsets"][annotation : annotation + 2]
             text = self.packed["masks"][first:end].tobytes()
             labels[masks.draw(text, labels.shape)] = self.packed["labels"][annotation]
@@ -93,18 +105,18 @@ class Captions(Annotations):
     """An annotation file of sentences that describe the images."""
 
     def __init__(self, path: Path, cache_dir: Path) -> None:
-        super().__init__(path, _load_packed(path, "captions", cache_dir, _pack_captions))
+        super().__init__(path, load_packed(path, "captions", cache_dir, _pack_captions))
 
     def of_image(self, index: int) -> list[str]:
-        return [self.text(annotation) for annotation in self._of_image(index)]
+        return [self.text(annotation) for annotation in self.annotations_of(index)]
 
     def text(self, annotation: int) -> str:
         first, end = self.packed["text_offsets"][annotation : annotation + 2]
         return self.packed["text"][first:end].tobytes().decode()
 
-    def texts(self) -> Iterator[str]:
-        """Returns all captions, image by image."""
-        return (self.text(annotation) for annotation in range(len(self.images_of_annotations())))
+    def texts(self, numbers: np.ndarray) -> Iterator[str]:
+        """Returns all captions of the images of `numbers`, image by image."""
+        return (text for number in numbers.tolist() for text in self.of_image(number))
 
     def images_without(self) -> list[str]:
         """Returns the file names of the images that have no caption."""
@@ -115,7 +127,7 @@ class Captions(Annotations):
         return np.repeat(np.arange(len(self)), np.diff(self.packed["image_offsets"]))
 
 
-class _Skips(defaultdict[str, list[str]]):
+class Skips(defaultdict[str, list[str]]):
     """reason -> names of what is left out."""
 
     def __init__(self) -> None:
@@ -124,10 +136,10 @@ class _Skips(defaultdict[str, list[str]]):
 
 ImageRecords = dict[int, dict[str, Any]]  # by id, ascending
 # The file, its images, the annotations of each image by its id -> the arrays to keep, by name.
-Pack = Callable[[dict[str, Any], ImageRecords, dict[int, list[Any]], _Skips], dict[str, Any]]
+Pack = Callable[[dict[str, Any], ImageRecords, dict[int, list[Any]], Skips], dict[str, Any]]
 
 
-def _load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
+def load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
     """Returns the packed arrays of an annotation file; reads the file where the cache has none."""
     try:
         stat = path.stat()
@@ -142,9 +154,10 @@ def _load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
 
     def write(folder: Path) -> None:
         file = _read_json(path)
-        skips = _Skips()
+        skips = Skips()
         images = _check_images(file, skips)
         arrays = {
+            "ids": np.array(list(images), np.int64),
             "file_names": [image["file_name"] for image in images.values()],
             "sizes": np.array([(i["height"], i["width"]) for i in images.values()], np.int32),
             **pack(file, images, _group_annotations(file, images, skips), skips),
@@ -167,7 +180,8 @@ def _load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
 
 def _unreadable_file_error(path: Path, error: OSError) -> DataNotFoundError:
     return DataNotFoundError(
-        f"{path} cannot be read ({error.strerror}); `python scripts/prepare_data.py coco` "
+        f"{path} cannot be read ({error.strerror}); data.folder or data.train_annotations and "
+        "data.val_annotations name data of your own; `python scripts/prepare_data.py coco` "
         "downloads COCO, and HOCONV_DATA_DIR names the folder whose sub-folder coco holds it"
     )
 
@@ -192,7 +206,7 @@ def _get_list(file: dict[str, Any], name: str) -> list[Any]:
     return part
 
 
-def _check_images(file: dict[str, Any], skips: _Skips) -> ImageRecords:
+def _check_images(file: dict[str, Any], skips: Skips) -> ImageRecords:
     """Returns the images of a file that can be used, by id."""
     entries = _get_list(file, "images")
     ids = Counter(map(_get_id, entries))
@@ -202,7 +216,7 @@ def _check_images(file: dict[str, Any], skips: _Skips) -> ImageRecords:
             skips[reason].append(f"images[{index}]")
         else:
             images[image["id"]] = image
-    _require_some("images", images, skips)
+    require_some("images", images, skips)
     return dict(sorted(images.items()))
 
 
@@ -212,8 +226,7 @@ def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
         return "the id of the image is not a 64-bit integer"
     if ids[number] > 1:
         return "several images have the same id"
-    name = _encode_text(image.get("file_name"))
-    if not name or len(name) > MAX_NAME or b"/" in name:
+    if not _is_file_name(image.get("file_name")):
         return "the image has no valid file name"
     height, width = image.get("height"), image.get("width")
     if type(height) is not int or type(width) is not int or height < 1 or width < 1:
@@ -223,8 +236,18 @@ def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
     return None
 
 
+def _is_file_name(text: Any) -> bool:
+    """Whether it names a file in a folder or in folders inside that one, and no other file."""
+    name = _encode_text(text)
+    if not name or len(name) > MAX_PATH:
+        return False
+    return all(
+        part not in (b"", b".", b"..") and len(part) <= MAX_NAME for part in name.split(b"/")
+    )
+
+
 def _group_annotations(
-    file: dict[str, Any], images: ImageRecords, skips: _Skips
+    file: dict[str, Any], images: ImageRecords, skips: Skips
 ) -> dict[int, list[Any]]:
     """Returns the annotations of each image, by the id of the image."""
     annotations: dict[int, list[Any]] = {number: [] for number in images}
@@ -234,13 +257,13 @@ def _group_annotations(
                 f"annotations[{index}]"
             )
         elif type(image := annotation.get("image_id")) is not int or image not in images:
-            skips["its image is not in the file or was skipped"].append(_describe(annotation))
+            skips["its image is not in the file or was skipped"].append(describe(annotation))
         else:
             annotations[image].append(annotation)
     return annotations
 
 
-def _read_categories(file: dict[str, Any]) -> dict[int, str]:
+def read_categories(file: dict[str, Any]) -> dict[int, str]:
     """Returns the names of the categories by id.
 
     A damaged category is an error: to leave it out would change the classes of others.
@@ -264,9 +287,9 @@ def _read_categories(file: dict[str, Any]) -> dict[int, str]:
 
 
 def _pack_instances(
-    file: dict[str, Any], images: ImageRecords, annotations: dict[int, list[Any]], skips: _Skips
+    file: dict[str, Any], images: ImageRecords, annotations: dict[int, list[Any]], skips: Skips
 ) -> dict[str, Any]:
-    categories = _read_categories(file)
+    categories = read_categories(file)
     classes = {category: i for i, category in enumerate(categories, start=1)}
     texts: list[bytes] = []
     labels: list[int] = []
@@ -277,19 +300,19 @@ def _pack_instances(
             try:
                 instances.append(_pack_instance(annotation, image, classes))
             except DamagedError as error:
-                skips[str(error)].append(_describe(annotation, image))
+                skips[str(error)].append(describe(annotation, image))
         # `label_map` draws the last in front: crowds first, then from the largest to the smallest.
         instances.sort(key=lambda row: row[:3])
         labels += [row[3] for row in instances]
         texts += [row[4] for row in instances]
         counts.append(len(instances))
-    _require_some("annotations", texts, skips)
+    require_some("annotations", texts, skips)
     return {
         "category_ids": list(categories),
         "categories": list(categories.values()),
-        "image_offsets": _offsets(counts),
+        "image_offsets": offsets(counts),
         "labels": np.array(labels, np.uint8),
-        "mask_offsets": _offsets(map(len, texts)),
+        "mask_offsets": offsets(map(len, texts)),
         "masks": np.frombuffer(b"".join(texts), np.uint8),
     }
 
@@ -310,7 +333,7 @@ def _pack_instance(
 
 
 def _pack_captions(
-    file: dict[str, Any], images: ImageRecords, annotations: dict[int, list[Any]], skips: _Skips
+    file: dict[str, Any], images: ImageRecords, annotations: dict[int, list[Any]], skips: Skips
 ) -> dict[str, Any]:
     texts: list[bytes] = []
     counts: list[int] = []
@@ -319,22 +342,22 @@ def _pack_captions(
         for annotation in sorted(annotations[number], key=lambda a: a["id"]):
             text = annotation.get("caption")
             if _encode_text(text) is None:
-                skips["the caption is not a text"].append(_describe(annotation, image))
+                skips["the caption is not a text"].append(describe(annotation, image))
             elif text := text.strip():
                 captions.append(text.encode())
             else:
-                skips["the caption is empty"].append(_describe(annotation, image))
+                skips["the caption is empty"].append(describe(annotation, image))
         texts += captions
         counts.append(len(captions))
-    _require_some("annotations", texts, skips)
+    require_some("annotations", texts, skips)
     return {
-        "image_offsets": _offsets(counts),
-        "text_offsets": _offsets(map(len, texts)),
+        "image_offsets": offsets(counts),
+        "text_offsets": offsets(map(len, texts)),
         "text": np.frombuffer(b"".join(texts), np.uint8),
     }
 
 
-def _require_some(what: str, kept: Collection[Any], skips: _Skips) -> None:
+def require_some(what: str, kept: Collection[Any], skips: Skips) -> None:
     if not kept:
         reason, names = max(skips.items(), key=lambda item: len(item[1]))
         raise DamagedError(f"none of its {what} can be used; {names[0]}: {reason}")
@@ -354,10 +377,10 @@ def _encode_text(text: Any) -> bytes | None:
         return None
 
 
-def _describe(annotation: dict[str, Any], image: dict[str, Any] | None = None) -> str:
+def describe(annotation: dict[str, Any], image: dict[str, Any] | None = None) -> str:
     return f"annotation {annotation['id']}" + (f" of {image['file_name']}" if image else "")
 
 
-def _offsets(lengths: Iterable[int]) -> np.ndarray:
+def offsets(lengths: Iterable[int]) -> np.ndarray:
     """Returns (N + 1,) int64: part i begins at offset i and ends before offset i + 1."""
     return np.cumsum([0, *lengths], dtype=np.int64)

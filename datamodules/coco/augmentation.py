@@ -10,6 +10,7 @@ N images of the data set, n draws, B batch, S image size.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from torchvision.transforms.v2 import functional as T
 AREAS = (0.5, 1.0)  # of a crop, as a share of the image
 RATIOS = (3 / 4, 4 / 3)  # width / height of a crop
 TRIES = 10  # how many shapes of a crop are drawn; the first that is inside the image is taken
+VISIBLE = 0.25  # the least share of an object's box that is inside a crop
+NOTHING, CROWD = -1, -2  # classes of boxes that are not an object's
 FACTORS = (0.8, 1.2)  # of brightness and of contrast
 GREY = (0.2989, 0.587, 0.114)  # shares of red, green and blue, as torchvision has them
 # torchvision resizes uint8 with weights of so many bits, and rounds after each of the two axes.
@@ -68,33 +71,69 @@ def _scale(uniform: np.ndarray, low: float, high: float) -> np.ndarray:
     return low + (high - low) * uniform
 
 
-def crop(image: Tensor, labels: Tensor, box: Tensor) -> tuple[Tensor, Tensor]:
-    """Crops an image (3, S, S) and its labels (S, S), both uint8, to a box (5,) of `draw_crops`."""
+def crop_image(image: Tensor, box: Tensor) -> Tensor:
+    """Crops an image (3, S, S) uint8 to a box (5,) of `draw_crops`."""
     *inside, mirrored = box.tolist()
-    size = list(labels.shape)
-    image = T.resized_crop(image, *inside, size=size, antialias=True)
+    image = T.resized_crop(image, *inside, size=list(image.shape[1:]), antialias=True)
+    return T.horizontal_flip(image) if mirrored else image
+
+
+def crop_labels(labels: Tensor, box: Tensor) -> Tensor:
+    """Crops labels (S, S) uint8 to a box (5,) of `draw_crops`."""
+    *inside, mirrored = box.tolist()
     nearest = InterpolationMode.NEAREST_EXACT
+    size = list(labels.shape)
     labels = T.resized_crop(labels[None], *inside, size=size, interpolation=nearest)[0]
-    if mirrored:
-        image, labels = T.horizontal_flip(image), T.horizontal_flip(labels)
-    return image, labels
+    return T.horizontal_flip(labels) if mirrored else labels
+
+
+def crop_boxes(objects: Tensor, classes: Tensor, crops: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Moves the boxes of images to where they are in crops of them.
+
+    A box of which less than `VISIBLE` is inside the crop is left out, unless it is of a crowd.
+
+    Args:
+        objects: (B, M, 4): left, top, right and bottom in pixels.
+        classes: (B, M) int64, negative where there is no object: `NOTHING` or `CROWD`.
+        crops: (B, 5) of `draw_crops`.
+        size: S of the images, and of the crops.
+
+    Returns:
+        Boxes (B, M, 4) inside the crops, and their classes.
+    """
+    top, left, height, width, mirrored = crops.to(objects.dtype)[:, None].unbind(-1)
+    x = ((objects[..., 0::2] - left[..., None]) * (size / width)[..., None]).clamp(0, size)
+    y = ((objects[..., 1::2] - top[..., None]) * (size / height)[..., None]).clamp(0, size)
+    x = torch.where(mirrored[..., None] > 0, size - x.flip(-1), x)
+    moved = torch.stack((x[..., 0], y[..., 0], x[..., 1], y[..., 1]), dim=-1)
+    before = (objects[..., 2:] - objects[..., :2]).prod(-1) * (size**2 / (width * height))
+    seen = (moved[..., 2:] - moved[..., :2]).prod(-1)
+    gone = torch.where(classes == CROWD, seen <= 0, (seen < VISIBLE * before) | (seen <= 0))
+    return moved, classes.masked_fill(gone, NOTHING)
+
+
+class Lines(NamedTuple):
+    """Of each row and column of a crop the two lines of the image between which it lies, and the
+    nearest one, y and x (B, 3, S); and the weights of the two, (B, 2, S)."""
+
+    y: Tensor
+    x: Tensor
+    weights_y: Tensor
+    weights_x: Tensor
 
 
 class Crops:
-    """Crops images of a data set, by indexing and in integers: the bits are those of `crop`.
+    """Crops images of a data set, by indexing and in integers: the bits are those of `crop_image`.
 
     Where a processor has no vector instructions torchvision resizes in float32 instead, and pixels
-    of `crop` differ from these by at most 1 of 255.
+    of `crop_image` differ from these by at most 1 of 255.
 
     Args:
-        images: (N, 3, S, S) uint8.
-        labels: (N, S, S) uint8, on the same device.
+        image_size: S.
+        device: of the images.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels
-        image_size, device = labels.shape[-1], labels.device
+    def __init__(self, image_size: int, device: torch.device) -> None:
         self._channels = torch.arange(3, device=device).view(3, 1, 1, 1, 1)
         taps, weights = (table.to(device) for table in _tabulate(image_size))
         # Mirrored ones follow, of which only the columns of an image make use.
@@ -102,27 +141,28 @@ class Crops:
         self._weights = torch.cat((weights, weights.flip(-1)))
         self._mirror = torch.tensor((0, len(taps)), device=device)
 
-    def __call__(self, numbers: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns crops (B, 3, S, S) of the images of numbers (B,), and of their labels (B, S, S).
-
-        Args:
-            boxes: (B, 5), of `draw_crops`.
-        """
+    def lines(self, boxes: Tensor) -> Lines:
+        """Returns which lines of the images make crops to boxes (B, 5) of `draw_crops`."""
         starts, sizes, mirrored = boxes.split((2, 2, 1), dim=1)
         entries = sizes + mirrored * self._mirror  # (B, 2): of rows and of columns
-        y, x = (self._taps[entries] + starts[:, :, None, None]).unbind(1)  # (B, 3, S) each
-        weights_y, weights_x = self._weights[entries].unbind(1)  # (B, 2, S) each
-        labels = self.labels[numbers[:, None, None], y[:, 2, :, None], x[:, 2, None, :]]
+        y, x = (self._taps[entries] + starts[:, :, None, None]).unbind(1)
+        return Lines(y, x, *self._weights[entries].unbind(1))
+
+    def images(self, images: Tensor, numbers: Tensor, lines: Lines) -> Tensor:
+        """Returns crops (B, 3, S, S) of those of numbers (B,) among images (N, 3, S, S) uint8."""
         # (B, 3, 2, 2, S, S): of each pixel the two rows and, in each row, the two columns.
-        taps = self.images[
+        taps = images[
             numbers.view(-1, 1, 1, 1, 1, 1),
             self._channels,
-            y[:, None, :2, None, :, None],
-            x[:, None, None, :2, None, :],
+            lines.y[:, None, :2, None, :, None],
+            lines.x[:, None, None, :2, None, :],
         ]
-        rows = _interpolate(taps, weights_x[:, None, None, :, None, :], dim=3)
-        images = _interpolate(rows, weights_y[:, None, :, :, None], dim=2)
-        return images.to(torch.uint8), labels
+        rows = _interpolate(taps, lines.weights_x[:, None, None, :, None, :], dim=3)
+        return _interpolate(rows, lines.weights_y[:, None, :, :, None], dim=2).to(torch.uint8)
+
+    def labels(self, labels: Tensor, numbers: Tensor, lines: Lines) -> Tensor:
+        """Returns crops (B, S, S) of those of numbers (B,) among labels (N, S, S) uint8."""
+        return labels[numbers[:, None, None], lines.y[:, 2, :, None], lines.x[:, 2, None, :]]
 
 
 def _interpolate(taps: Tensor, weights: Tensor, dim: int) -> Tensor:

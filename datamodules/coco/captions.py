@@ -112,9 +112,12 @@ class CaptionItem(NamedTuple):
 class CaptionSet(Dataset[CaptionItem]):
     """An item for each caption; or, with `per_image`, for each image with its first caption.
 
-    Images without captions are left out, and so are those that cannot be decoded. With `augment`,
-    an item that is asked for as (index, seed) changes in brightness and contrast; the seed
-    determines how much. Nothing is mirrored, since captions say left and right.
+    Images without captions are left out. With `augment`, an item that is asked for as (index, seed)
+    changes in brightness and contrast; the seed determines how much. Nothing is mirrored, since
+    captions say left and right.
+
+    Args:
+        numbers: of the images that are used, in the annotation file, int64.
 
     Attributes:
         numbers: of the images of the items, in the annotation file, (N,) int64.
@@ -125,6 +128,7 @@ class CaptionSet(Dataset[CaptionItem]):
         images: Images,
         captions: Captions,
         vocabulary: Vocabulary,
+        numbers: np.ndarray,
         *,
         per_image: bool = False,
         augment: bool = False,
@@ -136,7 +140,7 @@ class CaptionSet(Dataset[CaptionItem]):
         annotations = np.arange(len(described))
         if per_image:
             _, annotations = np.unique(described, return_index=True)
-        self._annotations = annotations[np.isin(described[annotations], images.usable)]
+        self._annotations = annotations[np.isin(described[annotations], numbers)]
         self.numbers = torch.from_numpy(described[self._annotations])
         self.augment = augment
 
@@ -156,6 +160,16 @@ class CaptionSet(Dataset[CaptionItem]):
         """Returns the caption of an item, as the vocabulary encodes it."""
         return self.vocabulary.encode(self.captions.text(int(self._annotations[index])))
 
+    def collate(self, items: Sequence[CaptionItem]) -> CaptionBatch:
+        """Makes a batch of items."""
+        tokens, lengths = pad([item.tokens for item in items])
+        return CaptionBatch(
+            images=torch.stack([item.image for item in items]),
+            tokens=tokens,
+            lengths=lengths,
+            references=References([item.references for item in items]),
+        )
+
 
 def round_length(longest: int) -> int:
     """Returns T of a batch, from the length of its longest caption."""
@@ -169,14 +183,3 @@ def pad(captions: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     for row, caption in zip(tokens, captions, strict=True):
         row[: len(caption)] = torch.tensor(caption)
     return tokens, lengths
-
-
-def collate(items: Sequence[CaptionItem]) -> CaptionBatch:
-    """Makes a batch of items."""
-    tokens, lengths = pad([item.tokens for item in items])
-    return CaptionBatch(
-        images=torch.stack([item.image for item in items]),
-        tokens=tokens,
-        lengths=lengths,
-        references=References([item.references for item in items]),
-    )

@@ -1,25 +1,34 @@
-"""COCO as a LightningDataModule: images with the class of every pixel, or with captions.
+"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, with boxes
+or with captions.
 
 B batch, S image size.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.coco.annotations import Annotations, Captions, Instances
-from datamodules.coco.captions import CaptionSet, Vocabulary, collate
+from datamodules.coco.annotations import Annotations, Captions, Instances, Objects
+from datamodules.coco.boxes import Boxes
+from datamodules.coco.captions import CaptionSet, Vocabulary
+from datamodules.coco.detection import DetectionSet
+from datamodules.coco.files import KINDS, SPLITS, Files
+from datamodules.coco.folder import SplitSet, join
 from datamodules.coco.pixels import Images, LabelMaps
-from datamodules.coco.resident import ResidentCaptions, ResidentSegmentation, move
+from datamodules.coco.resident import (
+    ResidentCaptions,
+    ResidentDetection,
+    ResidentSegmentation,
+    move,
+)
 from datamodules.coco.segmentation import SegmentationSet
-from datamodules.coco.skipped import Skipped, report
 from datamodules.images import DataNotFoundError
 from datamodules.memory import EvaluationBatches, TrainingBatches
 from datamodules.placement import (
@@ -28,52 +37,61 @@ from datamodules.placement import (
     is_resident,
     require_known,
 )
+from datamodules.reading.decoding import decode
+from datamodules.reading.pixels import denormalise, normalise
+from datamodules.reading.skipped import Skipped, report
 from datamodules.sampling import (
     Epochs,
     EvenBatches,
     SeededShuffle,
     TrainingLoader,
+    choose_workers,
     get_rank,
     loader_options,
 )
 
-TASKS = ("segmentation", "captions")
+TASKS = tuple(KINDS)
 YEARS = (2014, 2017)
-# Mean and standard deviation of ImageNet's pixels, red, green, blue: published weights of backbones
-# were trained with them.
-PIXEL_MEAN = (123.675, 116.28, 103.53)
-PIXEL_STD = (58.395, 57.12, 57.375)
 
-Resident = ResidentSegmentation | ResidentCaptions
+TaskSet = SegmentationSet | DetectionSet | CaptionSet
+Resident = ResidentSegmentation | ResidentDetection | ResidentCaptions
 
 
 class COCO(pl.LightningDataModule):
-    """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312) in its published layout.
+    """MS COCO (Lin et al., 2014, https://arxiv.org/abs/1405.0312), or other data in its format.
 
-    It reads ``coco/{train,val}<year>/*.jpg`` and
-    ``coco/annotations/{instances,captions}_{train,val}<year>.json``, and writes nothing there.
-    The images of val both validate and test: COCO's test annotations are not public. An image is
-    resized to a square as a whole, nothing is cut off.
+    It reads ``{train,val}/*`` and ``annotations/{instances,captions}_{train,val}.json`` in
+    `folder`, or MS COCO in its published layout, ``{train,val}<year>/*.jpg`` and
+    ``annotations/{instances,captions}_{train,val}<year>.json`` in ``data_dir/coco``. It writes
+    nothing there. The images of val both validate and test: COCO's test annotations are not public.
+    An image is resized to a square as a whole, nothing is cut off.
 
-    Batches are :class:`SegmentationBatch` or :class:`CaptionBatch`, images float32, normalised with
-    ImageNet's mean and standard deviation. A damaged image or annotation is left out: a warning
+    Batches are :class:`SegmentationBatch`, :class:`DetectionBatch` or :class:`CaptionBatch`, images
+    float32, normalised with ImageNet's mean and standard deviation. Predictions are made for the
+    images of val, in a :class:`FolderBatch`. A damaged image or annotation is left out: a warning
     counts them and names the first, `skipped` names them all.
 
     Args:
         data_dir: holds the folder ``coco``.
-        task: ``segmentation`` or ``captions``.
+        task: ``segmentation``, ``detection`` or ``captions``.
         image_size: S, pixels.
         batch_size: images a batch.
         cache_dir: keeps what is derived from the data: packed annotations, the names of damaged
             images, and with `cache_images` the pixels.
         cache_images: whether decoded images and label maps are kept on disk, so that training does
             not wait for decoding: 4 S^2 bytes an image, 25 GB for S = 224.
-        year: 2014 or 2017.
+        year: of MS COCO, 2014 or 2017.
+        folder: of another data set; None for MS COCO.
+        train_images, val_images: folders of images, in place of those above.
+        train_annotations, val_annotations: annotation files, in place of those above.
+        val_share: the share of the training images that validate instead, where there is nothing
+            else to validate on; None where there is.
+        split_seed: chooses these; not the seed of the run, so that every run has the same.
         augment: whether training images are changed at random.
         test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
         num_workers: processes that fetch batches of images that are not on the GPU; the batches do
-            not depend on it.
+            not depend on it. None: as many as this machine can use.
         seed: of the order of the training images and of their augmentation.
         device: where images and label maps are during training: ``"cpu"``, from where a loader
             fetches them one by one; ``"gpu"``, the one that trains, which also changes them; or
@@ -83,18 +101,21 @@ class COCO(pl.LightningDataModule):
 
     Attributes:
         skipped: name of a file or folder -> reason -> names of what is left out of it.
-        vocabulary: of the training captions; None for the task ``segmentation``.
+        vocabulary: of the training captions; None for other tasks.
+        num_categories: of the training annotations. The property reads the file where that is not
+            MS COCO's.
+        num_classes: of pixels: the categories and the background.
 
     Raises:
         ValueError: an argument is out of range.
-        DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, or
-            its categories are not those of COCO.
+        DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, its
+            categories are not those of COCO, or val has others than train.
         CacheError: in the same methods: the cache cannot be written.
         DataDeviceError: `device` is ``"gpu"`` without `cache_images`; or, by the loaders, the run
             has no GPU.
     """
 
-    num_classes: ClassVar[int] = 81  # 80 categories and the background
+    published_categories: ClassVar[int] = 80
 
     def __init__(
         self,
@@ -105,10 +126,17 @@ class COCO(pl.LightningDataModule):
         cache_dir: str | Path,
         cache_images: bool = False,
         year: int = 2017,
+        folder: str | Path | None = None,
+        train_images: str | Path | None = None,
+        val_images: str | Path | None = None,
+        train_annotations: str | Path | None = None,
+        val_annotations: str | Path | None = None,
+        val_share: float | None = None,
+        split_seed: int = 0,
         augment: bool = True,
         test_split: str = "val",
         min_count: int = 5,
-        num_workers: int = 0,
+        num_workers: int | None = 0,
         seed: int = 0,
         device: str = "auto",
     ) -> None:
@@ -116,7 +144,7 @@ class COCO(pl.LightningDataModule):
         if task not in TASKS:
             raise ValueError(
                 f"task: expected one of {TASKS}, got {task!r}; the model chooses it: "
-                "model=segmentation or model=captions"
+                "model=segmentation, model=detection or model=captions"
             )
         for name, value, allowed in (
             ("year", year, YEARS),
@@ -127,19 +155,39 @@ class COCO(pl.LightningDataModule):
         for name, value in (("image_size", image_size), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if val_share is not None and not 0 < val_share < 1:
+            raise ValueError(f"val_share: expected a number between 0 and 1, got {val_share}")
+        given = {
+            "train_images": train_images,
+            "val_images": val_images,
+            "train_annotations": train_annotations,
+            "val_annotations": val_annotations,
+        }
+        given = {name: path for name, path in given.items() if path is not None}
+        if val_share is not None and (twice := [name for name in given if name.startswith("val")]):
+            raise ValueError(
+                f"val_share: expected null where {twice[0]} is set, got {val_share}: images of "
+                "train validate, or those of val"
+            )
         require_known(device)
         if device == "gpu" and not cache_images:
             raise DataDeviceError(
                 "data.device: expected auto or cpu with data.cache_images=false, got 'gpu'; or use "
                 "data.cache_images=true"
             )
-        self.root = Path(data_dir).resolve() / "coco"
+        self.files = (
+            Files(Path(data_dir).resolve() / "coco", str(year), given)
+            if folder is None
+            else Files(Path(folder).resolve(), given=given)
+        )
+        self.published = folder is None and not given
+        self.val_share = val_share
+        self.split_seed = split_seed
         self.task = task
         self.image_size = image_size
         self.batch_size = batch_size
         self.cache_dir = Path(cache_dir).resolve()
         self.cache_images = cache_images
-        self.year = year
         self.augment = augment
         self.test_split = test_split
         self.min_count = min_count
@@ -148,16 +196,35 @@ class COCO(pl.LightningDataModule):
         self.device = device
         self.skipped: dict[str, Skipped] = {}
         self.vocabulary: Vocabulary | None = None
-        self._sets: dict[str, SegmentationSet | CaptionSet] = {}
+        self._sets: dict[str, TaskSet] = {}
         # What is on a device: tables of pixels, which stages share, and the sets that use them.
         self._tables: dict[tuple[Images | LabelMaps, torch.device], Tensor] = {}
-        self._residents: dict[
-            tuple[str, torch.device], ResidentSegmentation | ResidentCaptions
-        ] = {}
+        self._residents: dict[tuple[str, torch.device], Resident] = {}
+
+    @property
+    def num_categories(self) -> int:
+        return self.published_categories if self.published else len(self._categories)
+
+    @property
+    def num_classes(self) -> int:
+        return self.num_categories + 1
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """By class; None where there are none, for the task ``captions``."""
+        if self.task == "captions":
+            return None
+        background = ("background",) if self.task == "segmentation" else ()
+        return (*background, *self._categories)
+
+    @property
+    def category_ids(self) -> list[int]:
+        """Those of the annotation file of train, in the order of the classes."""
+        return self._objects("train").category_ids
 
     def prepare_data(self) -> None:
         """Fills the cache, in one process only; `setup` then finds the entries in every process."""
-        for split in ("train", "val"):
+        for split in self._splits:
             self._images(split, self._annotations(split))
             if self.task == "segmentation":
                 self._label_maps(split)
@@ -165,34 +232,36 @@ class COCO(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self._sets:
             return
-        annotations = {split: self._annotations(split) for split in ("train", "val")}
+        annotations = {split: self._annotations(split) for split in self._splits}
         images = {split: self._images(split, read) for split, read in annotations.items()}
         for split, read in annotations.items():
             self._report(read.path.name, read.skipped)
             self._report(images[split].folder.name, images[split].skipped)
-        evaluated = {"val": "val", "test": self.test_split}
+            if isinstance(read, Captions):
+                self._report(read.path.name, {"the image has no caption": read.images_without()})
+        parts = self._parts(images)
+        if self.task == "captions":
+            split, numbers = parts["train"]
+            self.vocabulary = Vocabulary.of(self._captions(split).texts(numbers), self.min_count)
+        for stage, part in (("train", "train"), ("val", "val"), ("test", self.test_split)):
+            split, numbers = parts[part]
+            self._sets[stage] = self._make_set(split, images[split], numbers, stage == "train")
+
+    def _make_set(self, split: str, images: Images, numbers: np.ndarray, train: bool) -> TaskSet:
+        augment = self.augment and train
         if self.task == "segmentation":
-            label_maps = {split: self._label_maps(split) for split in annotations}
-            self._sets["train"] = SegmentationSet(
-                images["train"], label_maps["train"], augment=self.augment
-            )
-            for stage, split in evaluated.items():
-                self._sets[stage] = SegmentationSet(images[split], label_maps[split])
-        else:
-            texts = {split: self._captions(split) for split in annotations}
-            self.vocabulary = Vocabulary.of(texts["train"].texts(), self.min_count)
-            for split in texts:
-                self._report(
-                    texts[split].path.name,
-                    {"the image has no caption": texts[split].images_without()},
-                )
-            self._sets["train"] = CaptionSet(
-                images["train"], texts["train"], self.vocabulary, augment=self.augment
-            )
-            for stage, split in evaluated.items():
-                self._sets[stage] = CaptionSet(
-                    images[split], texts[split], self.vocabulary, per_image=True
-                )
+            return SegmentationSet(images, self._label_maps(split), numbers, augment=augment)
+        if self.task == "detection":
+            return DetectionSet(images, self._boxes(split), numbers, augment=augment)
+        assert self.vocabulary is not None
+        return CaptionSet(
+            images,
+            self._captions(split),
+            self.vocabulary,
+            numbers,
+            per_image=not train,
+            augment=augment,
+        )
 
     def train_dataloader(self) -> TrainingLoader | TrainingBatches[Any]:
         data = self._sets["train"]
@@ -200,7 +269,7 @@ class COCO(pl.LightningDataModule):
         if (resident := self._resident("train")) is not None:
             return TrainingBatches(resident, sampler, self.batch_size)
         batches = Epochs(sampler, self.batch_size, drop_last=False)
-        return TrainingLoader(data, batch_sampler=batches, **self._options())
+        return TrainingLoader(data, batch_sampler=batches, **self._options(data))
 
     def val_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("val")
@@ -208,34 +277,112 @@ class COCO(pl.LightningDataModule):
     def test_dataloader(self) -> DataLoader | EvaluationBatches[Any]:
         return self._evaluation("test")
 
+    def fetching(self, trainer: pl.Trainer) -> tuple[str, str]:
+        """Returns where the batches of a trainer come from, and why; for the start-up table."""
+        count, why = choose_workers(self.num_workers, trainer)
+        how = "the cache" if self.cache_images else "decoded files"
+        where = f"{count} processes" if count else "the process that trains"
+        if (
+            self.cache_images
+            and trainer.strategy.root_device.type == "cuda"
+            and self.device != "cpu"
+        ):
+            where = "GPU memory" if self.device == "gpu" else f"GPU memory if it fits, or {where}"
+        return f"{how}, in {where}", why
+
+    def predict_dataloader(self) -> DataLoader:
+        data, rank = self._sets["val"], get_rank(self.trainer)
+        numbers = np.unique(data.numbers)[rank.get("rank", 0) :: rank.get("world_size", 1)]
+        split = SplitSet(data.images, numbers)
+        options = loader_options(self.trainer, self.num_workers)
+        return DataLoader(split, batch_size=self.batch_size, collate_fn=join, **options)
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch._replace(images=normalise(batch.images))
 
     def pixels(self, images: Tensor) -> Tensor:
         """Undoes the normalisation of images; returns (B, 3, S, S) uint8."""
-        mean, std = _mean_and_std(images.device)
-        return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
+        return denormalise(images)
+
+    def read(self, name: str) -> Tensor:
+        """Returns an image that predictions are made for as it is in its file, (3, H, W) uint8."""
+        return decode(self._sets["val"].images.folder / name)
+
+    @property
+    def _splits(self) -> tuple[str, ...]:
+        """Those that have files of their own."""
+        return SPLITS if self.val_share is None else ("train",)
+
+    def _parts(self, images: dict[str, Images]) -> dict[str, tuple[str, np.ndarray]]:
+        """Returns for ``train`` and ``val`` whose files they use, and the numbers of their images
+        that can be decoded."""
+        if self.val_share is None:
+            return {split: (split, images[split].usable) for split in SPLITS}
+        count = len(images["train"].annotations)
+        order = np.random.default_rng(self.split_seed).permutation(count)
+        chosen = np.isin(images["train"].usable, order[: round(self.val_share * count)])
+        parts = {"train": images["train"].usable[~chosen], "val": images["train"].usable[chosen]}
+        for name, numbers in parts.items():
+            if len(numbers) == 0:
+                raise DataNotFoundError(
+                    f"data.val_share: {self.val_share} of the {count} images in "
+                    f"{images['train'].annotations.path} leaves none for {name}; set another"
+                )
+        return {name: ("train", numbers) for name, numbers in parts.items()}
+
+    @property
+    def _categories(self) -> list[str]:
+        return self._objects("train").categories
 
     def _annotations(self, split: str) -> Annotations:
-        return self._instances(split) if self.task == "segmentation" else self._captions(split)
+        return self._captions(split) if self.task == "captions" else self._objects(split)
+
+    def _objects(self, split: str) -> Objects:
+        return self._boxes(split) if self.task == "detection" else self._instances(split)
 
     def _instances(self, split: str) -> Instances:
-        path = self.root / "annotations" / f"instances_{split}{self.year}.json"
-        instances = Instances(path, self.cache_dir)
-        if len(instances.categories) != self.num_classes - 1:
-            raise DataNotFoundError(
-                f"{path} has {len(instances.categories)} categories, expected "
-                f"{self.num_classes - 1}: it is not the published file"
-            )
+        instances = Instances(self.files.annotations(self.task, split), self.cache_dir)
+        self._require_known_categories(split, instances)
         return instances
 
+    def _boxes(self, split: str) -> Boxes:
+        boxes = Boxes(self.files.annotations(self.task, split), self.cache_dir)
+        self._require_known_categories(split, boxes)
+        return boxes
+
+    def _require_known_categories(self, split: str, read: Objects) -> None:
+        if self.published and len(read.categories) != self.published_categories:
+            raise DataNotFoundError(
+                f"{read.path} has {len(read.categories)} categories, expected "
+                f"{self.published_categories}: it is not the published file; for other data set "
+                "data.folder"
+            )
+        if split != "train":
+            self._require_same_categories(self._objects("train"), read)
+
+    def _require_same_categories(self, train: Objects, other: Objects) -> None:
+        expected, found = (
+            dict(zip(file.category_ids, file.categories, strict=True)) for file in (train, other)
+        )
+        if found != expected:
+            number = min(i for i in expected | found if found.get(i) != expected.get(i))
+            raise DataNotFoundError(
+                f"{other.path} and {train.path} have different categories: id {number} is "
+                f"{found.get(number)!r} in the first, {expected.get(number)!r} in the second; give "
+                "both files the same list"
+            )
+
     def _captions(self, split: str) -> Captions:
-        path = self.root / "annotations" / f"captions_{split}{self.year}.json"
-        return Captions(path, self.cache_dir)
+        return Captions(self.files.annotations(self.task, split), self.cache_dir)
 
     def _images(self, split: str, annotations: Annotations) -> Images:
-        folder = self.root / f"{split}{self.year}"
-        return Images(folder, annotations, self.image_size, self.cache_dir, self.cache_images)
+        return Images(
+            self.files.images(split),
+            annotations,
+            self.image_size,
+            self.cache_dir,
+            self.cache_images,
+        )
 
     def _label_maps(self, split: str) -> LabelMaps:
         instances = self._instances(split)
@@ -251,7 +398,7 @@ class COCO(pl.LightningDataModule):
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
         if (resident := self._resident(stage)) is not None:
             return EvaluationBatches(resident, batches)
-        return DataLoader(data, batch_sampler=batches, **self._options())
+        return DataLoader(data, batch_sampler=batches, **self._options(data))
 
     def _resident(self, stage: str) -> Resident | None:
         """Returns a stage's data on the GPU that trains; None where a loader is to give it."""
@@ -266,11 +413,7 @@ class COCO(pl.LightningDataModule):
             return None
         if (stage, device) not in self._residents:
             pixels = [self._table(store, device) for store in stores]
-            self._residents[stage, device] = (
-                ResidentSegmentation(data, *pixels)
-                if isinstance(data, SegmentationSet)
-                else ResidentCaptions(data, *pixels)
-            )
+            self._residents[stage, device] = _make_resident(data, *pixels)
         return self._residents[stage, device]
 
     def _table(self, store: Images | LabelMaps, device: torch.device) -> Tensor:
@@ -279,18 +422,16 @@ class COCO(pl.LightningDataModule):
             self._tables[store, device] = move(store.kept, device)
         return self._tables[store, device]
 
-    def _options(self) -> dict[str, Any]:
-        collate_fn = collate if self.task == "captions" else None
-        return loader_options(self.trainer, self.num_workers) | {"collate_fn": collate_fn}
+    def _options(self, data: TaskSet) -> dict[str, Any]:
+        options = loader_options(self.trainer, self.num_workers)
+        if isinstance(data, SegmentationSet):
+            return options
+        return options | {"collate_fn": data.collate}
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Normalises (B, 3, S, S) uint8 to float32 with ImageNet's mean and standard deviation."""
-    mean, std = _mean_and_std(images.device)
-    return images.float().sub_(mean).div_(std)
-
-
-@functools.cache  # a copy to the GPU in every step would wait for the work queued there
-def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
-    return mean, std
+def _make_resident(data: TaskSet, *pixels: Tensor) -> Resident:
+    if isinstance(data, SegmentationSet):
+        return ResidentSegmentation(data, *pixels)
+    if isinstance(data, DetectionSet):
+        return ResidentDetection(data, *pixels)
+    return ResidentCaptions(data, *pixels)

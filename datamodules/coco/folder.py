@@ -1,4 +1,4 @@
-"""The images of a folder, for a trained model to predict from.
+"""Images for a trained model to predict from: those of a folder, or of a split.
 
 B batch, C channels, S image size.
 """
@@ -10,17 +10,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
-from datamodules.coco.datamodule import normalise
-from datamodules.coco.decoding import UnreadableImageError, decode
-from datamodules.coco.pixels import resize
-from datamodules.coco.skipped import report
+from datamodules.coco.pixels import Images
 from datamodules.images import DataNotFoundError
+from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.pixels import normalise, resize
+from datamodules.reading.skipped import report
+from datamodules.sampling import choose_workers
 
 SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -32,12 +34,14 @@ class FolderBatch(NamedTuple):
         images: (B, C, S, S).
         sizes: H and W of each image before it was resized.
         names: of the files, relative to the folder.
+        ids: of the images in the annotation file; their names where there is none.
         skipped: (reason, name) of each file that cannot be read; not counted in B.
     """
 
     images: Tensor
     sizes: list[tuple[int, int]]
     names: list[str]
+    ids: Sequence[int | str]
     skipped: list[tuple[str, str]]
 
 
@@ -62,14 +66,33 @@ class FolderSet(Dataset[FolderBatch]):
             image = decode(self.folder / name, upright=True)
         except UnreadableImageError as error:
             nothing = torch.empty(0, *self.image_shape, dtype=torch.uint8)
-            return FolderBatch(nothing, [], [], [(str(error), name)])
+            return FolderBatch(nothing, [], [], [], [(str(error), name)])
         height, width = image.shape[1:]
         channels, _, image_size = self.image_shape
         image = rgb_to_grayscale(image) if channels == 1 else image
-        return FolderBatch(resize(image, image_size)[None], [(height, width)], [name], [])
+        image = resize(image, image_size)
+        return FolderBatch(image[None], [(height, width)], [name], [name], [])
 
 
-def _join(items: Sequence[FolderBatch]) -> FolderBatch:
+class SplitSet(Dataset[FolderBatch]):
+    """The images of a split that can be decoded, by their index in it, as batches of one."""
+
+    def __init__(self, images: Images, numbers: np.ndarray) -> None:
+        self.images = images
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> FolderBatch:
+        number = int(self.numbers[index])
+        annotations = self.images.annotations
+        height, width = annotations.sizes[number].tolist()
+        name, image_id = str(annotations.file_names[number]), int(annotations.ids[number])
+        return FolderBatch(self.images[number][None], [(height, width)], [name], [image_id], [])
+
+
+def join(items: Sequence[FolderBatch]) -> FolderBatch:
     images, *lists = zip(*items)
     return FolderBatch(torch.cat(images), *(list(chain(*parts)) for parts in lists))
 
@@ -81,7 +104,7 @@ class ImageFolder(pl.LightningDataModule):
         folder: of JPEG, PNG, GIF or WebP files, which are turned upright as their EXIF says.
         image_shape: (C, S, S); C is 3, or 1 for grey.
         batch_size: images a batch.
-        num_workers: processes that decode.
+        num_workers: processes that decode; None: as many as this machine can use.
         normalise: from (B, C, S, S) uint8 to float32; as :class:`COCO` does by default.
         class_names: what a writer of predictions calls the classes.
 
@@ -97,7 +120,7 @@ class ImageFolder(pl.LightningDataModule):
         folder: str | Path,
         image_shape: tuple[int, int, int],
         batch_size: int,
-        num_workers: int = 0,
+        num_workers: int | None = 0,
         normalise: Callable[[Tensor], Tensor] = normalise,
         class_names: Sequence[str] | None = None,
     ) -> None:
@@ -117,9 +140,13 @@ class ImageFolder(pl.LightningDataModule):
         return DataLoader(
             self.images,  # pyright: ignore[reportArgumentType]
             batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            collate_fn=_join,
+            num_workers=choose_workers(self.num_workers, self.trainer).count,
+            collate_fn=join,
         )
+
+    def read(self, name: str) -> Tensor:
+        """Returns an image as it is in its file, upright, (3, H, W) uint8."""
+        return decode(self.images.folder / name, upright=True)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> FolderBatch:
         for reason, name in batch.skipped:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as rle_format
 
-from datamodules.coco.skipped import DamagedError
+from datamodules.reading.skipped import DamagedError
 
 FIRST_CODE = ord("0")
 BITS = 5

@@ -25,18 +25,14 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from datamodules.coco.annotations import Annotations, Instances
-from datamodules.coco.cache import Entry, find_or_make
-from datamodules.coco.decoding import UnreadableImageError, decode
-from datamodules.coco.skipped import Skipped
 from datamodules.images import DataNotFoundError
+from datamodules.reading.cache import Entry, find_or_make
+from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.pixels import resize
+from datamodules.reading.skipped import Skipped
 
 T = TypeVar("T")
 FORMAT = 2  # version of the entries; part of their keys in the cache
-
-
-def resize(image: Tensor, image_size: int) -> Tensor:
-    """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
-    return F.resize(image, [image_size, image_size], antialias=True)
 
 
 class Images:
@@ -90,10 +86,14 @@ class Images:
 
     def _hash_files(self) -> str:
         """Returns a hash of the files' names, sizes and modification times."""
-        files = os.scandir(self.folder) if self.folder.is_dir() else ()
-        found = {file.name: file.stat() for file in files if file.is_file()}  # no broken links
-        digest = hashlib.sha256()
         names, sizes = self.annotations.file_names.tolist(), self.annotations.sizes.tolist()
+        found: dict[str, os.stat_result] = {}
+        for inside in sorted({os.path.dirname(name) for name in names}):
+            folder = self.folder / inside
+            for file in os.scandir(folder) if folder.is_dir() else ():
+                if file.is_file():  # no broken links
+                    found[os.path.join(inside, file.name)] = file.stat()
+        digest = hashlib.sha256()
         if found.keys().isdisjoint(names):
             raise self._no_image_error("is there")
         for name, size in zip(names, sizes, strict=True):
@@ -105,7 +105,8 @@ class Images:
     def _no_image_error(self, what: str) -> DataNotFoundError:
         return DataNotFoundError(
             f"none of the {len(self.annotations):,} images that {self.annotations.path} names "
-            f"{what} in {self.folder}; `python scripts/prepare_data.py coco` downloads them"
+            f"{what} in {self.folder}; data.train_images and data.val_images say where those of "
+            "your own data are; `python scripts/prepare_data.py coco` downloads COCO's"
         )
 
     def _decode(self, index: int) -> Tensor:
@@ -141,7 +142,7 @@ class Images:
             return None
 
         skipped: dict[str, list[str]] = {}
-        for index, reason in enumerate(_in_threads(find_problem, len(self.annotations), title)):
+        for index, reason in enumerate(in_threads(find_problem, len(self.annotations), title)):
             if reason is not None:
                 name = str(self.annotations.file_names[index])
                 skipped.setdefault(reason, []).append(name)
@@ -191,12 +192,12 @@ class LabelMaps:
         def draw_into(index: int) -> None:
             labels[index] = self[index].numpy()
 
-        for _ in _in_threads(draw_into, len(self.instances), f"Drawing {self.instances.path.stem}"):
+        for _ in in_threads(draw_into, len(self.instances), f"Drawing {self.instances.path.stem}"):
             pass
         labels.flush()
 
 
-def _in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
+def in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
     """Yields `visit` of 0, ..., count - 1, in order; shows a bar in a terminal, a line elsewhere.
 
     Threads run in parallel here, since decoding releases Python's global lock.

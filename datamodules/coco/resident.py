@@ -1,8 +1,9 @@
 """Data sets of COCO of which the pixels are on one device; batches are selected and changed there.
 
-The batches are those that a loader gives of the same :class:`SegmentationSet` or
-:class:`CaptionSet`. The host draws the changes and finds the rows for an epoch at once; for a batch
-it queues 18 kernels for segmentation and 29 for captions, and waits for none.
+The batches are those that a loader gives of the same :class:`SegmentationSet`,
+:class:`DetectionSet` or :class:`CaptionSet`. The host draws the changes and finds the rows for an
+epoch at once; for a batch it queues 18 kernels for segmentation and 29 for captions, and waits for
+none.
 
 N images of the annotation file, B batch, S image size, T tokens.
 """
@@ -13,8 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.coco.augmentation import Crops, colour_batch, draw_colours, draw_crops
+from datamodules.coco.augmentation import (
+    Crops,
+    colour_batch,
+    crop_boxes,
+    draw_colours,
+    draw_crops,
+)
 from datamodules.coco.captions import CaptionBatch, CaptionSet, References, pad, round_length
+from datamodules.coco.detection import DetectionBatch, DetectionSet, Truth
 from datamodules.coco.segmentation import SegmentationBatch, SegmentationSet
 from datamodules.memory import send
 
@@ -43,7 +51,7 @@ class ResidentSegmentation:
         self.data = data
         self.images = images
         self.labels = labels
-        self._crops = Crops(images, labels)
+        self._crops = Crops(images.shape[-1], images.device)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -59,10 +67,54 @@ class ResidentSegmentation:
         """Returns images (B, 3, S, S) and labels (B, S, S), both uint8, on the device."""
         numbers, *boxes = columns
         if boxes:
-            return SegmentationBatch(*self._crops(numbers, *boxes))
+            lines = self._crops.lines(*boxes)
+            return SegmentationBatch(
+                self._crops.images(self.images, numbers, lines),
+                self._crops.labels(self.labels, numbers, lines),
+            )
         return SegmentationBatch(
             self.images.index_select(0, numbers), self.labels.index_select(0, numbers)
         )
+
+
+class ResidentDetection:
+    """A :class:`DetectionSet` on the device of its images; see :class:`InMemory`.
+
+    Args:
+        data: of which items are selected.
+        images: (N, 3, S, S) uint8.
+    """
+
+    def __init__(self, data: DetectionSet, images: Tensor) -> None:
+        self.data = data
+        self.images = images
+        self._boxes, self._classes = (
+            values.to(images.device) for values in (data.boxes, data.classes)
+        )
+        self._crops = Crops(images.shape[-1], images.device)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        indices, seeds = _split(rows)
+        columns = [indices, self.data.numbers[indices]]
+        if self.data.augment and seeds is not None:
+            columns.append(draw_crops(seeds, self.images.shape[-1]))
+        return tuple(send(column, self.images.device) for column in columns)
+
+    def select(self, rows: Tensor, *columns: Tensor) -> DetectionBatch:
+        """Returns images (B, 3, S, S) uint8 with their boxes, on the device."""
+        indices, numbers, *crops = columns
+        items, _ = _split(rows)
+        boxes, classes = self._boxes[indices], self._classes[indices]
+        if crops:
+            images = self._crops.images(self.images, numbers, self._crops.lines(*crops))
+            boxes, classes = crop_boxes(boxes, classes, crops[0], self.images.shape[-1])
+        else:
+            images = self.images.index_select(0, numbers)
+        truth = Truth(self.data.annotated, self.data.numbers[items].tolist())
+        return DetectionBatch(images, boxes, classes, truth)
 
 
 class ResidentCaptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -23,21 +24,28 @@ class SegmentationBatch(NamedTuple):
 
 
 class SegmentationSet(Dataset[SegmentationBatch]):
-    """The images of a split that can be decoded; one without instances is all background.
+    """Images that can be decoded; one without instances is all background.
 
     An item is an image (3, S, S) and its labels (S, S), both uint8. With `augment`, an item that is
     asked for as (index, seed) is a random crop of at least half the area, mirrored half the time;
     the seed determines both.
 
-    Attributes:
-        numbers: of the images of the items, in the annotation file, (N,) int64.
+    Args:
+        numbers: of the images, in the annotation file, (N,) int64.
     """
 
-    def __init__(self, images: Images, label_maps: LabelMaps, *, augment: bool = False) -> None:
+    def __init__(
+        self,
+        images: Images,
+        label_maps: LabelMaps,
+        numbers: np.ndarray,
+        *,
+        augment: bool = False,
+    ) -> None:
         self.images = images
         self.label_maps = label_maps
         self.augment = augment
-        self.numbers = torch.from_numpy(images.usable)
+        self.numbers = torch.from_numpy(numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -48,5 +56,6 @@ class SegmentationSet(Dataset[SegmentationBatch]):
         image, labels = self.images[number], self.label_maps[number]
         if seed is not None and self.augment:
             (box,) = augmentation.draw_crops(torch.tensor([seed]), self.images.image_size)
-            image, labels = augmentation.crop(image, labels, box)
+            image = augmentation.crop_image(image, box)
+            labels = augmentation.crop_labels(labels, box)
         return SegmentationBatch(image, labels)

@@ -18,7 +18,8 @@ from pycocotools import mask as rle_format
 
 VERSION = 1  # of the pictures; raise it when they change
 SIZE = 64  # pixels, height and width
-SPLITS = {"train2017": 512, "val2017": 128}  # images
+YEAR = 2017  # in the names of files
+SPLITS = {f"train{YEAR}": 512, f"val{YEAR}": 128}  # images
 CATEGORIES = {1: "circle", 4: "square", 9: "triangle"}  # the ids have gaps, as COCO's have
 COLOURS = {
     "red": (205, 45, 45),

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.coco import shapes
-from datamodules.coco.cache import find_or_make
 from datamodules.coco.datamodule import COCO
+from datamodules.coco.files import Files
+from datamodules.reading.cache import find_or_make
 
 
 class COCOTiny(COCO):
@@ -21,7 +22,7 @@ class COCOTiny(COCO):
         arguments: of :class:`COCO`.
     """
 
-    num_classes = len(shapes.CATEGORIES) + 1
+    published_categories = len(shapes.CATEGORIES)
 
     def __init__(self, cache_dir: str | Path, **arguments: Any) -> None:
         super().__init__(data_dir=cache_dir, cache_dir=cache_dir, **arguments)
@@ -37,4 +38,4 @@ class COCOTiny(COCO):
     def _generate(self) -> None:
         source = {"version": shapes.VERSION}
         entry = find_or_make(self.cache_dir, "coco_tiny", source, shapes.write)
-        self.root = entry.folder / "coco"
+        self.files = Files(entry.folder / "coco", str(shapes.YEAR))

@@ -5,6 +5,8 @@ B batch, C channels, H height, W width, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -17,14 +19,54 @@ from models.networks.blocks import conv_bn_relu
 OWN_LOGIT = 4.0
 
 
-class EncoderDecoder(nn.Module):
-    """At each resolution, the coarsest first, the decoder upsamples its features, concatenates the
+class Decoder(nn.ModuleList):
+    """At each resolution, the coarsest first, it upsamples its features, concatenates the
     encoder's, convolves them and refines the result.
 
     Upsampled features are blurred at the borders of objects. The refinement, a high-order
     convolution, replaces the features of a pixel by a weighted mean over its neighbourhood. The
     weights are generated from the features there, as in content-aware upsampling (CARAFE,
     https://arxiv.org/abs/1905.02188).
+
+    Args:
+        channels: of the encoder's maps, the finest first.
+        width: channels of its own at the finest resolution, doubled at each of the next four.
+        kernel_size: of the high-order convolutions.
+        finest: the index of the encoder's map at whose resolution it ends.
+
+    Attributes:
+        out_channels: of its result.
+
+    Shape: the encoder's maps to (B, out_channels, H, W) of the map `finest`.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], width: int, kernel_size: int, finest: int = 0
+    ) -> None:
+        super().__init__()
+        below = channels[-1]
+        for level in reversed(range(finest, len(channels) - 1)):
+            out_channels = width * 2 ** min(level, 4)
+            self.append(
+                nn.Sequential(
+                    conv_bn_relu(below + channels[level], out_channels),
+                    _make_refinement(out_channels, kernel_size),
+                )
+            )
+            below = out_channels
+        self.out_channels = below
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        *skips, x = features
+        for stage, skip in zip(self, reversed(skips)):
+            # Nearest: its gradient, unlike that of bilinear upsampling, is deterministic on a GPU.
+            x = nn.functional.interpolate(x, size=skip.shape[-2:], mode="nearest")
+            x = stage(torch.cat((x, skip), dim=1))
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder, a :class:`Decoder` to full resolution, and a classifier of its features.
 
     Args:
         num_classes: K.
@@ -48,28 +90,11 @@ class EncoderDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = make_encoder(width, depth, weights)
-        skips = self.encoder.channels[:-1]
-        below = self.encoder.channels[-1]
-        stages = []
-        for level in reversed(range(len(skips))):
-            channels = width * 2 ** min(level, 4)
-            stages.append(
-                nn.Sequential(
-                    conv_bn_relu(below + skips[level], channels),
-                    _make_refinement(channels, kernel_size),
-                )
-            )
-            below = channels
-        self.decoder = nn.ModuleList(stages)
+        self.decoder = Decoder(self.encoder.channels, width, kernel_size)
         self.classifier = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        *skips, x = self.encoder(x)
-        for stage, skip in zip(self.decoder, reversed(skips)):
-            # Nearest: its gradient, unlike that of bilinear upsampling, is deterministic on a GPU.
-            x = nn.functional.interpolate(x, size=skip.shape[-2:], mode="nearest")
-            x = stage(torch.cat((x, skip), dim=1))
-        return self.classifier(x)
+        return self.classifier(self.decoder(self.encoder(x)))
 
 
 def _make_refinement(channels: int, kernel_size: int) -> HighOrderConv2d:

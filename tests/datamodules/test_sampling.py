@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from datamodules.sampling import Epochs, EvenBatches, SeededShuffle, Shuffle, TrainingLoader
+from datamodules import sampling
+from datamodules.sampling import (
+    Epochs,
+    EvenBatches,
+    SeededShuffle,
+    Shuffle,
+    TrainingLoader,
+    loader_options,
+)
 
 lengths = st.integers(1, 200)
 seeds = st.integers(0, 2**32 - 1)
@@ -113,3 +122,25 @@ def test_workers_fetch_the_next_epoch_before_it_begins():
     begun = [*epoch(ahead, 0), *epoch(ahead, 1)]
     fetched = [data.fetched.get(timeout=60) for _ in range(12)]  # each item once
     assert fetched == list(itertools.chain(*begun, *epoch(ahead, 2)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "devices", "cores", "count"),
+    [
+        (None, "cpu", 1, 8, 2),
+        (None, "cpu", 1, 1, 1),
+        (None, "cuda", 1, 8, 8),
+        (None, "cuda", 4, 8, 2),
+        (None, "cuda", 16, 8, 1),
+        (None, "cuda", 1, 64, 16),
+        (0, "cuda", 1, 64, 0),
+        (40, "cpu", 1, 2, 40),
+    ],
+)
+def test_as_many_workers_as_the_machine_can_use(monkeypatch, asked, device, devices, cores, count):
+    monkeypatch.setattr(sampling.joblib, "cpu_count", lambda: cores)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, num_devices=devices)
+    options = loader_options(trainer, asked)
+    assert options["num_workers"] == count
+    assert options["persistent_workers"] == (count > 0)

@@ -206,13 +206,13 @@ def published(server, prepare_data, tmp_path, monkeypatch) -> Path:
         ("zips/val2017.zip", "val2017"),
         ("zips/train2017.zip", "train2017"),
     ):
-        paths = sorted((tiny.root / folder).iterdir())
+        paths = sorted((tiny.files.root / folder).iterdir())
         content = archive({f"{folder}/{p.name}": p.read_bytes() for p in paths})
         server.files[f"/{name}"] = content
         md5[name] = hashlib.md5(content).hexdigest()
     monkeypatch.setattr(prepare_data, "COCO_MD5", {2017: md5})
     monkeypatch.setattr(prepare_data, "COCO_HOST", server.url())
-    monkeypatch.setattr(prepare_data.COCO, "num_classes", tiny.num_classes)
+    monkeypatch.setattr(prepare_data.COCO, "published_categories", tiny.published_categories)
     return tmp_path / "data"
 
 

@@ -121,6 +121,32 @@ class SegmentationPictures(Pictures):
         logger.log_image("val/masks", list(pixels), step=step, masks=masks)
 
 
+class DetectionPictures(Pictures):
+    """Draws the image with the annotated boxes and, beside it, with those found. The model's
+    validation step returns what it found in each image.
+
+    Args:
+        min_score: the least probability of a box that is drawn.
+    """
+
+    def __init__(self, min_score: float = 0.3) -> None:
+        self.min_score = min_score
+
+    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
+        size = pixels.shape[1]
+        picture = Image.new("RGB", (2 * size, size * len(pixels)))
+        for i, image in enumerate(pixels):
+            real, shown = batch.classes[i] >= 0, outputs[i].scores >= self.min_score
+            for column, boxes, classes in (
+                (0, batch.boxes[i][real], batch.classes[i][real]),
+                (size, outputs[i].boxes[shown], outputs[i].classes[shown]),
+            ):
+                drawn = Image.fromarray(image.numpy())
+                draw_boxes(drawn, boxes, classes)
+                picture.paste(drawn, (column, i * size))
+        return picture
+
+
 class CaptionPictures(Pictures):
     """Draws the image, and beside it the model's caption and a reference. The model's validation
     step returns its captions."""
@@ -179,6 +205,34 @@ def _write_text(picture: Image.Image, x: int, y: int, text: str) -> None:
 
 def _font() -> Any:
     return ImageFont.load_default(FONT_SIZE)
+
+
+def draw_boxes(
+    picture: Image.Image, boxes: Any, classes: Any, texts: Sequence[str] | None = None
+) -> None:
+    """Draws boxes into a picture, in the colours of their classes.
+
+    Args:
+        boxes: (n, 4): left, top, right and bottom in pixels.
+        classes: (n,), from 0 on.
+        texts: what is written into each box.
+    """
+    canvas = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(FONT_SIZE)
+    for i, (box, label) in enumerate(zip(boxes.tolist(), classes.tolist(), strict=True)):
+        colour = tuple(colours()[label + 1].tolist())  # the first colour is the background's
+        corners = (*box[:2], *(max(0, end - 1) for end in box[2:]))  # the last pixels inside
+        canvas.rectangle(_ordered(corners), outline=colour, width=max(1, picture.width // 200))
+        if texts is not None:
+            left, top = box[0] + MARGIN / 2, box[1]
+            canvas.rectangle(canvas.textbbox((left, top), texts[i], font), fill="black")
+            canvas.text((left, top), texts[i], colour, font)
+
+
+def _ordered(corners: tuple[float, ...]) -> tuple[float, float, float, float]:
+    """Returns the corners of a box that may be less than a pixel wide, as Pillow wants them."""
+    left, top, right, bottom = corners
+    return left, top, max(left, right), max(top, bottom)
 
 
 def write(path: Path, picture: Image.Image) -> None:

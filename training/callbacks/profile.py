@@ -14,8 +14,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
+from hoconv.tables import print_table
 from training import console, disk
-from training.results.wide import print_table
 
 SHOWN = 10  # operators or kernels
 # The matrix product to whose speed the steps' is compared: its size, and how often it is timed.

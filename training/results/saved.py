@@ -47,15 +47,20 @@ def describe(
     ``hyper_parameters`` are the model's arguments, for ``load_from_checkpoint``.
     """
     plain: Any = OmegaConf.to_container(config, resolve=True)
-    names = getattr(data, "class_names", None)
     return {
         KEY: {
             "config": plain,
             "identity": {key: identity[key] for key in ("model", "data", "seed")},
-            "class_names": None if names is None else [str(name) for name in names],
+            "class_names": class_names(data),
         },
         "hyper_parameters": {k: v for k, v in plain["model"].items() if not k.startswith("_")},
     }
+
+
+def class_names(data: pl.LightningDataModule) -> list[str] | None:
+    """Returns what a data set calls its classes; None where it names none."""
+    names = getattr(data, "class_names", None)
+    return None if names is None else [str(name) for name in names]
 
 
 def read(ckpt: str | Path) -> Saved:

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from datamodules.coco import decoding
 from datamodules.coco.annotations import IGNORE, Captions, Instances
-from datamodules.coco.decoding import UnreadableImageError, decode
-from datamodules.coco.skipped import Skipped
 from datamodules.images import DataNotFoundError
+from datamodules.reading import decoding
+from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.skipped import Skipped
 from tests.datamodules.coco import pictures
 from tests.datamodules.coco.files import Split, rectangle
 

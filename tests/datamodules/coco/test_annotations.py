@@ -355,7 +355,7 @@ def test_a_caption_that_is_no_text_is_left_out(split, tmp_path):
     split.caption(image, "a cat")
     split.write()
     captions = Captions(split.file("captions"), tmp_path / "cache")
-    assert list(captions.texts()) == ["a cat"]
+    assert captions.of_image(0) == ["a cat"]
     name = split.images[0]["file_name"]
     assert captions.skipped == {
         "the caption is not a text": [f"annotation {number} of {name}" for number in damaged]
@@ -368,7 +368,7 @@ def test_categories_in_a_file_of_captions_are_passed_over(split, tmp_path, categ
     split.write()
     path = split.file("captions")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"categories": categories}))
-    assert list(Captions(path, tmp_path / "cache").texts()) == ["a cat"]
+    assert Captions(path, tmp_path / "cache").of_image(0) == ["a cat"]
 
 
 def test_a_copy_for_a_worker_carries_no_arrays(split, tmp_path):

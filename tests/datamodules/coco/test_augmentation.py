@@ -14,7 +14,8 @@ from datamodules.coco.augmentation import (
     Crops,
     colour,
     colour_batch,
-    crop,
+    crop_image,
+    crop_labels,
     draw_colours,
     draw_crops,
     draw_uniform,
@@ -38,10 +39,13 @@ def same_crops(boxes: Tensor, image_size: int, generator: torch.Generator) -> No
     images = draw_pixels(generator, IMAGES, 3, image_size, image_size)
     labels = draw_pixels(generator, IMAGES, image_size, image_size)
     numbers = torch.randint(IMAGES, (len(boxes),), generator=generator)
-    cropped, cropped_labels = Crops(images, labels)(numbers, boxes)
+    crops = Crops(image_size, images.device)
+    lines = crops.lines(boxes)
+    cropped = crops.images(images, numbers, lines)
+    cropped_labels = crops.labels(labels, numbers, lines)
     assert cropped.dtype == cropped_labels.dtype == torch.uint8
     for row, (number, box) in enumerate(zip(numbers, boxes, strict=True)):
-        image, label = crop(images[number], labels[number], box)
+        image, label = crop_image(images[number], box), crop_labels(labels[number], box)
         assert torch.equal(cropped[row], image), box
         assert torch.equal(cropped_labels[row], label), box
 
@@ -88,7 +92,8 @@ def test_labels_are_where_their_pixels_are() -> None:
     columns = torch.arange(64, dtype=torch.uint8).expand(64, 64)
     shifts = []
     for box in draw_crops(draw_seeds(0, 100)[0], 64):
-        image, labels = crop((4 * columns).expand(3, -1, -1), columns, box)
+        image = crop_image((4 * columns).expand(3, -1, -1), box)
+        labels = crop_labels(columns, box)
         shifts.append((labels.double() - image[0].double() / 4).mean())
     assert max(map(abs, shifts)) < 0.2
 

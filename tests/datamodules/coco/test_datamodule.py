@@ -6,9 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.coco import COCO, cache, pixels
-from datamodules.coco.skipped import SkippedWarning
+from datamodules.coco import COCO, pixels
 from datamodules.images import CacheError, DataNotFoundError
+from datamodules.reading import cache
+from datamodules.reading.skipped import SkippedWarning
 from tests.datamodules.coco.files import Split, rectangle, write_jpeg
 
 
@@ -150,7 +151,7 @@ def test_other_categories_than_coco_s_are_an_error(both, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "detection"}, "task: expected one of .*'segmentation'.*got 'detection'"),
+        ({"task": "poses"}, "task: expected one of .*'segmentation'.*got 'poses'"),
         ({"task": None}, "task: .*got None.*model=segmentation"),
         ({"year": 2015}, "year: expected one of .*2014.*got 2015"),
         ({"test_split": "test"}, "test_split: expected one of"),

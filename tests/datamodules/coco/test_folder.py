@@ -3,8 +3,8 @@ import torch
 from PIL import Image
 
 from datamodules.coco.folder import ImageFolder
-from datamodules.coco.skipped import SkippedWarning
 from datamodules.images import DataNotFoundError
+from datamodules.reading.skipped import SkippedWarning
 from tests.datamodules.coco.files import write_jpeg
 
 

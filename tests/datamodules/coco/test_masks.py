@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pycocotools import mask as rle_format
 
 from datamodules.coco import masks
-from datamodules.coco.skipped import DamagedError
+from datamodules.reading.skipped import DamagedError
 
 HEIGHT, WIDTH = 5, 7
 

@@ -1,12 +1,18 @@
 """Decodes image files; nothing else in the app does.
 
-Pillow does the work: for a file with a flipped bit it raises an exception, where other decoders
-write outside their memory.
+Pillow reads the headers and decides what is damaged: for a file with a flipped bit it raises an
+exception, where other decoders write outside their memory. torchcodec decodes JPEGs, to the same
+bits and with libjpeg-turbo too, in two thirds of the time of a processor.
 """
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -34,6 +40,8 @@ TURNS = dict(
         start=2,
     )
 )
+# The segment APP1 of a JPEG that holds EXIF, and the same as APP15, which nobody reads.
+EXIF, NO_EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL), b"\xff\xef\\1"
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS takes the place of Pillow's own limit
 
@@ -60,14 +68,16 @@ def decode(path: Path, *, upright: bool = False) -> Tensor:
     if path.stat().st_size == 0:
         raise UnreadableImageError("the file is empty")
     try:
-        with path.open("rb") as file:
-            image = Image.open(file, formats=FORMATS)
-            if image.width * image.height > MAX_PIXELS:
-                raise UnreadableImageError(
-                    f"the image is {image.width} x {image.height}, more than {MAX_PIXELS:,} pixels"
-                )
-            image.verify()  # checks PNG's checksums, which decoding skips
-            return F.pil_to_tensor(_to_rgb(Image.open(file, formats=FORMATS), upright))
+        contents = path.read_bytes()
+        image = Image.open(BytesIO(contents), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise UnreadableImageError(
+                f"the image is {image.width} x {image.height}, more than {MAX_PIXELS:,} pixels"
+            )
+        if (decoded := _decode_jpeg(image, contents, upright)) is not None:
+            return decoded
+        image.verify()  # checks PNG's checksums, which decoding skips
+        return F.pil_to_tensor(_to_rgb(Image.open(BytesIO(contents), formats=FORMATS), upright))
     except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError as error:
@@ -77,6 +87,30 @@ def decode(path: Path, *, upright: bool = False) -> Tensor:
         # Without the details of this file: equal reasons are counted.
         reason = str(error).split(" (")[0]
         raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
+
+
+def _decode_jpeg(image: Image.Image, contents: bytes, upright: bool) -> Tensor | None:
+    """Decodes what is no work for Pillow: a JPEG that torchcodec accepts and nothing turns."""
+    decode_jpeg = _find_decoder()
+    if decode_jpeg is None or image.format != "JPEG" or image.mode not in ("RGB", "L"):
+        return None
+    if upright and image.getexif().get(ExifTags.Base.Orientation) in TURNS:
+        return None
+    try:
+        # torchcodec turns every image as its EXIF says; here it finds none.
+        return decode_jpeg(EXIF.sub(NO_EXIF, contents))
+    except RuntimeError:  # Pillow says what is wrong, or reads it
+        return None
+
+
+@functools.cache
+def _find_decoder() -> Callable[[bytes], Any] | None:
+    """Returns torchcodec's decoder; None where it is not installed or cannot be loaded."""
+    try:
+        from torchcodec.decoders import decode_jpeg  # pyright: ignore
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return decode_jpeg
 
 
 def _to_rgb(image: Image.Image, upright: bool) -> Image.Image:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datamodules.coco import decoding
-from datamodules.coco.decoding import MAX_PIXELS, UnreadableImageError, decode
+from datamodules.reading import decoding
+from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, decode
 from tests.datamodules.coco import pictures
 from tests.datamodules.coco.pictures import GREY, ORIENTATION, SIGNATURE, chunk, header
 
@@ -59,6 +59,95 @@ def test_an_image_is_turned_upright_when_asked(tmp_path, orientation, bits):
     path = tmp_path / "image.png"
     np.testing.assert_array_equal(pixels(path, contents), seen)
     np.testing.assert_array_equal(pixels(path, contents, upright=True), UPRIGHT[orientation](seen))
+
+
+JPEGS = {  # what Pillow is told to write -> the mode of the image
+    "plain": ("RGB", {}),
+    "every pixel its colour": ("RGB", {"subsampling": 0}),
+    "two pixels a colour": ("RGB", {"subsampling": 1}),
+    "progressive": ("RGB", {"progressive": True}),
+    "grey": ("L", {}),
+    "CMYK": ("CMYK", {}),
+}
+DECODERS = pytest.mark.parametrize("decoder", ["torchcodec", "Pillow"])
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Leaves torchcodec out, or asks for it."""
+
+    def choose(decoder: str) -> None:
+        if decoder == "Pillow":
+            monkeypatch.setattr(decoding, "_find_decoder", lambda: None)
+        else:
+            pytest.importorskip("torchcodec")
+
+    return choose
+
+
+def photograph(kind: str, **options) -> bytes:
+    mode, how = JPEGS[kind]
+    noise = np.random.default_rng(0).integers(256, size=(5, 7, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((53, 37), Image.Resampling.BICUBIC).convert(mode)
+    return pictures.saved(image, "JPEG", **how, **options)
+
+
+def as_pillow_reads(contents: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(contents), formats=("JPEG",)) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+@DECODERS
+@pytest.mark.parametrize("kind", JPEGS)
+def test_every_jpeg_has_the_pixels_that_pillow_reads(tmp_path, choose, decoder, kind):
+    choose(decoder)
+    contents = photograph(kind)
+    found = pixels(tmp_path / "image", contents)
+    np.testing.assert_array_equal(found, as_pillow_reads(contents))
+
+
+@DECODERS
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_jpeg_is_turned_upright_when_asked(tmp_path, choose, decoder, orientation):
+    choose(decoder)
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    contents = photograph("plain", exif=exif)
+    seen, path = as_pillow_reads(contents), tmp_path / "image"
+    np.testing.assert_array_equal(pixels(path, contents), seen)
+    np.testing.assert_array_equal(pixels(path, contents, upright=True), UPRIGHT[orientation](seen))
+
+
+def test_jpegs_are_decoded_by_torchcodec(tmp_path, choose, monkeypatch):
+    choose("torchcodec")
+    monkeypatch.setattr(decoding, "_to_rgb", None)
+    assert pixels(tmp_path / "image", photograph("progressive")).shape == (37, 53, 3)
+
+
+def test_damaged_jpegs_are_what_pillow_says_they_are(tmp_path, choose, capfd):
+    choose("torchcodec")
+    generator = np.random.default_rng(0)
+    contents, said = photograph("plain"), {True: 0, False: 0}
+    for _ in range(300):
+        damaged = bytearray(contents)
+        if generator.random() < 0.3:
+            del damaged[generator.integers(2, len(damaged)) :]
+        else:
+            # Not in the header: its size could be one that takes long to fill.
+            damaged[generator.integers(200, len(damaged))] ^= 1 << int(generator.integers(8))
+        try:
+            expected = as_pillow_reads(bytes(damaged))
+        except Exception:  # of any kind
+            expected = None
+        try:
+            found = pixels(tmp_path / "image", bytes(damaged))
+        except UnreadableImageError:
+            found = None
+        assert (found is None) == (expected is None)
+        if found is not None:
+            np.testing.assert_array_equal(found, expected)
+        said[found is None] += 1
+    assert min(said.values()) > 50
 
 
 def test_a_photograph_with_unwritable_exif_is_read(tmp_path):

@@ -1,0 +1,40 @@
+"""From decoded images to what networks take: resized to squares, and normalised.
+
+B batch, H height, W width, S image size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+# Mean and standard deviation of ImageNet's pixels, red, green, blue: published weights of backbones
+# were trained with them.
+PIXEL_MEAN = (123.675, 116.28, 103.53)
+PIXEL_STD = (58.395, 57.12, 57.375)
+
+
+def resize(image: Tensor, image_size: int) -> Tensor:
+    """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
+    return F.resize(image, [image_size, image_size], antialias=True)
+
+
+def normalise(images: Tensor) -> Tensor:
+    """Normalises (B, 3, S, S) uint8 to float32 with ImageNet's mean and standard deviation."""
+    mean, std = _mean_and_std(images.device)
+    return images.float().sub_(mean).div_(std)
+
+
+def denormalise(images: Tensor) -> Tensor:
+    """Undoes `normalise`; returns (B, 3, S, S) uint8."""
+    mean, std = _mean_and_std(images.device)
+    return (images.float() * std + mean).round().clamp(0, 255).to(torch.uint8)
+
+
+@functools.cache  # a copy to the GPU in every step would wait for the work queued there
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
+    return mean, std

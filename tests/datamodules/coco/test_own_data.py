@@ -1,0 +1,147 @@
+"""Data of people's own in COCO's format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datamodules.coco import COCO
+from datamodules.images import DataNotFoundError
+from datamodules.reading.skipped import SkippedWarning
+from tests.own_data import CATEGORIES, write_coco
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    def make(task: str = "segmentation", **arguments: Any) -> COCO:
+        return COCO(tmp_path / "none", task, 8, 4, tmp_path / "cache", **arguments)
+
+    return make
+
+
+@pytest.fixture
+def load(make):
+    def load(*task: str, **arguments: Any) -> COCO:
+        data = make(*task, **arguments)
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return load
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_coco(write_coco(tmp_path / "parts"), "val", 3)
+
+
+def numbers(data: COCO, stage: str) -> list[int]:
+    return data._sets[stage].numbers.tolist()
+
+
+def edit(path: Path, **changes: Any) -> None:
+    file = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in file.items() if value is not None}))
+
+
+def test_classes_are_those_of_the_file(make, load, folder):
+    assert make(folder=folder).num_classes == 3
+    data = load(folder=folder)
+    assert data.class_names == ("background", "bolt", "washer, small")
+    assert data.num_categories == 2
+    assert [len(data._sets[stage]) for stage in ("train", "val", "test")] == [8, 3, 3]
+    labels = [item.labels for item in (data._sets["train"][i] for i in range(8))]
+    assert [set(each.unique().tolist()) for each in labels] == 4 * [{0, 1}, {0, 2}]
+
+
+def test_each_path_can_be_given(load, folder, tmp_path):
+    (folder / "train").rename(tmp_path / "images")
+    (folder / "annotations" / "instances_train.json").rename(tmp_path / "train.json")
+    given = {"train_images": tmp_path / "images", "train_annotations": tmp_path / "train.json"}
+    assert len(load(folder=folder, **given)._sets["train"]) == 8
+    (folder / "val").rename(tmp_path / "more")
+    (folder / "annotations" / "instances_val.json").rename(tmp_path / "val.json")
+    given |= {"val_images": tmp_path / "more", "val_annotations": tmp_path / "val.json"}
+    data = load(**given)
+    assert len(data._sets["val"]) == 3
+    assert data.num_classes == 3
+
+
+@pytest.mark.parametrize("task", ["segmentation", "captions"])
+def test_one_file_is_divided_by_the_seed_of_the_split_alone(load, tmp_path, task):
+    folder = write_coco(tmp_path / "parts")
+    options = {"folder": folder, "val_share": 0.25, "min_count": 1}
+    data = load(task, **options)
+    train, val = numbers(data, "train"), numbers(data, "val")
+    assert sorted(train + val) == list(range(8))
+    assert len(val) == 2
+    assert numbers(load(task, **options, seed=3), "val") == val
+    assert numbers(load(task, **options, split_seed=3), "val") != val
+    assert sum(len(batch.images) for batch in data.train_dataloader()) == 6
+
+
+def test_the_words_of_captions_that_validate_are_not_in_the_vocabulary(load, tmp_path):
+    folder = write_coco(tmp_path / "parts")
+    path = folder / "annotations" / "captions_train.json"
+    captions = json.loads(path.read_text())["annotations"]
+    edit(path, annotations=[c | {"caption": f"word{i}"} for i, c in enumerate(captions)])
+    data = load("captions", folder=folder, val_share=0.25, min_count=1)
+    assert data.vocabulary is not None
+    assert set(data.vocabulary.words[4:]) == {f"word{i}" for i in numbers(data, "train")}
+
+
+@pytest.mark.parametrize("categories", [None, [], CATEGORIES, "no list"])
+def test_captions_need_no_categories(load, folder, categories):
+    for split in ("train", "val"):
+        edit(folder / "annotations" / f"captions_{split}.json", categories=categories)
+    data = load("captions", folder=folder, min_count=1)
+    assert data.class_names is None
+    (batch,) = data.val_dataloader()
+    assert [list(each) for each in batch.references] == [
+        ["one bolt"], ["one washer, small"], ["one bolt"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "categories",
+    [
+        [{"id": 0, "name": "bolt"}, {"id": 7, "name": "screw"}],
+        [{"id": 0, "name": "bolt"}, {"id": 8, "name": "washer, small"}],
+        [*CATEGORIES, {"id": 9, "name": "screw"}],
+    ],
+)
+def test_other_categories_to_validate_than_to_train_are_named(load, folder, categories):
+    edit(folder / "annotations" / "instances_val.json", categories=categories)
+    with pytest.raises(DataNotFoundError, match=r"different categories: id [789] is"):
+        load(folder=folder)
+
+
+@pytest.mark.parametrize("name", ["../train/line 1/part 0.png", "/part.png", "line 1//p.png", "."])
+def test_a_file_name_does_not_leave_the_folder(load, folder, name):
+    path = folder / "annotations" / "instances_train.json"
+    images = json.loads(path.read_text())["images"]
+    images[0]["file_name"] = name
+    edit(path, images=images)
+    with pytest.warns(SkippedWarning) as warned:
+        data = load(folder=folder)
+    assert "1 skipped, the image has no valid file name" in " ".join(str(w.message) for w in warned)
+    assert len(data._sets["train"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"val_share": 0}, "val_share: expected a number between 0 and 1, got 0"),
+        ({"val_share": 0.5, "val_images": "more"}, "val_share: expected null where val_images"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(folder="parts", **arguments)
+
+
+def test_a_share_that_leaves_nothing_is_named(load, tmp_path):
+    folder = write_coco(tmp_path / "parts", count=2)
+    with pytest.raises(DataNotFoundError, match=r"data.val_share: 0.1 of the 2 images"):
+        load(folder=folder, val_share=0.1)
