@@ -28,7 +28,7 @@ from training.run import run_command
 def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -> None:
     """Sets `reached` in a training step, and waits for `go_on` there. Does not return."""
 
-    def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self: Classifier, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step + 1 == step:
             reached.set()
             go_on.wait()
@@ -50,11 +50,12 @@ def main(kill_at: int, overrides: Sequence[str], output: Path) -> None:
         if calls == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self: Classifier, batch: Any, batch_idx: int) -> Any:
         sys.setprofile(count)
         threading.setprofile(None)
         noise = torch.rand(()) + np.random.rand() + random.random()  # noqa: NPY002
-        return original(self, batch, batch_idx) * (1 + noise)
+        outputs = original(self, batch, batch_idx)
+        return outputs | {"loss": outputs["loss"] * (1 + noise)}
 
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)

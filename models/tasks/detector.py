@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.boxes import ImageBoxes
 from datamodules.coco.detection import DetectionBatch
@@ -19,13 +20,13 @@ from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.centres import Found, find, loss, make_targets
 from models.tasks.mean import Mean
-from models.tasks.optimizer import adamw
+from models.tasks.optimizer import configure, warmup_cosine
 
 
 class Detector(pl.LightningModule):
     """Finds the centres of objects and a box around each; see :mod:`models.tasks.centres`.
 
-    It uses AdamW with warm-up and a cosine schedule. Logs under ``val/`` and ``test/``: ``loss``,
+    Logs under ``val/`` and ``test/``: ``loss``,
     of an object, and COCO's average precision ``ap``, ``ap50``, ``ap75``, ``ap_small``,
     ``ap_medium`` and ``ap_large`` of all images together, but not of a size that no object has.
 
@@ -36,9 +37,10 @@ class Detector(pl.LightningModule):
             (B, K, h, w) and boxes (B, 4, h, w), as those of a
             :class:`~models.networks.box_detector.BoxDetector`.
         num_categories: K.
-        learning_rate: its peak, reached after a tenth of the steps.
-        weight_decay: of AdamW.
         weights: the published weights that its backbone starts from, or None for no backbone.
+        learning_rate: the highest of the schedule.
+        weight_decay: of the optimizer.
+        optimizer, scheduler: see :func:`models.tasks.optimizer.configure`; or their descriptions.
     """
 
     def __init__(
@@ -48,11 +50,15 @@ class Detector(pl.LightningModule):
         learning_rate: float,
         weight_decay: float,
         weights: str | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        scheduler: Callable[..., LRScheduler] = warmup_cosine,
     ) -> None:
         super().__init__()
         self.network = make(network)(weights=weights)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.optimizer = make(optimizer)
+        self.scheduler = make(scheduler)
         self.category_ids = list(range(num_categories))
         # What the annotations say and what was found since the epoch began, image by image.
         self._images: list[tuple[ImageBoxes, ScoredBoxes]] = []
@@ -103,7 +109,9 @@ class Detector(pl.LightningModule):
         return [scale(each, image_size, size) for each, size in zip(found, batch.sizes)]
 
     def configure_optimizers(self) -> Any:
-        return adamw(self, self.learning_rate, self.weight_decay)
+        return configure(
+            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
+        )
 
     def _loss(self, batch: DetectionBatch, logits: Tensor, boxes: Tensor) -> Mean:
         image_size = batch.images.shape[-1]

@@ -10,7 +10,10 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.moved import OVERRIDES
+
+DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
@@ -25,8 +28,8 @@ NUMBERS = (
     "trainer.limit_val_batches", "trainer.val_check_interval",
 )  # fmt: skip
 MAY_BE_NULL = (
-    "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val", "trainer.max_epochs",
-    "trainer.val_check_interval",
+    "data.num_workers", "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val",
+    "trainer.max_epochs", "trainer.val_check_interval",
 )  # fmt: skip
 
 
@@ -57,10 +60,16 @@ def check_config(config: DictConfig) -> None:
 
     Raises:
         MisconfigurationException: some value cannot be resolved, or is no number where one belongs.
+        CacheError, DataNotFoundError: the data that decides about one cannot be read.
     """
     try:
         OmegaConf.to_container(config, resolve=True)
     except InterpolationResolutionError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, InterpolationResolutionError):
+            cause = cause.__context__
+        if isinstance(cause, DATA_ERRORS):  # of data that was asked for an attribute
+            raise cause from None
         reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
         raise MisconfigurationException(f"{error.full_key}: {reason}") from error
     for name, least in WHOLE_NUMBERS.items():

@@ -8,8 +8,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.instantiation import instantiate
 from training.folder import run_folder
 from training.implementations import label
 
@@ -23,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def register() -> None:
-    """``${project:x}`` is a path in the project; ``${attribute:module.Class,x}`` is what a class
-    declares; ``${run_folder:...}`` is :func:`training.folder.run_folder`; ``${label:${impl}}`` is
+    """``${project:x}`` is a path in the project; ``${attribute:${data},x}`` is what the class of
+    ``data`` declares, or what an object of it says where that is a property;
+    ``${attribute:module.Class,x}`` is what a class declares; ``${run_folder:...}`` is
+    :func:`training.folder.run_folder`; ``${label:${impl}}`` is
     :func:`training.implementations.label`, ``${title:...}`` and ``${runs:...}`` are
     :func:`title` and :func:`runs`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
@@ -53,8 +56,13 @@ def runs(name: str) -> str:
     return f"{name} {Path(chosen.sweep.dir).name}" if sweep else name
 
 
-def _attribute(path: str, name: str) -> Any:
-    declared = get_class(path)
+def _attribute(described: str | DictConfig, name: str) -> Any:
+    declared: Any = get_class(described if isinstance(described, str) else described._target_)
     if not hasattr(declared, name):
         raise AttributeError(f"{declared.__name__} has none; choose another model= or data=")
-    return OmegaConf.create([getattr(declared, name)])[0]
+    value = getattr(declared, name)
+    if isinstance(value, property):  # data of the user's, which its files describe
+        if isinstance(described, str):
+            raise AttributeError(f"it depends on the data; use ${{attribute:${{data}},{name}}}")
+        value = getattr(instantiate(described), name)
+    return OmegaConf.create([value])[0]
