@@ -14,6 +14,10 @@ namespace hoconv::recurrent {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
+// OpenMP's own max passes over NaN.
+#pragma omp declare reduction(largest : float, double : omp_out = maximum(omp_out, omp_in)) \
+    initializer(omp_priv = omp_orig)
+
 // Whether threads share each of T steps of B rows, instead of taking rows through all of them, of a
 // loop whose weights have so many values.
 inline bool shares_steps(int64_t T, int64_t B, int64_t values) {

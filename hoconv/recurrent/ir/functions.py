@@ -67,7 +67,7 @@ class Reduction(Function):
 
     Attributes:
         identity: the reduction of no features.
-        openmp: the operator of OpenMP's reduction clause.
+        openmp: the operator of OpenMP's reduction clause, its own or one of csrc/recurrent/loop.h.
     """
 
     identity: float = 0.0
@@ -225,7 +225,7 @@ _TABLE = (
         _d_max,
         doc="The largest of a row's features, (B, 1); equal ones share the gradient.",
         identity=-math.inf,
-        openmp="max",
+        openmp="largest",
     ),
 )
 FUNCTIONS: dict[str, Function] = {function.name: function for function in _TABLE}
