@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 import hoconv
 from hoconv.dynamic_conv1d.operator import OPERATOR
 from hoconv.implementations import ImplementationError, choose
-from hoconv.jit import triton as support
+from hoconv.jit import no_gpu, triton
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
@@ -156,9 +159,27 @@ def test_what_is_launched_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(word in ptx for ptx in code for word in ("atom.", "red.global", "mma."))
 
 
-def test_hoconv_needs_triton_only_for_its_kernels() -> None:
-    assert "triton" in OPERATOR.implementations
-    if reason := support.obstacle():
-        assert hoconv.implementations()["triton"] == reason
-        with pytest.raises(ImplementationError, match="impl=triton cannot run dynamic_conv1d"):
-            choose(OPERATOR, "triton", "cuda")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
+    assert hoconv.implementations()["triton"] == no_gpu()
+    with pytest.raises(ImplementationError, match=re.escape(no_gpu())):
+        choose(OPERATOR, "triton", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "missing", "said"),
+    [
+        (importlib.util, "find_spec", None, "Triton is not installed; pip install triton"),
+        (shutil, "which", None, "Triton found no C compiler; install gcc, or set CC"),
+        (sysconfig, "get_path", "/nowhere", "Triton needs /nowhere/Python.h; install the headers"),
+    ],
+)
+def test_what_a_machine_with_a_gpu_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, missing: str | None, said: str
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for each, of in ((importlib.util, "find_spec"), (shutil, "which")):
+        monkeypatch.setattr(each, of, lambda what: what)
+    monkeypatch.setattr(module, name, lambda what: missing)
+    assert (triton.obstacle() or "").startswith(said)
