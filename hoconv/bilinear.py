@@ -31,7 +31,7 @@ def register_bilinear(
     name: str,
     impl: str,
     option: str,
-    code: Library,
+    code: Library | None = None,
     *,
     one_pass: bool = False,
 ) -> Op:
@@ -42,7 +42,7 @@ def register_bilinear(
 
     Args:
         option: the name of the last argument in the schemas.
-        code: has the kernels.
+        code: the compiled code that has the kernels, if any.
         one_pass: whether the kernels have ``<name>_backward`` too, X and W in one pass over g.
 
     Returns:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hoconv import jit
 from hoconv.declaration import Operator, find, layers, libraries
-from hoconv.jit import BuildError
+from hoconv.jit import BuildError, triton
 
 # How many decisions a process caches. A process may run any number of programs; the decision that
 # was used least recently is dropped first.
@@ -44,6 +44,7 @@ def implementations() -> dict[str, str]:
     return {
         "reference": "available",
         "cpp": _find_obstacle("cpu") or "available",
+        "triton": triton.obstacle() or "available",
         "cuda": _find_obstacle("cuda") or "available",
     }
 

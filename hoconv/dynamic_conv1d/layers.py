@@ -151,7 +151,7 @@ class LightweightConv1d(_Conv1d):
             zero; the others are scaled by 1 / (1 - weight_dropout). One draw per call, for all
             sequences and steps.
         bias: whether a bias is added to the output.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"``, ``"triton"`` or ``"cuda"``.
 
     Parameters: weight (H, K), bias (C).
 
@@ -203,7 +203,7 @@ class DynamicConv1d(_Conv1d):
             zero; the others are scaled by 1 / (1 - weight_dropout).
         bias: whether a bias is added to the output.
         generator_bias: whether the generator has a bias.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"``, ``"triton"`` or ``"cuda"``.
 
     Parameters: generator.weight (H * K, C), generator.bias (H * K), bias (C).
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.dynamic_conv1d import ops, reference
 from hoconv.implementations import resolve
+from hoconv.jit import triton
 from hoconv.registration import autocast, check_dtypes, compiled
 
 # Relative. Half precision is accumulated in float32 and rounded once: its machine epsilon. float32
@@ -44,7 +45,7 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
             the kernel; that of an expanded weight would first be written in full.
         padding: zeros before the first step, from 0 to K - 1: ``K - 1`` is causal, ``(K - 1) // 2``
             centred. The other ``K - 1 - padding`` zeros come after the last step.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"``, ``"triton"`` or ``"cuda"``.
 
     Returns:
         (B, C, T), with the dtype of x. Under autocast x and weight are cast to its dtype, as a
@@ -172,6 +173,9 @@ OPERATOR = declare(
         implementations={
             "reference": Implementation(reference.dynamic_conv1d),
             "cpp": compiled(ops.cpp, ("cpu", "cuda"), ops.KERNELS["cpp"]),
+            "triton": Implementation(
+                ops.triton, ("cuda",), load=triton.load, obstacle=triton.obstacle
+            ),
             "cuda": compiled(ops.cuda, ("cuda",), ops.KERNELS["cuda"]),
         },
         samples=_samples,

@@ -47,7 +47,7 @@ def cannot(reason: str) -> Callable[[], str | None]:
 
 def test_every_known_implementation_is_listed() -> None:
     listed = hoconv.implementations()
-    assert list(listed) == ["reference", "cpp", "cuda"]
+    assert list(listed) == ["reference", "cpp", "triton", "cuda"]
     assert listed["reference"] == "available"
     assert all(listed.values())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.jit import Library
+from hoconv.jit import Library, triton
 from hoconv.registration import compiled, define, register_gradient
 from soft_clip import triton_kernel
 
@@ -120,7 +120,9 @@ OPERATOR = declare(
         implementations={  # from the slowest to the fastest
             "reference": Implementation(reference),
             "cpp": compiled(_cpp, ("cpu",), CODE["cpp"]),
-            "triton": Implementation(_triton, ("cuda",), obstacle=triton_kernel.obstacle),
+            "triton": Implementation(
+                _triton, ("cuda",), load=triton.load, obstacle=triton.obstacle
+            ),
             "cuda": compiled(_cuda, ("cuda",), CODE["cuda"]),
         },
         samples=_samples,

@@ -36,8 +36,10 @@ everywhere = pytest.mark.parametrize("variant", variants([OPERATOR]), indirect=T
 with_ops = pytest.mark.parametrize(
     "variant", [p for p in variants([OPERATOR]) if "reference" not in p.id], indirect=True
 )
-only_cuda = pytest.mark.parametrize(
-    "variant", [p for p in variants([OPERATOR]) if p.id.endswith("cuda-cuda")], indirect=True
+gpu_kernels = pytest.mark.parametrize(
+    "variant",
+    [p for p in variants([OPERATOR]) if p.id.endswith(("triton-cuda", "cuda-cuda"))],
+    indirect=True,
 )
 any_sharing = pytest.mark.parametrize("shared", SHARED, ids=lambda s: " and ".join(s) or "none")
 
@@ -457,7 +459,7 @@ def test_one_compiled_graph_serves_all_sizes(variant: Variant, shared: tuple[str
     assert len(set(compilations)) == 1
 
 
-@only_cuda
+@gpu_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_is_the_output_and_the_gradients(variant: Variant, dtype: torch.dtype) -> None:
     tensors = inputs(variant, 8, 256, 1024, 31, 4, ("batch", "time"), dtype)
@@ -471,6 +473,24 @@ def test_peak_memory_is_the_output_and_the_gradients(variant: Variant, dtype: to
     out.backward(grad)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= out.nbytes + x.nbytes + 3 * 2**21
+
+
+@gpu_kernels
+@any_sharing
+def test_captured_in_a_cuda_graph_gives_the_same_bits(
+    variant: Variant, shared: tuple[str, ...]
+) -> None:
+    x, weight = inputs(variant, 2, 8, 300, 7, shared=shared, dtype=torch.float32)
+    grad = torch.randn_like(x)
+    output_and_gradients(variant.call, (x, weight), {"padding": 3}, grad)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = output_and_gradients(variant.call, (x, weight), {"padding": 3}, grad)
+    for t in (x, weight, grad):
+        t.normal_()
+    graph.replay()
+    expected = output_and_gradients(variant.call, (x, weight), {"padding": 3}, grad)
+    assert all(torch.equal(captured[name], expected[name]) for name in expected)
 
 
 # Errors
