@@ -323,7 +323,7 @@ def test_nothing_checked_is_a_failure(toy: Operator, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--device", "tpu"], "expected cpu or cuda, got 'tpu'"),
-        (["--operator", "unknown"], "choose from"),
+        (["--operator", "unknown"], "expected toy; got 'unknown'; if it is in a package of yours"),
         (["--impl", "unknown"], "choose from"),
     ],
 )
