@@ -82,6 +82,10 @@ class Row:
     unavailable: str | None = None
 
 
+class BrokenDefinitionError(Exception):
+    """The samples, or the reference's results for one, cannot be computed; says which and why."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A sample, the gradient of its output, and the reference's results for both.
@@ -149,10 +153,16 @@ def check(
             continue
         name = dtype_name(dtype)
         say(f"{operator.name}: {name} on {device}, reference")
-        cases, others_of = (
-            [_make_case(operator, s) for s in operator.samples(torch.device(device), dtype)]
-            for _ in _seeded(arguments.seed, arguments.seed + 1)
-        )
+        try:
+            cases, others_of = (
+                _make_cases(operator, device, dtype)
+                for _ in _seeded(arguments.seed, arguments.seed + 1)
+            )
+        except BrokenDefinitionError as error:
+            row = Row(operator.name, "reference", device, name, tolerance, failures=[str(error)])
+            row.output_error = row.gradient_error = math.inf
+            rows.append(row)
+            continue
         for impl in runnable:
             say(f"{operator.name}: {name} on {device}, {impl}")
             row = Row(operator.name, impl, device, name, tolerance)
@@ -163,6 +173,18 @@ def check(
                 row.failures.append("the operator has no samples")
             rows.append(row)
     return rows + others
+
+
+def _make_cases(operator: Operator, device: str, dtype: torch.dtype) -> list[Case]:
+    cases, what = [], "samples"
+    try:
+        for sample in operator.samples(torch.device(device), dtype):
+            what = sample.name
+            cases.append(_make_case(operator, sample))
+            what = f"the sample after {sample.name}"
+    except Exception as error:  # the other operators are still checked
+        raise BrokenDefinitionError(f"{what}: {type(error).__name__}: {error}") from error
+    return cases
 
 
 def _make_case(operator: Operator, sample: Sample) -> Case:

@@ -24,8 +24,23 @@ MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of 
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
     declared = [operator.name for operator in operators()]
-    parser.add_argument("--operator", nargs="+", choices=declared, default=declared,
-                        help="default: all that are declared")  # fmt: skip
+    parser.add_argument("--operator", nargs="+", type=operator_name, default=declared,
+                        metavar="OPERATOR", help="default: all that are declared")  # fmt: skip
+
+
+def operator_name(name: str) -> str:
+    """Checks the name of an operator in an argument of a command.
+
+    Raises:
+        argparse.ArgumentTypeError: no operator of this name is declared.
+    """
+    declared = [operator.name for operator in operators()]
+    if name not in declared:
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(declared)}; got {name!r}; if it is in a package of yours, "
+            f"install that: pip install -e FOLDER"
+        )
+    return name
 
 
 def report_broken_packages() -> bool:

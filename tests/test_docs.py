@@ -32,6 +32,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def test_options_of_training_commands_come_before_overrides() -> None:
+    """As argparse wants it: else the overrides behind an option are unrecognized arguments."""
+    for page in [*PAGES, *ROOT.glob("hoconv/template/*.md")]:
+        for command in re.findall(r"^python train\.py .*", page.read_text(), re.MULTILINE):
+            assert not re.search(r" [^- ]\S*=\S+ -m ", command), f"{page}: {command}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_command_beside_a_record_is_the_one_that_wrote_it(page: Path) -> None:
     for links, command in re.findall(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hoconv.commands import report_broken_packages
+from hoconv.commands import operator_name, report_broken_packages
 from hoconv.declaration import Operator, operators
 
 TESTS = Path(__file__).parent / "test_operators.py"
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hoconv test", description=__doc__, epilog="Other options are pytest's: -x, -k EXPR."
     )
-    parser.add_argument("operator", nargs="*", metavar="OPERATOR", help="default: all declared")
+    parser.add_argument(
+        "operator", nargs="*", type=operator_name, metavar="OPERATOR", help="default: all declared"
+    )
     arguments, rest = parser.parse_known_args(argv)
     declared = {operator.name: operator for operator in operators()}
-    if unknown := set(arguments.operator) - declared.keys():
-        parser.error(f"OPERATOR: expected {', '.join(declared)}; got {unknown.pop()!r}")
     if report_broken_packages():
         return 1
     if find_spec("pytest") is None:

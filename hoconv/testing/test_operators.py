@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_struc
 
 from hoconv.declaration import Operator, Sample, broken_packages, operators
 from hoconv.implementations import choose, implementations
+from hoconv.registration import Op
 from hoconv.testing.comparison import (
     differentiable,
     on_cpu,
@@ -260,9 +261,10 @@ def test_a_second_derivative_that_is_not_there_is_an_error(variant: Variant) -> 
 # opcheck looks at the gradients of views among its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_library_finds_no_fault(variant: Variant, dtype: torch.dtype) -> None:
-    op = variant.operator.implementations[variant.impl].function
-    if not isinstance(op, torch._ops.OpOverload):
+    function = variant.operator.implementations[variant.impl].function
+    if not isinstance(function, Op):
         pytest.skip(f"{variant.impl} is a Python function")
+    op = function.overload
     choose(variant.operator, variant.impl, variant.device)  # loads it
     signature = inspect.signature(variant.operator.function)
 

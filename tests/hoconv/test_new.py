@@ -117,7 +117,8 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "torchvision"], "NAME: a package 'torchvision' is installed already"),
         (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
         (["new", "mine", "."], "DIR: . has files already"),
-        (["test", "mine"], "OPERATOR: expected approx_multiply"),
+        (["test", "mine"], "argument OPERATOR: expected approx_multiply"),
+        (["check", "mine"], "got 'mine'; if it is in a package of yours, install that: pip"),
         (["chekc"], "expected one of new, check, test, doctor, build; got 'chekc'"),
     ],
 )

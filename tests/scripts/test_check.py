@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hoconv import check, commands
-from hoconv.declaration import Implementation, Operator, declare
+from hoconv.declaration import Implementation, Operator, Sample, declare
 from tests.scripts.conftest import SCRIPTS
 
 
@@ -72,6 +72,33 @@ def test_small_keeps_float32(toy: Operator, tmp_path: Path) -> None:
 
     assert code == 0
     assert [(row["impl"], row["dtype"]) for row in record["rows"]] == [("swapped", "float32")]
+
+
+def test_a_definition_that_fails_is_named(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        raise IndexError("no such pixel")
+
+    add(toy, "reference", Implementation(fail))
+    code, record = run(tmp_path)
+
+    assert code == 1
+    assert row_of(record, "reference", "float32")["failures"] == [
+        "scale 1: IndexError: no such pixel"
+    ]
+    assert "toy reference cpu float16: scale 1: IndexError" in capsys.readouterr().out
+
+
+def test_samples_that_fail_are_named(toy: Operator, tmp_path: Path) -> None:
+    def one(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield next(iter(toy.samples(device, dtype)))
+        raise ValueError("no more")
+
+    declared = dataclasses.replace(toy, samples=one)
+    arguments = check._parse(["--operator", "toy", "--seed", "1"])
+    rows = check.check(declared, "cpu", arguments, lambda what: None)
+    assert [row.failures for row in rows] == [["the sample after scale 1: ValueError: no more"]] * 2
 
 
 def forgetful(x: Tensor, y: Tensor, scale: float) -> Tensor:
@@ -296,7 +323,7 @@ def test_nothing_checked_is_a_failure(toy: Operator, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--device", "tpu"], "expected cpu or cuda, got 'tpu'"),
-        (["--operator", "unknown"], "choose from"),
+        (["--operator", "unknown"], "expected toy; got 'unknown'; if it is in a package of yours"),
         (["--impl", "unknown"], "choose from"),
     ],
 )
