@@ -139,4 +139,4 @@ def test_what_was_fixed_before_is_the_default_of_today():
 def test_the_callbacks_of_before_are_those_of_the_models():
     described = [OmegaConf.load(path) for path in CONF.glob("model/*.yaml")]
     found = {each.model._target_: each.callbacks for each in described if "callbacks" in each}
-    assert found == moved.CALLBACKS
+    assert moved.CALLBACKS.items() <= found.items()

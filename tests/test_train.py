@@ -280,7 +280,10 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("trainer.precision=fp16",), "trainer: Precision 'fp16' is invalid. Allowed precision"),
         (("+trainer.nonsense=1",), "trainer: got an unexpected keyword argument 'nonsense'"),
         (("data.device=tpu",), "device: expected one of auto, gpu, cpu; got 'tpu'"),
-        (("data=coco_tiny",), "model.network.image_shape: COCOTiny has none; choose another"),
+        (
+            ("data=coco_tiny",),
+            "task: expected one of ('segmentation', 'detection', 'captions')",
+        ),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
         (("+callbacks.mine=7",), "callbacks.mine: expected the _target_ of a Lightning callback"),
         (("+callbacks.mine._target_=builtins.dict",), "callbacks.mine: expected the _target_ of a"),

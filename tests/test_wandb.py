@@ -54,9 +54,8 @@ def test_a_run_logs_what_one_looks_for(recorded):
     validated = [row["val/loss"] for row in kept.history if "val/loss" in row]
     assert kept.summary["best/val/loss"] == min(validated)
     throughput = {k: v for k, v in kept.summary.items() if k.startswith("throughput/")}
-    assert throughput == {
-        f"throughput/{name}": value for name, value in done.results["throughput"].items()
-    }
+    said = {f"throughput/{name}": value for name, value in done.results["throughput"].items()}
+    assert said.items() <= throughput.items()
 
 
 def test_a_job_that_cannot_begin_leaves_no_run(recorded, monkeypatch):

@@ -277,7 +277,7 @@ def _missing(
     if without:
         missing.append(
             f"Share of the operator in a step of {', '.join(without)}: scripts/report.py measures "
-            "it with training.callbacks.shares.LayerShares."
+            "it with training.callbacks.measuring.shares.LayerShares."
         )
     if any(each["epoch_s"]["mean"] is None for each in training["groups"] if each["runs"]):
         missing.append("Time of an epoch: it needs runs with logger=csv.")

@@ -313,5 +313,5 @@ print(cache.keep("file", make))
     assert done.returncode == 0, done.stderr
     folder, known, path = done.stdout.splitlines()
     assert folder == str(tmp_path / f"hoconv-{os.geteuid()}")
-    assert known == "reference cpp cuda"
+    assert known == "reference cpp triton cuda"
     assert path == f"{folder}/file"

@@ -119,7 +119,10 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "mine", "."], "DIR: . has files already"),
         (["test", "mine"], "argument OPERATOR: expected approx_multiply"),
         (["check", "mine"], "got 'mine'; if it is in a package of yours, install that: pip"),
-        (["chekc"], "expected one of new, check, test, doctor, build; got 'chekc'"),
+        (
+            ["chekc"],
+            "expected one of new, check, benchmark, test, doctor, report, build; got 'chekc'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -28,7 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import train
 from models.tasks.optimizer import configure
 from tests.training.recorded_graph import RecordingCPU
-from training.callbacks.profile import Profile
+from training.callbacks.measuring.profile import Profile
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps, CaptureError
 

@@ -132,7 +132,9 @@ class DetectionPictures(Pictures):
     def __init__(self, min_score: float = 0.3) -> None:
         self.min_score = min_score
 
-    def draw(self, pixels: Tensor, batch: Any, outputs: Any) -> Image.Image:
+    def draw(
+        self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
+    ) -> Image.Image:
         size = pixels.shape[1]
         picture = Image.new("RGB", (2 * size, size * len(pixels)))
         for i, image in enumerate(pixels):
@@ -142,7 +144,8 @@ class DetectionPictures(Pictures):
                 (size, outputs[i].boxes[shown], outputs[i].classes[shown]),
             ):
                 drawn = Image.fromarray(image.numpy())
-                draw_boxes(drawn, boxes, classes)
+                texts = None if names is None else [names[label] for label in classes.tolist()]
+                draw_boxes(drawn, boxes, classes, texts)
                 picture.paste(drawn, (column, i * size))
         return picture
 

@@ -1,0 +1,1 @@
+"""What a step costs: its profile, and the shares of its layers."""
