@@ -144,7 +144,7 @@ class DetectionPictures(Pictures):
                 (size, outputs[i].boxes[shown], outputs[i].classes[shown]),
             ):
                 drawn = Image.fromarray(image.numpy())
-                texts = None if names is None else [names[label] for label in classes.tolist()]
+                texts = None if names is None else [names[int(label)] for label in classes]
                 draw_boxes(drawn, boxes, classes, texts)
                 picture.paste(drawn, (column, i * size))
         return picture
