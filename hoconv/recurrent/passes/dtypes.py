@@ -31,19 +31,23 @@ def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
         typed[value] = Value(replace(value.type, dtype=name), value.hint)
         return typed[value]
 
-    def cast(value: Value, name: str, ops: list[Op]) -> Value:
+    def cast(value: Value, name: str, ops: list[Op], in_step: bool = True) -> Value:
         if value.type.dtype in (name, "bool"):
             return value
         if (value, name) not in casts:
-            casts[value, name] = Value(replace(value.type, dtype=name))
+            # What a step casts of a sequence is a value of the step.
+            rate = "step" if in_step and value.type.rate == "sequence" else value.type.rate
+            casts[value, name] = Value(replace(value.type, dtype=name, rate=rate))
             ops.append(Op("cast", (value,), casts[value, name]))
         return casts[value, name]
 
-    def region(given: tuple, ops: list[Op]) -> list[Op]:
+    def region(given: tuple, ops: list[Op], in_step: bool) -> list[Op]:
         for op in flat(given):
             product = op.kind in PRODUCTS
             inputs: list[Operand] = [
-                cast(typed[i], narrow if product else wide, ops) if isinstance(i, Value) else i
+                cast(typed[i], narrow if product else wide, ops, in_step)
+                if isinstance(i, Value)
+                else i
                 for i in op.inputs
             ]
             ops.append(Op(op.kind, tuple(inputs), give(op.result, narrow if product else wide),
@@ -53,9 +57,9 @@ def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
     params = tuple(Param(give(p.value, narrow), p.pieces) for p in program.params)
     sequences = tuple((name, give(v, narrow)) for name, v in program.sequences)
     states = [give(s.value, wide) for s in program.states]
-    before = region(program.before, [])
+    before = region(program.before, [], in_step=False)
     # `cast` appends to the region that reads a parameter first; a cast in the step is moved below.
-    step = region(program.step, [])
+    step = region(program.step, [], in_step=True)
     following = [cast(typed[s.next], wide, step) for s in program.states]
     written = [cast(typed[y.source], narrow, step) for y in program.yields]
     hoisted = [op for op in step if op.result.type.rate == "once"]

@@ -218,6 +218,15 @@ def test_half_precision_is_computed_as_the_definition_says(which: str, dtype: to
         torch.testing.assert_close(mine.to(dtype), definition, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_in_half_precision_read_nothing_that_is_not_there(schedule: str) -> None:
+    seeded = (random_cell(seed) for seed in range(20))
+    for cell in (*map(bound, READY), *seeded):
+        made = plan(cell, torch.bfloat16, schedule, masked=True, resets=True)
+        for program in (made.inference, made.forward, made.backward):
+            verify(program)
+
+
 def test_malformed_programs_are_found() -> None:
     program = plan(bound("lstm"), torch.float32, "hoisted").stages[2][1]
     backwards = replace(program, step=program.step[::-1])

@@ -74,6 +74,29 @@ def test_layers_in_cpp_compute_it_in_the_dtype_of_the_states(dtype: torch.dtype)
     agree(rnn.RNN(wave, 3, 4, dtype=dtype), tolerance=1e-5 if dtype == torch.float32 else 0.05)
 
 
+@rnn.cell(state=("h",))
+def largest(x: Any, h: Any) -> Any:
+    h = h + rnn.max(x) * rnn.tanh(rnn.linear("h", h))
+    return rnn.max(x), dict(h=h)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_largest_of_a_row_is_nan_where_one_is(schedule: str, dtype: torch.dtype) -> None:
+    for n in (2, 5, 17):
+        layer = rnn.RNN(largest, n, 3, impl="cpp", schedule=schedule, dtype=dtype)
+        x = torch.randn(n, 2, n, dtype=dtype)
+        x[range(n), 0, range(n)] = math.nan
+        x.requires_grad_()
+        output, _ = layer(x)
+        torch.testing.assert_close(output, x.amax(-1, keepdim=True), equal_nan=True)
+        (found,) = torch.autograd.grad(output.sum(), x)
+        (expected,) = torch.autograd.grad(x.amax(-1).sum(), x)
+        torch.testing.assert_close(found[:, 1], expected[:, 1])
+        assert found[:, 0].isnan().all()
+
+
 @needs_compiler
 def test_kernels_for_a_gpu_give_its_values_and_gradients() -> None:
     check_loops([cell_case(wave.bind(3, 4, {}), masked=True)], "auto", shim_loops)
