@@ -26,7 +26,11 @@ import torch
 from hoconv.jit import cache, compilers, headers
 from hoconv.jit.cache import BuildError
 
-_HEADER_FLAGS = ("-I", "-iquote", "-include", "-imacros", "--include-path", "--pre-include")
+# Options that name headers, or files of options.
+_HEADER_FLAGS = (
+    "-I", "-iquote", "-isystem", "-idirafter", "-include", "-imacros", "-Wp,", "-Xpreprocessor",
+    "--include-path", "--system-include", "--pre-include", "@",
+)  # fmt: skip
 # How many times as long as `compilers.PROBE` one source takes, for one architecture. Those of
 # hoconv take 4 to 14 times as long.
 _PROBES = {"cpu": 14, "cuda": 35}
@@ -191,9 +195,14 @@ class Library:
         """Returns the library's name in the cache."""
         # Where there is no compiler, `identity` is a pattern: the digest must not depend on it.
         parts = [name.removesuffix(f"-{identity}.o") for name in objects]
-        parts += [self.device, *compilers.link_flags(self.device)[1:]]
+        parts += [self.device, *compilers.link_flags(self.device)[1:], *self._digest_linked()]
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         return f"{self.name}-{self.device}-{digest}-{identity}.so"
+
+    def _digest_linked(self) -> list[str]:
+        """Returns a digest of each file among the flags: an archive, say, that is linked."""
+        files = (Path(flag) for flag in self.flags)
+        return [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
 
     def _build(
         self, command: str, flags: list[str], objects: Mapping[str, Path], shared: Path

@@ -298,6 +298,8 @@ def test_a_header_that_a_macro_names_is_refused(toy: Toy) -> None:
         ({"sources": []}, "sources: expected at least one file, got none"),
         ({"sources": "toy.cpp"}, "sources: expected a list, got 'toy.cpp'"),
         ({"flags": ["-I/opt/include"]}, "flags: got '-I/opt/include'; name folders of headers in"),
+        ({"flags": ["-isystem", "/opt"]}, "flags: got '-isystem'; name folders of headers in"),
+        ({"flags": ["@options"]}, "flags: got '@options'; name folders of headers in"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: Mapping[str, Any], reason: str) -> None:
@@ -311,6 +313,18 @@ def test_flags_compile_and_link_and_make_another_library(toy: Toy) -> None:
     made = [Library("toy", [toy.source], flags=[f"-DANSWER={n}", "-lm"]) for n in (42, 43)]
     assert [each.functions().answer() for each in made] == [42, 43]
     assert all("-lm" in line for line in toy.calls.read_text().splitlines() if "-shared" in line)
+
+
+@needs_compiler
+def test_an_object_among_the_flags_that_changed_is_linked_again(toy: Toy, tmp_path: Path) -> None:
+    toy.source.write_text('extern "C" int other();\nextern "C" int answer() { return other(); }\n')
+    source, made = tmp_path / "other.cpp", tmp_path / "other.o"
+    found = []
+    for n in (42, 43):
+        source.write_text(f'extern "C" int other() {{ return {n}; }}\n')
+        subprocess.run(["g++", "-fPIC", "-c", source, "-o", made], check=True)
+        found.append(Library("toy", [toy.source], flags=[str(made)]).functions().answer())
+    assert found == [42, 43]
 
 
 def test_a_source_that_is_not_there_is_named(toy: Toy) -> None:
