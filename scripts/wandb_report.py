@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401 (lets training/ be imported)
+
 from training.results.loggers import has_api_key
 
 PROJECT = "hoconv"  # as in conf/logger/wandb.yaml

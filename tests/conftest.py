@@ -87,8 +87,9 @@ def run(monkeypatch, tmp_path, capfd):
 
 @pytest.fixture
 def wandb_alone(monkeypatch, tmp_path) -> Any:
-    """Weights & Biases without a key, and no folders of anyone's."""
+    """Weights & Biases without a key, no folders of anyone's, and no settings of earlier tests."""
     wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # a process reads the environment once
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -171,10 +171,14 @@ def has_api_key() -> bool:
     """Whether wandb would find a key without asking: in the environment or in a netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    import wandb
+
+    own = os.environ.get("WANDB_BASE_URL")
+    # A key that was stored under wandb's former address still counts.
+    servers = [own] if own else [wandb.Settings().base_url, "https://api.wandb.ai"]
     try:
-        return netrc.netrc(path).authenticators(host) is not None
+        stored = netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser())
+        return any(stored.authenticators(urlsplit(server).netloc) for server in servers)
     except (OSError, netrc.NetrcParseError):
         return False
 
