@@ -6,7 +6,9 @@ For each device and dtype, over the operator's samples with fresh random values:
 NaN, which never passes, so that an element that was never written is found. Two more calls, without
 that fill, show whether the same inputs give the same bits. Then other values are written into the
 same tensors: a result that was kept, or that another stream computes too early, is wrong. Inputs,
-and the results of earlier calls, must stay as they are. The exit code is 1 if a case fails, if an
+and the results of earlier calls, must stay as they are. Each sample is called in other forms, too:
+with other strides of each argument and of the gradient of the output, with that gradient expanded,
+and with fewer arguments that require a gradient. The exit code is 1 if a case fails, if an
 implementation or a package of operators is broken, or if nothing could be checked.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
@@ -31,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hoconv.commands import (
     add_device_option,
@@ -41,15 +42,10 @@ from hoconv.commands import (
     report_broken_packages,
     write_json,
 )
-from hoconv.declaration import Operator, Sample, operators
+from hoconv.declaration import Operator, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
-from hoconv.testing.comparison import (
-    named,
-    on_cpu,
-    output_and_gradients,
-    relative_error,
-    same_bits,
-)
+from hoconv.testing.cases import BrokenDefinitionError, Case, make_cases
+from hoconv.testing.comparison import output_and_gradients, relative_error, same_bits
 
 SMALL = (torch.float32, torch.bfloat16)
 # For so many cycles a GPU's stream waits before inputs change: some milliseconds.
@@ -82,26 +78,6 @@ class Row:
     unavailable: str | None = None
 
 
-class BrokenDefinitionError(Exception):
-    """The samples, or the reference's results for one, cannot be computed; says which and why."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sample, the gradient of its output, and the reference's results for both.
-
-    Attributes:
-        cotangent: the gradient of the output, in its structure.
-        dtypes: the dtype of each tensor of the reference's output, by name.
-        expected: output and gradients of the reference, by name.
-    """
-
-    sample: Sample
-    cotangent: Any
-    dtypes: dict[str, torch.dtype]
-    expected: dict[str, Tensor]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse(argv)
@@ -118,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += checked
     _show_failures(rows)
     if arguments.json:
-        head = record("python -m hoconv.check", argv)
+        head = record("hoconv check", argv)
         write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_for_json, rows)]})
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)
@@ -155,7 +131,7 @@ def check(
         say(f"{operator.name}: {name} on {device}, reference")
         try:
             cases, others_of = (
-                _make_cases(operator, device, dtype)
+                make_cases(operator, device, dtype)
                 for _ in _seeded(arguments.seed, arguments.seed + 1)
             )
         except BrokenDefinitionError as error:
@@ -169,36 +145,11 @@ def check(
             for case, other in zip(cases, others_of, strict=True):
                 if _compare(operator, case, row):
                     _compare_changed(operator, case, other, row)
+                    _compare_forms(operator, case, row)
             if not cases:
                 row.failures.append("the operator has no samples")
             rows.append(row)
     return rows + others
-
-
-def _make_cases(operator: Operator, device: str, dtype: torch.dtype) -> list[Case]:
-    cases, what = [], "samples"
-    try:
-        for sample in operator.samples(torch.device(device), dtype):
-            what = sample.name
-            cases.append(_make_case(operator, sample))
-            what = f"the sample after {sample.name}"
-    except Exception as error:  # the other operators are still checked
-        raise BrokenDefinitionError(f"{what}: {type(error).__name__}: {error}") from error
-    return cases
-
-
-def _make_case(operator: Operator, sample: Sample) -> Case:
-    """Computes a case on the CPU, independently of the device that is checked."""
-    reference = functools.partial(operator.function, impl="reference")
-    call = sample.args, dict(sample.kwargs)
-    args, kwargs = on_cpu(call, in_float64=False)
-    with torch.no_grad():
-        like = reference(*args, **kwargs)
-    cotangent = tree_map(lambda t: torch.randn(t.shape, dtype=torch.float64).to(t.dtype), like)
-    args, kwargs = on_cpu(call, in_float64=not operator.bitwise)
-    expected = output_and_gradients(reference, args, kwargs, cotangent)
-    dtypes = {name: t.dtype for name, t in named(like).items()}
-    return Case(sample, cotangent, dtypes, expected)
 
 
 def _seeded(*seeds: int) -> Iterator[None]:
@@ -253,14 +204,38 @@ def _compare_results(operator: Operator, case: Case, row: Row) -> None:
             row.output_error = math.inf
             row.failures.append(f"{name}: {what}: expected shape and dtype {expected}, got {got}")
             return
+    _judge(name, results, case.expected, case, row)
+
+
+def _judge(
+    name: str, results: dict[str, Tensor], expected: dict[str, Tensor], case: Case, row: Row
+) -> None:
+    """Adds the errors of the results of a call to the row."""
+    assert row.tolerance is not None
     for what, result in results.items():
-        error = relative_error(result, case.expected[what])
+        error = relative_error(result, expected[what])
         if what in case.dtypes:
             row.output_error = _worse(row.output_error, error)
         else:
             row.gradient_error = _worse(row.gradient_error, error)
         if not error <= row.tolerance:
             row.failures.append(f"{name}: {what}: error {error:.1e}")
+
+
+def _compare_forms(operator: Operator, case: Case, row: Row) -> None:
+    """Calls an implementation in the other forms of a case."""
+    function = functools.partial(operator.function, impl=row.impl)
+    for form, expected in case.forms:
+        name = f"{case.sample.name or f'case {row.cases}'}, {form.name}"
+        call = function, form.args, case.sample.kwargs, form.cotangent
+        try:
+            with _fill_new_tensors_with_nan():
+                results = output_and_gradients(*call, positions=form.positions)
+        except Exception as error:
+            row.output_error = row.gradient_error = math.inf
+            row.failures.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        _judge(name, results, expected, case, row)
 
 
 def _compare_changed(operator: Operator, case: Case, other: Case, row: Row) -> None:
@@ -353,7 +328,7 @@ def _for_json(row: Row) -> dict[str, Any]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     impls = list(dict.fromkeys(i for operator in operators() for i in operator.implementations))
     parser = argparse.ArgumentParser(
-        prog="python -m hoconv.check",
+        prog="hoconv check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

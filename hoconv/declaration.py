@@ -1,7 +1,7 @@
 """The declaration of an operator, and the list of declared operators.
 
 An operator is declared once, in its own folder, with :func:`declare`. The correctness check, the
-benchmark, the parametrised tests, ``python -m hoconv.doctor`` and the start-up table of a training
+benchmark, the parametrised tests, ``hoconv doctor`` and the start-up table of a training
 run all read the declaration: a new operator adds no line to them. Another package declares its
 operators on import and names that module in the entry-point group ``hoconv.operators``.
 """
@@ -37,7 +37,7 @@ class Implementation:
             or None. It compiles nothing.
         prepare: ``prepare(device_type, *program)`` compiles one program, where the operator
             generates code; raises if that fails.
-        libraries: the compiled code that it calls, which ``python -m hoconv.jit`` compiles ahead.
+        libraries: the compiled code that it calls, which ``hoconv build`` compiles ahead.
         thread_invariant: whether a CPU's results have the same bits with any number of threads;
             PyTorch's matrix products do not promise it.
     """

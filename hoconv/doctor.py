@@ -1,4 +1,4 @@
-"""Says what hoconv finds on this machine: ``python -m hoconv.doctor``, for a bug report.
+"""Says what hoconv finds on this machine: ``hoconv doctor``, for a bug report.
 
 It shows versions, compilers and devices, which implementations can run or what they lack, and what
 ``impl="auto"`` means for every declared operator. Without ``--build`` it compiles nothing, and the
@@ -38,7 +38,7 @@ _BROKEN = "broken: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hoconv.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hoconv doctor", description=__doc__)
     parser.add_argument("--build", action="store_true",
                         help="compile and load, and see what is broken and what `auto` really "
                              "chooses")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiles C++ and CUDA into a cache on first use, or ahead of time with ``python -m hoconv.jit``.
+"""Compiles C++ and CUDA into a cache on first use, or ahead of time with ``hoconv build``.
 
 :class:`Library` is the code of an operator for one device: of hoconv's own, whose sources are in
 ``csrc/``, and of other packages (docs/compiled_code.md).

@@ -12,7 +12,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m hoconv.jit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hoconv build", description=__doc__)
     parser.add_argument("device", nargs="?", choices=DEVICES,
                         help="whose libraries to compile; by default all that this machine "
                              "can")  # fmt: skip

@@ -5,7 +5,7 @@ An output is a tensor, or a pytree of tensors: a tuple or a dict, say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,17 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def differentiable(args: Iterable[Any]) -> list[Any]:
-    """Detaches floating-point tensors, which keep their strides, and makes them require a gradient.
+def differentiable(args: Iterable[Any], positions: Collection[int] | None = None) -> list[Any]:
+    """Detaches floating-point tensors, which keep their strides, and makes them require a gradient:
+    all, or those at some positions.
 
     Returns:
         All arguments, those that are no such tensors unchanged.
     """
-    return [a.detach().requires_grad_() if is_floating(a) else a for a in args]
+    return [
+        a.detach().requires_grad_(positions is None or i in positions) if is_floating(a) else a
+        for i, a in enumerate(args)
+    ]
 
 
 def named(output: Any) -> dict[str, Tensor]:
@@ -43,6 +47,7 @@ def output_and_gradients(
     kwargs: Mapping[str, Any],
     cotangent: Any = None,
     rounded_to: torch.dtype = torch.float64,
+    positions: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
     """Calls a function, and differentiates it with respect to its floating-point arguments.
 
@@ -53,6 +58,7 @@ def output_and_gradients(
         cotangent: the gradient of the output, in its structure; by default :func:`cotangent_of`.
         rounded_to: the dtype to which the default cotangent is rounded, so that it has the same
             values for a call in this dtype and for one in a wider dtype.
+        positions: of the arguments that are differentiated; by default all that can be.
 
     Returns:
         The tensors of the output, named as :func:`named` does, and ``gradient of argument <i>``.
@@ -60,23 +66,31 @@ def output_and_gradients(
     Raises:
         ValueError: the output has another structure than `cotangent`.
     """
-    args = differentiable(args)
+    args = differentiable(args, positions)
     output = function(*args, **kwargs)
     if cotangent is None:
         cotangent = cotangent_of(output, rounded_to)
     if (got := tree_structure(output)) != (expected := tree_structure(cotangent)):
         raise ValueError(f"output: expected the structure {expected}, got {got}")
-    wanted = {i: a for i, a in enumerate(args) if is_floating(a)}
+    wanted = {i: a for i, a in enumerate(args) if is_floating(a) and a.requires_grad}
     results = {name: t.detach() for name, t in named(output).items()}
     pairs = zip(tree_leaves(output), tree_leaves(cotangent), strict=True)
     pairs = [(t, c.to(t)) for t, c in pairs if is_floating(t)]
     if not wanted or not pairs:
         return results
-    gradients = torch.autograd.grad(
-        [t for t, _ in pairs], [*wanted.values()], [c for _, c in pairs], materialize_grads=True
-    )
+    if any(t.requires_grad for t, _ in pairs) or positions is None:
+        gradients = torch.autograd.grad(
+            [t for t, _ in pairs], [*wanted.values()], [c for _, c in pairs], materialize_grads=True
+        )
+    else:  # the output does not depend on these arguments
+        gradients = map(torch.zeros_like, wanted.values())
     of_arguments = zip(wanted, gradients, strict=True)
-    return results | {f"gradient of argument {i}": g for i, g in of_arguments}
+    return results | {gradient_name(i): g for i, g in of_arguments}
+
+
+def gradient_name(position: int) -> str:
+    """Names the gradient of an argument, as in the results of :func:`output_and_gradients`."""
+    return f"gradient of argument {position}"
 
 
 def cotangent_of(output: Any, dtype: torch.dtype, seed: int = 1) -> Any:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_struc
 from hoconv.declaration import Operator, Sample, broken_packages, operators
 from hoconv.implementations import choose, implementations
 from hoconv.registration import Op
+from hoconv.testing.cases import make_cases
 from hoconv.testing.comparison import (
     differentiable,
     on_cpu,
@@ -159,6 +160,27 @@ def test_agrees_with_the_reference(variant: Variant, dtype: torch.dtype) -> None
             error = relative_error(result, exact[name])
             if not error <= variant.operator.tolerances[dtype]:  # also where it is NaN
                 failed.append(f"{sample.name}: {name}: relative error {error:.1e}")
+    assert not failed, "\n".join(failed)
+
+
+def test_other_forms_of_a_call_agree_with_the_reference(
+    variant: Variant, dtype: torch.dtype
+) -> None:
+    failed = []
+    for case in make_cases(variant.operator, variant.device, dtype):
+        for form, expected in case.forms:
+            results = output_and_gradients(
+                variant.call,
+                form.args,
+                case.sample.kwargs,
+                form.cotangent,
+                positions=form.positions,
+            )
+            assert results.keys() == expected.keys(), (case.sample.name, form.name)
+            for name, result in results.items():
+                error = relative_error(result, expected[name])
+                if not error <= variant.operator.tolerances[dtype]:
+                    failed.append(f"{case.sample.name}, {form.name}: {name}: error {error:.1e}")
     assert not failed, "\n".join(failed)
 
 

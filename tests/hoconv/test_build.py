@@ -610,7 +610,7 @@ def test_killed_build_is_no_obstacle_to_the_next(toy: Toy) -> None:
     assert toy.library.load() is None
 
 
-# python -m hoconv.jit
+# hoconv build
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""python -m hoconv.doctor: what it says, and that looking compiles nothing."""
+"""hoconv doctor: what it says, and that looking compiles nothing."""
 
 from __future__ import annotations
 

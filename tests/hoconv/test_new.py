@@ -64,6 +64,7 @@ def test_the_package_is_right_as_it_is_written(site: Path) -> None:
     assert "failed" not in done.stdout
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "said"),
@@ -71,8 +72,9 @@ def test_the_package_is_right_as_it_is_written(site: Path) -> None:
         ("kernels/tone_curve.cpp", "std::tanh", "std::tan", "output: error"),
         ("kernels/tone_curve.cpp", "#include <cmath>", "#include <cmth>", "cmth"),
         ("operator.py", "grad * slope, (grad", "grad, (grad", "gradient of argument 0: error"),
+        ("kernels/tone_curve.cpp", "[plane %", "[(plane - begin) %", "several threads: output"),
     ],
-    ids=["kernel", "source that does not compile", "gradient"],
+    ids=["kernel", "source that does not compile", "gradient", "second thread"],
 )
 def test_what_is_broken_is_found_and_named(
     site: Path, tmp_path: Path, file: str, right: str, wrong: str, said: str

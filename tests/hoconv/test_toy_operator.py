@@ -25,6 +25,12 @@ PAIR_FAULTS = [
     "one_output",
     "second_output_of_another_dtype",
 ]
+# Fault -> what is said of the forms of a call in which it shows.
+FORM_FAULTS = {
+    "takes_b_for_contiguous": "with strides of its own: argument",
+    "takes_the_gradient_for_contiguous": "gradient of the output",
+    "differentiates_b_only_with_a": "differentiated: argument 1",
+}
 # A module built on the operator with two outputs, as the table at the start of a run reads it.
 START_UP_TABLE = """
 from torch import nn
@@ -109,17 +115,20 @@ def test_a_gradient_that_cannot_be_differentiated_again_has_to_say_so(
     assert name in outcomes["skipped"]["toy_sound-registered-cpu"]
 
 
-def test_check_compares_each_of_two_outputs(site: Path) -> None:
+def test_check_compares_each_output_and_other_forms_of_a_call(site: Path) -> None:
     path = site / "check.json"
-    selected = "toy_pair", "toy_faulty_pair"
+    selected = "toy_pair", "toy_faulty_pair", "toy_faulty"
     done = python(
         site, "-m", "hoconv.check", "--device", "cpu", "--operator", *selected, "--json", path
     )
     assert done.returncode == 1, done.stderr
     found = {(r["operator"], r["impl"]): r for r in json.loads(path.read_text())["rows"]}
     assert found["toy_pair", "registered"]["cases"] == 3
-    failed = {impl for (_, impl), row in found.items() if row["failures"]}
+    failed = {impl for (name, impl), row in found.items() if "pair" in name and row["failures"]}
     assert failed == {*PAIR_FAULTS}
+    for fault, form in FORM_FAULTS.items():
+        assert all(form in line for line in found["toy_faulty", fault]["failures"])
+        assert found["toy_faulty", fault]["failures"]
     assert "output[1]: error" in found["toy_faulty_pair", PAIR_FAULTS[0]]["failures"][0]
     assert not found["toy_faulty_pair", "second_output_never_the_same"]["same_bits"]
 
@@ -186,6 +195,7 @@ def test_broken_package_fails_one_test_only(
         ),
         ("not_a_number", "test_agrees_with_the_reference"),
         ("wrong_dtype", "test_results_have_the_dtype_device_and_shapes_of_the_reference"),
+        *((fault, "test_other_forms_of_a_call_agree_with_the_reference") for fault in FORM_FAULTS),
         ("changes_its_input", "test_inputs_are_left_alone"),
         ("never_twice_the_same", "test_two_runs_give_the_same_bits"),
         ("depends_on_threads", "test_any_number_of_threads_gives_the_same_bits"),

@@ -140,6 +140,44 @@ def changes_its_input(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return out
 
 
+def contiguous(t: Tensor) -> Tensor:
+    """What a kernel sees that takes its argument for contiguous."""
+    t = t.detach()
+    memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())[t.storage_offset() :]
+    return torch.cat([memory, memory.new_zeros(t.numel())])[: t.numel()].view(t.shape)
+
+
+class _Faulty(torch.autograd.Function):
+    """Reads b, and the gradient of the output, by functions; `both` says when it differentiates b:
+    only where a is differentiated, too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, scale: float, *faults: Any) -> Tensor:
+        read_b, ctx.read_gradient, ctx.both = faults
+        ctx.save_for_backward(a, read_b(b))
+        ctx.scale = scale
+        return a * read_b(b) * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        grad = ctx.read_gradient(grad) * ctx.scale
+        d_b = grad * a if ctx.needs_input_grad[0] or not ctx.both else torch.zeros_like(b)
+        return grad * b, d_b, None, None, None, None
+
+
+def takes_b_for_contiguous(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Faulty.apply(a, b, scale, contiguous, torch.clone, False)
+
+
+def takes_the_gradient_for_contiguous(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Faulty.apply(a, b, scale, torch.clone, contiguous, False)
+
+
+def differentiates_b_only_with_a(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Faulty.apply(a, b, scale, torch.clone, torch.clone, True)
+
+
 _calls = itertools.count()
 
 
@@ -264,6 +302,9 @@ FAULTY = toy(
         "wrong_second_gradient": wrong_second_gradient,
         "not_a_number": not_a_number,
         "wrong_dtype": wrong_dtype,
+        "takes_b_for_contiguous": takes_b_for_contiguous,
+        "takes_the_gradient_for_contiguous": takes_the_gradient_for_contiguous,
+        "differentiates_b_only_with_a": differentiates_b_only_with_a,
         "changes_its_input": changes_its_input,
         "never_twice_the_same": never_twice_the_same,
         "depends_on_threads": depends_on_threads,

@@ -64,7 +64,7 @@ def test_it_needs_torch_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=False
     )
-    assert done.stdout.startswith("usage: python -m hoconv.check"), done.stderr
+    assert done.stdout.startswith("usage: hoconv check"), done.stderr
 
 
 def test_small_keeps_float32(toy: Operator, tmp_path: Path) -> None:

@@ -122,8 +122,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(draw(1, 2, 3, 3, k=1, s=1), name="one tap, as large as before")
     yield Sample(draw(1, 1, 2, 1, k=7, s=2), name="image smaller than the kernel")
     yield Sample(draw(0, 2, 3, 3, k=3, s=2), name="an empty batch")
-    x, weight = draw(2, 3, 5, 4, k=3, s=2)
-    yield Sample((x.mT, weight.mT), name="strided")
 
 
 def _cost(sample: Sample) -> Cost:

@@ -1,0 +1,98 @@
+"""One call in other forms: the same values with other strides, other gradients of the output, and
+fewer arguments that are differentiated.
+
+Kernels tend to be right in the form in which their author calls them. Users pass views, gradients
+that are expanded, such as that of a sum, and arguments that need no gradient, such as the input of
+the first layer, or frozen weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hoconv.declaration import Sample
+from hoconv.testing.comparison import gradient_name, is_floating
+
+GAP = 2  # elements of memory for each element of a strided tensor
+
+
+class Form(NamedTuple):
+    """How a sample is called.
+
+    Attributes:
+        name: what is different.
+        args: the sample's arguments, with the same values.
+        cotangent: the gradient of the output.
+        positions: of the arguments that are differentiated.
+        same_values: whether the gradient of the output has the values that it was given.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    cotangent: Any
+    positions: tuple[int, ...]
+    same_values: bool = True
+
+    def of(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the part of the results of a call with all gradients that this one has."""
+        left_out = {gradient_name(i) for i in range(len(self.args)) if i not in self.positions}
+        return {name: t for name, t in results.items() if name not in left_out}
+
+
+def forms(sample: Sample, cotangent: Any) -> Iterator[Form]:
+    """Yields other forms of a call.
+
+    Args:
+        cotangent: a gradient of the output, in its structure, on the device of the arguments.
+    """
+    args = sample.args
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    wanted = tuple(i for i in tensors if is_floating(args[i]))
+    for changed in _once([*((i,) for i in tensors), tuple(tensors)]):
+        name = f"with strides of its own: {_arguments(changed)}"
+        given = tuple(strided(a) if i in changed else a for i, a in enumerate(args))
+        yield Form(name, given, cotangent, wanted)
+    yield Form(
+        "gradient of the output has strides of its own", args, tree_map(strided, cotangent), wanted
+    )
+    expanded = tree_map(_expand, cotangent)
+    yield Form("gradient of the output is one number, expanded", args, expanded, wanted, False)
+    fewer = [*((i,) for i in wanted), *(tuple(j for j in wanted if j != i) for i in wanted), ()]
+    for some in _once(fewer):
+        if some != wanted:
+            yield Form(f"differentiated: {_arguments(some)}", args, cotangent, some)
+
+
+def strided(t: Tensor) -> Tensor:
+    """Copies a tensor to memory where no dimension is contiguous, the first is the densest, and the
+    values do not begin at the beginning. What lies between them is NaN, or the largest integer."""
+    gap = torch.nan if t.is_floating_point() else _largest(t.dtype)
+    memory = torch.full((*reversed(t.shape), GAP), gap, dtype=t.dtype, device=t.device)
+    view = memory[..., GAP - 1].permute(tuple(reversed(range(t.dim()))))
+    return view.copy_(t.detach())
+
+
+def _largest(dtype: torch.dtype) -> int | bool:
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _expand(t: Tensor) -> Tensor:
+    """Repeats the first of each row of the largest dimension, without memory for it: its stride is
+    0. All dimensions have that in the gradient of a sum, but there errors cancel out."""
+    if not t.dim():
+        return t
+    largest = max(range(t.dim()), key=lambda d: t.shape[d])
+    return t.narrow(largest, 0, min(1, t.shape[largest])).expand(t.shape)
+
+
+def _once(positions: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(positions))
+
+
+def _arguments(positions: tuple[int, ...]) -> str:
+    return ", ".join(f"argument {i}" for i in positions) or "no argument"
