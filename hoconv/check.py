@@ -46,6 +46,7 @@ from hoconv.declaration import Operator, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.testing.cases import BrokenDefinitionError, Case, make_cases
 from hoconv.testing.comparison import output_and_gradients, relative_error, same_bits
+from hoconv.testing.last_words import LastWords
 
 SMALL = (torch.float32, torch.bfloat16)
 # For so many cycles a GPU's stream waits before inputs change: some milliseconds.
@@ -84,14 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.backends.cudnn.allow_tf32 = False  # float32 is checked as float32
     print(f"seed {arguments.seed}")
     rows = []
-    for operator in operators():
-        if operator.name not in arguments.operator:
-            continue
-        for device in arguments.device:
-            checked = check(operator, device, arguments, _show_progress)
-            _show_progress("")
-            _show_table(operator.name, device, checked)
-            rows += checked
+    with LastWords() as last_words:
+
+        def say(what: str) -> None:
+            last_words.say(what)
+            _show_progress(what)
+
+        for operator in operators():
+            if operator.name not in arguments.operator:
+                continue
+            for device in arguments.device:
+                checked = check(operator, device, arguments, say)
+                say("")
+                _show_table(operator.name, device, checked)
+                rows += checked
     _show_failures(rows)
     if arguments.json:
         head = record("hoconv check", argv)
@@ -140,9 +147,9 @@ def check(
             rows.append(row)
             continue
         for impl in runnable:
-            say(f"{operator.name}: {name} on {device}, {impl}")
             row = Row(operator.name, impl, device, name, tolerance)
             for case, other in zip(cases, others_of, strict=True):
+                say(f"{operator.name}: {name} on {device}, {impl}, {case.sample.name}")
                 if _compare(operator, case, row):
                     _compare_changed(operator, case, other, row)
                     _compare_forms(operator, case, row)

@@ -15,15 +15,20 @@ from pathlib import Path
 
 from hoconv.commands import operator_name, report_broken_packages
 from hoconv.declaration import Operator, operators
+from hoconv.testing.last_words import LastWords
 
 TESTS = Path(__file__).parent / "test_operators.py"
 
 
 class _Chosen:
-    """A plugin of pytest that leaves out the tests of other operators."""
+    """A plugin of pytest that leaves out the tests of other operators, and notes which runs."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], last_words: LastWords) -> None:
         self.names = names
+        self.last_words = last_words
+
+    def pytest_runtest_logstart(self, nodeid) -> None:
+        self.last_words.say(nodeid.rpartition("::")[2])
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         others = [item for item in items if not self._wants(item)]
@@ -60,14 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-pno:cacheprovider", "-phoconv.testing.fixtures",
     ]  # fmt: skip
     names = {operator.name for operator in chosen}
-    return int(pytest.main([*settings, *rest, str(TESTS), *map(str, folders)], [_Chosen(names)]))
+    with LastWords() as last_words:
+        tests = [*settings, *rest, str(TESTS), *map(str, folders)]
+        return int(pytest.main(tests, [_Chosen(names, last_words)]))
 
 
 def _own_tests(operator: Operator) -> list[Path]:
-    """The folder of tests beside the package that declares an operator, unless it is hoconv."""
+    """The folder of tests beside the package that declares an operator, or beside the folder `src`
+    which holds it, unless the package is hoconv."""
     package = operator.function.__module__.partition(".")[0]
     spec = find_spec(package)
     if package == "hoconv" or spec is None or spec.origin is None:
         return []
-    folder = Path(spec.origin).parents[1] / "tests"
+    beside = Path(spec.origin).parents[1]
+    folder = (beside.parent if beside.name == "src" else beside) / "tests"
     return [folder] if folder.is_dir() else []
