@@ -9,6 +9,7 @@ operators on import and names that module in the entry-point group ``hoconv.oper
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -171,14 +172,34 @@ def libraries(device_type: str) -> list[Library]:
 
 @functools.cache
 def broken_packages() -> dict[str, str]:
-    """Finds installed packages whose operators cannot be imported: entry point -> the error."""
+    """Finds installed packages whose operators cannot be imported, or that declare none: entry
+    point -> the error."""
     broken = {}
     for entry in entry_points(group=GROUP):
+        before = len(_declared)
         try:
             entry.load()
+            if len(_declared) == before and not _declares(entry.module):
+                raise ImportError(_why_none(entry.module))
         except (Exception, SystemExit) as error:  # a broken package must not hide the others
             broken[f"{entry.name} = {entry.value}"] = f"{type(error).__name__}: {error}"
     return broken
+
+
+def _declares(module: str) -> bool:
+    """Whether a module, or another of its package, was imported earlier and declared operators."""
+    package = module.partition(".")[0]
+    return any(op.function.__module__.partition(".")[0] == package for op in _declared.values())
+
+
+def _why_none(module: str) -> str:
+    imported = sys.modules[module]
+    if imported.__file__ is None:
+        return (
+            f"{next(iter(imported.__path__))} has no __init__.py, and Python finds it before the "
+            f"installed package {module}: call this from another folder"
+        )
+    return f"{imported.__file__} declares no operator: call hoconv.declaration.declare on import"
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

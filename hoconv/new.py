@@ -12,6 +12,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from hoconv.declaration import operators
+
+# Words of C++ that are names in Python: the kernel is a function with the operator's name.
+_CPP_WORDS = {
+    "alignas", "alignof", "asm", "auto", "bool", "case", "catch", "char", "class", "compl",
+    "concept", "const", "consteval", "constexpr", "constinit", "decltype", "default", "delete",
+    "do", "double", "enum", "explicit", "export", "extern", "float", "friend", "goto", "inline",
+    "int", "long", "main", "mutable", "namespace", "new", "noexcept", "operator", "private",
+    "protected", "public", "register", "requires", "short", "signed", "sizeof", "static",
+    "struct", "switch", "template", "this", "throw", "typedef", "typeid", "typename", "union",
+    "unsigned", "using", "virtual", "void", "volatile",
+}  # fmt: skip
 TEMPLATE = Path(__file__).parent / "template"
 _NAME, _CLASS = "soft_clip", "SoftClip"  # of the template
 
@@ -41,12 +53,16 @@ def write_package(name: str, folder: Path) -> None:
         folder: where; it is made.
 
     Raises:
-        ValueError: `name` is not in snake_case, is a word of Python or of the package's own code,
-            or is an installed package.
+        ValueError: `name` is not in snake_case, is a word of Python, C++ or the package's own code,
+            is an installed package, or is an operator that is declared already.
         FileExistsError: `folder` has files already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(f"NAME: expected a name in snake_case, such as carafe; got {name!r}")
+    if name in _CPP_WORDS:
+        raise ValueError(f"NAME: {name!r} is a word of C++; choose another name")
+    if name in {operator.name for operator in operators()}:
+        raise ValueError(f"NAME: there is an operator {name!r} already; choose another name")
     # Installing the template compiled it: that is no part of it.
     files = [p for p in TEMPLATE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     if name != _NAME and any(name in re.findall(r"\w+", path.read_text()) for path in files):
