@@ -13,7 +13,8 @@ import pytest
 
 from hoconv import jit
 from hoconv.jit import headers
-from hoconv.new import TEMPLATE, write_package
+from hoconv.new import TEMPLATE
+from tests.hoconv.generated import install
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compiled_code.md"
@@ -30,15 +31,11 @@ class Package:
     def __init__(self, site: Path) -> None:
         self.site = site / "site"
         site = self.site
-        write_package("soft_clip", site)
-        info = site / "soft_clip-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: soft_clip\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[hoconv.operators]\nsoft_clip = soft_clip\n")
-        self.source = site / "soft_clip" / "kernels" / "soft_clip.cpp"
+        self.path = install("soft_clip", site)
+        self.source = self.path / "soft_clip" / "kernels" / "soft_clip.cpp"
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([str(self.site), str(ROOT)])
+        path = os.pathsep.join([str(self.path), str(ROOT)])
         return subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": path, **environment},
@@ -108,9 +105,9 @@ def test_its_cuda_compiles_without_a_gpu(package: Package) -> None:
 
 
 def test_the_code_of_the_page_is_that_of_the_package() -> None:
-    package = [path.read_text() for path in TEMPLATE.rglob("soft_clip/**/*.*") if path.is_file()]
+    package = [path.read_text() for path in TEMPLATE.rglob("src/**/*.*") if path.is_file()]
     blocks = re.findall(
-        r"^```\w+\n(?:(?:#|//) soft_clip/\S+\n)?(.*?)^```", PAGE.read_text(), re.M | re.S
+        r"^```\w+\n(?:(?:#|//) src/soft_clip/\S+\n)?(.*?)^```", PAGE.read_text(), re.M | re.S
     )
     assert len(blocks) == 5
     for block in blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,10 +253,21 @@ def test_operators_of_the_package_are_declared() -> None:
     assert find(OPERATOR.name) is OPERATOR
 
 
-@pytest.mark.parametrize("value", ["no_such_module", "json:no_such_name", "this.is.not:a module"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("no_such_module", "No module named"),
+        ("json:no_such_name", "no_such_name"),
+        ("this.is.not:a module", "Error: "),
+        ("json", "json/__init__.py declares no operator: call hoconv.declaration.declare"),
+        ("hidden_operators", "hidden_operators has no __init__.py, and Python finds it before"),
+    ],
+)
 def test_a_broken_package_is_named_and_the_others_work(
-    value: str, monkeypatch: pytest.MonkeyPatch
+    value: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "hidden_operators").mkdir()  # as the folder of a package may be, where one works
+    monkeypatch.syspath_prepend(tmp_path)
     entries = [EntryPoint("bad", value, "hoconv.operators")]
     monkeypatch.setattr("hoconv.declaration.entry_points", lambda group: entries)
     broken_packages.cache_clear()
@@ -266,6 +278,7 @@ def test_a_broken_package_is_named_and_the_others_work(
         broken_packages.cache_clear()
     assert name == f"bad = {value}"
     assert "Error: " in reason
+    assert said in reason
 
 
 def test_declaring_the_same_operator_twice_is_harmless() -> None:

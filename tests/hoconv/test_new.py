@@ -13,6 +13,7 @@ import pytest
 
 from hoconv import cli, jit
 from hoconv.new import write_package
+from tests.hoconv.generated import install
 
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
@@ -24,18 +25,14 @@ needs_compiler = pytest.mark.skipif(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the package `tone_curve` is written and installed."""
     site = tmp_path_factory.mktemp("site")
-    assert cli.main(["new", "tone_curve", str(site)]) == 0
-    info = site / "tone_curve-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tone_curve\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[hoconv.operators]\ntone_curve = tone_curve\n")
+    install("tone_curve", site)
     return site
 
 
 def hoconv(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command where the package is installed."""
     before = filter(None, [os.environ.get("PYTHONPATH")])
-    path = os.pathsep.join([str(site), str(ROOT), *before])
+    path = os.pathsep.join([str(site / "src"), str(ROOT), *before])
     return subprocess.run(
         [sys.executable, "-c", "import sys; from hoconv.cli import main; sys.exit(main())",
          *arguments],
@@ -46,7 +43,7 @@ def hoconv(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_file_has_the_new_name(site: Path) -> None:
     files = [path for path in site.rglob("*") if path.is_file()]
-    assert site / "tone_curve/kernels/tone_curve.cu" in files
+    assert site / "src/tone_curve/kernels/tone_curve.cu" in files
     for path in files:
         text = f"{path.relative_to(site)} {path.read_text()}"
         assert "soft_clip" not in text
@@ -71,7 +68,7 @@ def test_the_package_is_right_as_it_is_written(site: Path) -> None:
     [
         ("kernels/tone_curve.cpp", "std::tanh", "std::tan", "output: error"),
         ("kernels/tone_curve.cpp", "#include <cmath>", "#include <cmth>", "cmth"),
-        ("operator.py", "grad * slope, (grad", "grad, (grad", "gradient of argument 0: error"),
+        ("operator.py", "(grad * slope).to", "grad.to", "gradient of argument 0: error"),
         ("kernels/tone_curve.cpp", "[plane %", "[(plane - begin) %", "several threads: output"),
     ],
     ids=["kernel", "source that does not compile", "gradient", "second thread"],
@@ -81,7 +78,7 @@ def test_what_is_broken_is_found_and_named(
 ) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
-    path = broken / "tone_curve" / file
+    path = broken / "src" / "tone_curve" / file
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
     done = hoconv(broken, "check", "tone_curve", "--device", "cpu")
@@ -89,9 +86,27 @@ def test_what_is_broken_is_found_and_named(
     assert said in done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("command", ["check", "test"])
+def test_a_kernel_that_ends_the_process_is_named(site: Path, tmp_path: Path, command: str) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    path = broken / "src/tone_curve/kernels/tone_curve.cpp"
+    far = "limits[plane % channels + (channels == 8) * (int64_t{1} << 60)]"
+    path.write_text(path.read_text().replace("limits[plane % channels]", far))
+    options = ["--device", "cpu"] if command == "check" else ["-k", "cpp and inputs_are_left"]
+    done = hoconv(broken, command, "tone_curve", *options)
+    assert done.returncode < 0
+    case = "tone_curve: float64 on cpu, cpp, (4, 8)."
+    test = "test_inputs_are_left_alone[tone_curve-cpp-cpu-float64]."
+    line = f"The process died in {case if command == 'check' else test} A kernel may have"
+    assert line in done.stderr
+
+
 @needs_compiler
 def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.syspath_prepend(str(site / "src"))
     for impl in ("reference", "cpp"):
         done = run(
             f"--config-dir={site}/conf", "model=tone_curve", f"impl={impl}", "logger=csv",
@@ -107,7 +122,7 @@ def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
     not shutil.which("nvcc"), reason="the CUDA source is compiled by nvcc, which is not there"
 )
 def test_the_cuda_source_compiles(site: Path) -> None:
-    kernel = site / "tone_curve/kernels/tone_curve.cu"
+    kernel = site / "src/tone_curve/kernels/tone_curve.cu"
     jit.Library("tone_curve", [kernel], device="cuda").compile(["9.0"])
 
 
@@ -117,6 +132,8 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "CamelCase"], "NAME: expected a name in snake_case"),
         (["new", "class"], "NAME: expected a name in snake_case"),
         (["new", "torchvision"], "NAME: a package 'torchvision' is installed already"),
+        (["new", "double"], "NAME: 'double' is a word of C++; choose another name"),
+        (["new", "high_order_conv2d"], "NAME: there is an operator 'high_order_conv2d' already"),
         (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
         (["new", "mine", "."], "DIR: . has files already"),
         (["test", "mine"], "argument OPERATOR: expected approx_multiply"),
@@ -149,6 +166,6 @@ for shape in ((2, 3, 5, 7), (4, 8), (1, 2, 1100)):
     x, limit = 3 * torch.randn(shape), torch.rand(shape[1]) + 0.5
     torch.testing.assert_close(triton_kernel.tone_curve_three(x, limit), reference(x, limit))
 """
-    path = os.pathsep.join([str(tmp_path / "made"), str(ROOT)])
+    path = os.pathsep.join([str(tmp_path / "made" / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", text], env=environment, check=True)

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoconv
-from hoconv import cli, declaration, jit
+from hoconv import declaration, jit
 from hoconv.testing.comparison import relative_error
+from tests.hoconv.generated import install
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "your_own_layer.md").read_text()
@@ -42,24 +43,13 @@ def commands(*beginnings: str) -> list[list[str]]:
     return [shlex.split(command) for command in COMMANDS if command.startswith(beginnings)]
 
 
-def make(site: Path, name: str) -> Path:
-    """Does what `hoconv new` and `pip install` do; returns the folder of the package."""
-    folder = site / name
-    assert cli.main(["new", name, str(folder)]) == 0
-    info = folder / f"{name}-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[hoconv.operators]\n{name} = {name}\n")
-    return folder
-
-
 def run_commands(folder: Path, *commands: list[str]) -> str:
     """Runs commands `hoconv ...` one after another where a package is installed; each must be
     right. Returns what they print."""
     code = f"from hoconv.cli import main\nfor c in {commands!r}: assert main(c[1:]) == 0, c"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), str(ROOT)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -71,11 +61,12 @@ def carafe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     what `hoconv new` wrote."""
     site, declared, path = tmp_path_factory.mktemp("site"), dict(declaration._declared), sys.path[:]
     (site / "docs").symlink_to(ROOT / "docs")
-    folder = make(site, "carafe")
+    folder = site / "carafe"
+    install("carafe", folder)
     shutil.copytree(folder, site / "generated")
     for command in commands("cp ", "rm "):
         subprocess.run(command, cwd=site, check=True)
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(folder / "src"))
     yield folder
     sys.path[:] = path
     declaration._declared.clear()
@@ -95,7 +86,7 @@ def test_all_commands_of_the_page_are_known() -> None:
 
 
 def test_code_of_the_page_is_that_of_the_files() -> None:
-    shown = [(name, code) for name, code in SNIPPETS if name.startswith("carafe/")]
+    shown = [(name, code) for name, code in SNIPPETS if name.startswith("src/carafe/")]
     assert len(shown) == 5
     for name, code in shown:
         assert code in (FILES / name).read_text(), code
@@ -137,12 +128,13 @@ def test_a_network_with_the_layer_trains(carafe: Path, run, command: str) -> Non
 @needs_compiler
 @pytest.mark.slow
 def test_a_kernel_of_load_inline_is_an_implementation(tmp_path: Path) -> None:
-    folder = make(tmp_path, "soft_clip")
+    folder = tmp_path / "soft_clip"
+    install("soft_clip", folder)
     (inline, module), (_, registered), (_, declared) = (
-        snippet for snippet in SNIPPETS if snippet[0].startswith("soft_clip/")
+        snippet for snippet in SNIPPETS if snippet[0].startswith("src/soft_clip/")
     )
     (folder / inline).write_text(module)
-    operator = folder / "soft_clip" / "operator.py"
+    operator = folder / "src" / "soft_clip" / "operator.py"
     text = operator.read_text()
     for before, added in (
         ("\n\ndef _samples", registered), ('            "cpp": compiled', declared)
@@ -194,7 +186,7 @@ def lines_of_code(path: Path) -> Counter[str]:
 def test_the_page_counts_the_lines_that_a_user_writes(carafe: Path) -> None:
     written = 0
     for name in ("operator.py", "layer.py", "kernels/carafe.cpp", "kernels/carafe.cu"):
-        generated = lines_of_code(carafe.parent / "generated" / "carafe" / name)
-        written += (lines_of_code(FILES / "carafe" / name) - generated).total()
+        generated = lines_of_code(carafe.parent / "generated" / "src" / "carafe" / name)
+        written += (lines_of_code(FILES / "src" / "carafe" / name) - generated).total()
     assert f"that is {written} lines of code" in PAGE
     assert written <= 120
