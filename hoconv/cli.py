@@ -3,6 +3,7 @@ reports what they buy."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -78,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns its exit code."""
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""][:-1] or ["--help"]
     if name in COMMANDS:
-        return COMMANDS[name].run(rest) or 0
+        try:
+            return COMMANDS[name].run(rest) or 0
+        except KeyboardInterrupt:
+            print(f"\nhoconv {name}: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
     if name not in ("-h", "--help"):
         print(f"hoconv: expected one of {', '.join(COMMANDS)}; got {name!r}", file=sys.stderr)
         return 2

@@ -51,15 +51,16 @@ class Library:
     of hoconv's own code; docs/compiled_code.md describes the use from another package.
 
     Args:
-        name: letters, digits, ``_``, ``-`` and ``.``; names files of the cache, and messages.
+        name: up to 100 letters, digits, ``_``, ``-`` and ``.``; names files of the cache, and
+            messages.
         sources: files of C++ for ``"cpu"``, of C++ and CUDA for ``"cuda"``.
         device: whose compiler compiles it: ``"cpu"`` or ``"cuda"``.
         include: the folders of headers that its sources include.
         flags: further options of the compiler, when it compiles and when it links.
 
     Raises:
-        ValueError: a name with other characters, no source, a device that is neither, or flags
-            that name headers.
+        ValueError: a name with other characters or too many, no source, a device that is neither,
+            or flags that name headers.
     """
 
     name: str
@@ -69,8 +70,10 @@ class Library:
     flags: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
-            raise ValueError(f"name: expected letters, digits, _, - and ., got {self.name!r}")
+        if not re.fullmatch(r"[\w.-]{1,100}", self.name, re.ASCII):
+            raise ValueError(
+                f"name: expected up to 100 letters, digits, _, - and ., got {self.name!r}"
+            )
         if self.device not in _PROBES:
             raise ValueError(f"device: expected cpu or cuda, got {self.device!r}")
         for name, of in (("sources", Path), ("include", Path), ("flags", str)):

@@ -293,7 +293,8 @@ def test_a_header_that_a_macro_names_is_refused(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"name": "a/b"}, "name: expected letters, digits, _, - and ., got 'a/b'"),
+        ({"name": "a/b"}, "name: expected up to 100 letters, digits, _, - and ., got 'a/b'"),
+        ({"name": "a" * 101}, "name: expected up to 100 letters"),
         ({"device": "gpu"}, "device: expected cpu or cuda, got 'gpu'"),
         ({"sources": []}, "sources: expected at least one file, got none"),
         ({"sources": "toy.cpp"}, "sources: expected a list, got 'toy.cpp'"),

@@ -155,6 +155,18 @@ def test_a_mistake_is_one_line(
     assert said in capsys.readouterr().err
 
 
+def test_an_interrupted_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    build = cli.COMMANDS["build"]._replace(run=interrupt)
+    monkeypatch.setitem(cli.COMMANDS, "build", build)
+    assert cli.main(["build"]) == 130
+    assert capsys.readouterr().err == "\nhoconv build: interrupted\n"
+
+
 def test_the_kernel_in_triton_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     write_package("tone_curve_three", tmp_path / "made")
