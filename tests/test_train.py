@@ -287,7 +287,39 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
         (("+callbacks.mine=7",), "callbacks.mine: expected the _target_ of a Lightning callback"),
         (("+callbacks.mine._target_=builtins.dict",), "callbacks.mine: expected the _target_ of a"),
-        (("+callbacks.mine._target_=no.such.Thing",), "Error loading 'no.such.Thing'"),
+        (
+            ("+callbacks.mine._target_=no.such.Thing",),
+            "callbacks.mine._target_: there is no module",
+        ),
+        (
+            ("+callbacks.mine._target_=torch",),
+            "callbacks.mine._target_: expected a class or a func",
+        ),
+        (
+            ("+callbacks.mine._target_=torch.nn.ReLUU",),
+            "callbacks.mine._target_: torch.nn has no 'ReLUU'; did you mean ReLU?",
+        ),
+        (
+            ("+callbacks.mine={_target_: pytorch_lightning.callbacks.EarlyStopping, moniter: x}",),
+            "callbacks.mine.moniter: pytorch_lightning.callbacks.EarlyStopping has no such arg",
+        ),
+        (
+            ("+callbacks.mine._target_=pytorch_lightning.callbacks.EarlyStopping",),
+            "callbacks.mine: pytorch_lightning.callbacks.EarlyStopping needs monitor",
+        ),
+        (
+            ("model._target_=torch.nn.Identity",),
+            "model: expected the _target_ of a pytorch_lightning.LightningModule; got torch",
+        ),
+        (
+            (
+                "data._target_=torch.nn.Identity",
+                "model.num_classes=10",
+                "model.network.image_shape=[1,8,8]",
+                "model.network.num_classes=10",
+            ),
+            "data: expected the _target_ of a pytorch_lightning.LightningDataModule; got torch.nn",
+        ),
     ],
     ids=[
         "network",
@@ -304,7 +336,13 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         "interpolation",
         "callback",
         "other object",
-        "target",
+        "no module",
+        "a module",
+        "no such name",
+        "argument",
+        "no argument",
+        "no model",
+        "no data",
     ],
 )
 def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):

@@ -118,6 +118,38 @@ def test_a_run_without_a_test_says_so_and_ends_well(run, mine, monkeypatch, miss
     assert f"not tested: {of} has no {missing}; define it" in done.err
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("model:\n  a: 1\n   b: [", (), "wrong.yaml, line 3: no YAML: mapping values are not"),
+        ("model: {a: 1}", ("model=liness",), "model: there is no 'liness'; choose lines"),
+        ("model: {a: 1}", ("data=stripes,circles",), "data: there is no 'circles'; choose "),
+    ],
+    ids=["no YAML", "no such option", "one of two"],
+)
+def test_a_mistake_in_ones_own_folder_is_one_line(run, mine, config, overrides, message):
+    wrong = Path("mine/conf/model/wrong.yaml")
+    wrong.write_text(config)
+    try:
+        failed = run(*OWN, *overrides)
+    finally:
+        wrong.unlink()
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+
+
+def test_an_error_of_ones_own_code_keeps_its_place(run, mine, monkeypatch):
+    def init(self, learning_rate: float):
+        raise TypeError("a mistake of its own")
+
+    monkeypatch.setattr(mine.Lines, "__init__", init)
+    failed = run(*OWN, *CPU)
+    assert failed.exit_code == 1
+    assert 'raise TypeError("a mistake of its own")' in failed.err
+
+
 def test_hyper_parameters_of_its_own_are_loaded(run, mine, monkeypatch):
     init = mine.Lines.__init__
 

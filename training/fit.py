@@ -16,7 +16,7 @@ from training import console, disk
 from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
-from training.configuration.instantiation import instantiate
+from training.configuration.instantiation import instantiate_as
 from training.implementations import show_implementations
 from training.model import build
 from training.predict import missing_for_test
@@ -35,7 +35,12 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
     start = read(config.ckpt) if config.ckpt else None
-    data = instantiate(config.data)  # reads nothing yet
+    data = instantiate_as(  # reads nothing yet
+        pl.LightningDataModule,
+        "data",
+        config.data,
+        "the _target_ of a pytorch_lightning.LightningDataModule",
+    )
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, [])
     throughput, capture = Throughput(), CapturedSteps(config.capture)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
 
-from training.configuration.instantiation import instantiate
+from training.configuration.instantiation import instantiate_as
 from training.implementations import set_implementations
 
 
@@ -18,7 +19,9 @@ def build(model: DictConfig, config: DictConfig) -> Any:
     Raises:
         MisconfigurationException: a value of either is not allowed.
     """
-    built = instantiate(model)
+    built = instantiate_as(
+        pl.LightningModule, "model", model, "the _target_ of a pytorch_lightning.LightningModule"
+    )
     set_implementations(built, config.impl)
     if config.channels_last:
         built.to(memory_format=torch.channels_last)

@@ -25,7 +25,7 @@ from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.capture.steps import CaptureError
 from training.checkpoints import discard, find_step_checkpoints
-from training.configuration.checks import check_config, check_overrides
+from training.configuration.checks import check_command, check_config
 from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
@@ -64,7 +64,7 @@ def run_command(main: Callable[[], Any]) -> int:
     """
     failed_jobs.clear()
     try:
-        check_overrides(sys.argv[1:], ROOT / "conf")
+        check_command(sys.argv[1:], ROOT / "conf")
     except MisconfigurationException as error:
         console.show_problem("Error", str(error))
         return 1

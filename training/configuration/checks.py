@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -33,26 +37,59 @@ MAY_BE_NULL = (
 )  # fmt: skip
 
 
-def check_overrides(arguments: Iterable[str], conf: Path) -> None:
-    """Checks the overrides of a command line.
+def check_command(arguments: Sequence[str], conf: Path) -> None:
+    """Checks a command line, and the files of its own folder of configuration (``--config-dir``).
 
     Args:
         conf: the folder of the configuration, which has a folder for each group.
 
     Raises:
-        MisconfigurationException: one has a name of before, or chooses nothing of a group; the
-            message says what to write instead.
+        MisconfigurationException: a file is not YAML; or an override has a name of before, or
+            chooses what a group does not have. The message says what to write instead.
     """
+    own = _own_folders(arguments)
+    for path in sorted(path for folder in own for path in folder.rglob("*.yaml")):
+        _require_yaml(path)
+    elsewhere = any("hydra.searchpath" in argument for argument in arguments)
     for argument in arguments:
-        name, _, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
         name = name.lstrip("+~")
         if name in OVERRIDES:
             raise MisconfigurationException(f"{name}: its name is {OVERRIDES[name]} now")
-        if value in ("", "null") and "=" in argument and (conf / name).is_dir():
-            options = sorted(path.stem for path in (conf / name).glob("*.yaml"))
+        folders = [folder / name for folder in (conf, *own) if (folder / name).is_dir()]
+        if not equals or not folders or name.startswith("-"):
+            continue
+        options = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        if value in ("", "null"):
             fix = f"leave it out, or choose one of {', '.join(options)}"
             fix = f"write {name}=none" if "none" in options else fix
             raise MisconfigurationException(f"{name}: null is none of its options; {fix}")
+        simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
+        for chosen in re.findall(r"\w+", value) if simple else ():
+            if chosen not in options and not elsewhere:
+                close = difflib.get_close_matches(chosen, options, 1) or options
+                raise MisconfigurationException(
+                    f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
+                )
+
+
+def _own_folders(arguments: Sequence[str]) -> list[Path]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(arguments)[0].config_dir
+    return [folder] if folder else []
+
+
+def _require_yaml(path: Path) -> None:
+    try:
+        yaml.compose(path.read_text())
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise MisconfigurationException(f"{path}{line}: no YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MisconfigurationException(
+            f"{path}: no YAML: {' '.join(str(error).split())}"
+        ) from error
 
 
 def check_config(config: DictConfig) -> None:

@@ -10,6 +10,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from training.configuration.moved import require_current_targets
+from training.configuration.targets import check_targets
 
 Kind = TypeVar("Kind")
 
@@ -19,15 +20,17 @@ def instantiate(config: DictConfig, **arguments: Any) -> Any:
     and gives it plain lists and dicts, which ``save_hyperparameters`` may put into checkpoints.
 
     Raises:
-        MisconfigurationException: a value in `config` is not allowed, for which the called code
-            raised a ValueError; or there is nothing of the name of a ``_target_``.
+        MisconfigurationException: a ``_target_`` names nothing that can be called, or does not take
+            the arguments beside it; or a value is not allowed, for which the called code raised a
+            ValueError.
     """
     require_current_targets(config)
+    check_targets(config, arguments)
     try:
         return hydra.utils.instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError) or str(error).startswith("Error locating target"):
+        if isinstance(cause, ValueError):
             raise MisconfigurationException(" ".join(str(cause).split())) from error
         raise cause or error from None
 
@@ -41,8 +44,9 @@ def instantiate_as(
         MisconfigurationException: also where it is not an object of `kind`; the message has its
             `name` and what was `expected`.
     """
-    described = OmegaConf.is_dict(config) and "_target_" in config
-    made = instantiate(config, **arguments) if described else None
-    if not isinstance(made, kind):
+    if not OmegaConf.is_dict(config) or "_target_" not in config:
         raise MisconfigurationException(f"{name}: expected {expected}; got {config}")
+    made = instantiate(config, **arguments)
+    if not isinstance(made, kind):
+        raise MisconfigurationException(f"{name}: expected {expected}; got {config._target_}")
     return made

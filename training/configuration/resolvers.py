@@ -28,14 +28,20 @@ def register() -> None:
     ``data`` declares, or what an object of it says where that is a property;
     ``${attribute:module.Class,x}`` is what a class declares; ``${run_folder:...}`` is
     :func:`training.folder.run_folder`; ``${label:${impl}}`` is
-    :func:`training.implementations.label`, ``${title:...}`` and ``${runs:...}`` are
-    :func:`title` and :func:`runs`."""
+    :func:`training.implementations.label`; ``${run_name:...}``, ``${title:...}`` and
+    ``${runs:...}`` are :func:`run_name`, :func:`title` and :func:`runs`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     OmegaConf.register_new_resolver("label", label, replace=True)
     OmegaConf.register_new_resolver("title", title, replace=True)
     OmegaConf.register_new_resolver("runs", runs, replace=True)
+
+
+def run_name(mode: str, trained: str) -> str:
+    """The name of a run: what is `trained`, or the mode of a run that trains nothing."""
+    return trained if mode == "train" else mode
 
 
 def title(impl: str, seed: int) -> str:

@@ -80,8 +80,8 @@ def read(ckpt: str | Path) -> Saved:
         weights = contents["state_dict"]
     except (BadZipFile, EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
         raise MisconfigurationException(
-            f"ckpt: {path} is damaged, or no checkpoint of plain data: "
-            f"{' '.join(str(error).split())}"
+            f"ckpt: {path} is damaged, or holds more than plain data ({type(error).__name__}); "
+            "give a checkpoint that a run wrote"
         ) from error
     run = contents.get(KEY)
     if run is None:
