@@ -230,6 +230,15 @@ def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd
     assert len(label) <= 64
 
 
+@pytest.mark.parametrize("mode", ["test", "predict"])
+def test_folders_without_a_training_are_named_after_the_mode(monkeypatch, tmp_path, capfd, mode):
+    monkeypatch.setattr(training.configuration.resolvers, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"mode={mode}"])
+    assert run_command(train.main) == 1
+    assert f"mode={mode} needs ckpt=" in capfd.readouterr().err
+    assert len(list(tmp_path.glob(f"outputs/{mode}/*"))) == 1
+
+
 def test_the_start_up_table_says_why_a_layer_is_not_fused(run, monkeypatch):
     def why_unfused(self: hoconv.HighOrderConv2d) -> str | None:
         return "5 channels are too many" if self.channels > 16 else None

@@ -40,8 +40,8 @@ def register() -> None:
 
 
 def run_name(mode: str, trained: str) -> str:
-    """The name of a run: what is `trained`, or the mode of a run that trains nothing."""
-    return trained if mode == "train" else mode
+    """The name of a run: what is `trained`, or the mode of one that has a checkpoint do it."""
+    return mode if mode in ("test", "predict") else trained
 
 
 def title(impl: str, seed: int) -> str:
