@@ -106,9 +106,11 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
 
 def _is_plain(args: Iterable[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own."""
-    return not torch._C._len_torch_dispatch_stack() and all(
-        not isinstance(a, Tensor) or type(a) in (Tensor, Parameter) for a in args
-    )
+    return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
+
+
+# Arguments of an op without a dispatch of their own; lists are of numbers.
+_PLAIN = {Tensor, Parameter, type(None), bool, int, float, str, list, tuple}
 
 
 def is_eager(*args: Any) -> bool:

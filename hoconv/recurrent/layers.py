@@ -304,8 +304,7 @@ class RNN(nn.Module):
         sizes = self.runs[0][0].state_sizes
         runs, batch = len(self.runs), x.shape[1]
         if given is None:
-            zero = x.new_zeros(())
-            return [zero.expand(runs, batch, n) for n in sizes.values()]
+            return [x.new_zeros(runs, batch, n) for n in sizes.values()]
         states = list(given) if isinstance(given, tuple | list) else [given]
         if len(states) != len(sizes):
             raise ValueError(

@@ -21,7 +21,7 @@ from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.recurrent.runtime.interpret import interpret
+from hoconv.recurrent.runtime.interpret import in_dtype, interpret
 from hoconv.recurrent.runtime.packing import pack, unpack
 from hoconv.registration import (
     Op,
@@ -175,8 +175,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         read = _name_sequences(forward, sequences)
         read |= dict(zip((name for name, _ in forward.results), results, strict=True))
         read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
-        zero = states[0].new_zeros(())
-        zeroed = [zero.expand_as(s) if g is None else g for g, s in zip(d_states, states)]
+        zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
         d_x, *found = compiled_op(
             [read[name] for name, _ in backward.sequences], zeroed, parameters, seed, ctx.plan,
             "backward", ctx.impl,
@@ -317,10 +316,10 @@ def run_compiled(impl: str, call: Call) -> list[Tensor]:
     wide = accumulate_dtype(x.dtype)
     sequences = [s for s in (x, call.reset, call.valid) if s is not None]
     found = compiled_op(
-        sequences, [s.to(wide) for s in states], call.parameters, call.seed, call.plan,
+        sequences, [in_dtype(s, wide) for s in states], call.parameters, call.seed, call.plan,
         call.program, impl,
     )  # fmt: skip
-    return [found[0], *(s.to(x.dtype) for s in found[len(found) - len(states) :])]
+    return [found[0], *(in_dtype(s, x.dtype) for s in found[len(found) - len(states) :])]
 
 
 def run_cuda(call: Call) -> list[Tensor]:

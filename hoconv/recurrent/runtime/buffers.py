@@ -5,7 +5,9 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,19 @@ from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 
+_KEPT = 1024  # storages for a T and a B
+
 
 def empty(buffer: Buffer, T: int, B: int, device: torch.device) -> Tensor:
     """Allocates the tensor of a buffer."""
     return torch.empty(buffer.shape(T, B), dtype=DTYPES[buffer.type.dtype], device=device)
+
+
+@functools.lru_cache(_KEPT)
+def _describe(storage: Storage, T: int, B: int) -> dict[Buffer, tuple[Any, torch.dtype]]:
+    """The shape and the dtype of each buffer's tensor."""
+    buffers = {*storage.buffers, *storage.params, *storage.sequences, *storage.first}
+    return {each: (each.shape(T, B), DTYPES[each.type.dtype]) for each in buffers}
 
 
 def bind(
@@ -36,6 +47,7 @@ def bind(
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
     T, B = count_steps(program, values)
+    described = _describe(storage, T, B)
     device = values[program.sequences[0][1]].device
     given = [values[p.value] for p in program.params] + [values[v] for _, v in program.sequences]
     given += [values[v] for v in program.made_before]
@@ -44,30 +56,27 @@ def bind(
         given, buffers = given + initial, buffers + storage.first
     tensors = dict(resident)
     for buffer, tensor in zip(buffers, given, strict=True):
-        _check(buffer, tensor, T, B, device)
+        shape, dtype = described[buffer]
+        # Compiled code reads it through a bare pointer.
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            raise ValueError(
+                f"hoconv::recurrent: {buffer.name}: the compiled loop reads {dtype}, {shape}, "
+                f"{device}; got {tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}"
+            )
         if buffer in resident:
             resident[buffer].copy_(tensor)
         else:
             tensors[buffer] = tensor if buffer in storage.strided else tensor.contiguous()
     for buffer in storage.buffers:
         if buffer not in tensors:
-            tensors[buffer] = empty(buffer, T, B, device)
+            shape, dtype = described[buffer]
+            tensors[buffer] = torch.empty(shape, dtype=dtype, device=device)
     if not storage.first:
         for own, first in zip(storage.initial, initial, strict=True):
             for each in own:
                 start = T - 1 if each.kind == "history" and program.reverse else 0
                 tensors[each].select(0, start).copy_(first)
     return tensors
-
-
-def _check(buffer: Buffer, tensor: Tensor, T: int, B: int, device: torch.device) -> None:
-    """Checks a tensor before compiled code reads it through a bare pointer."""
-    dtype, shape = DTYPES[buffer.type.dtype], buffer.shape(T, B)
-    if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
-        raise ValueError(
-            f"hoconv::recurrent: {buffer.name}: the compiled loop reads {dtype}, {shape}, "
-            f"{device}; got {tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}"
-        )
 
 
 def results(

@@ -86,7 +86,7 @@ class CppLoop:
         T, B = count_steps(program, values)
         tensors = bind(program, storage, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
-        pointers = (ctypes.c_void_p * len(ordered))(*(t.data_ptr() for t in ordered))
+        pointers = (ctypes.c_void_p * len(ordered))(*[t.data_ptr() for t in ordered])
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]
         apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source

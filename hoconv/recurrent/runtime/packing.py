@@ -40,25 +40,39 @@ def unpack(
 
     Gradients may lie in one tensor, beside each other.
     """
-    groups, together = _group(program)
-    parts: dict[_Names, dict[tuple[int, int] | None, Tensor]] = defaultdict(dict)
-    for i, (param, names) in enumerate(zip(program.params, groups, strict=True)):
-        pieces = param.pieces
-        if (result := results.get(f"d_{i}")) is None:
-            zeros = [torch.zeros_like(_read(parameters[p.parameter], p)) for p in pieces]
-            result = torch.cat(zeros)
-        if names is not None and names in together:
-            parts[names][pieces[0].columns] = result
-            continue
-        rows = result.split([len(parameters[piece.parameter]) for piece in pieces])
-        for piece, part in zip(pieces, rows, strict=True):
-            parts[piece.parameter,][piece.columns] = part
     found: dict[str, Tensor] = {}
-    for names, columns in parts.items():
-        whole = _concatenate([part for _, part in sorted(columns.items())], -1)
-        rows = [len(parameters[name]) for name in names]
-        found |= zip(names, whole.split(rows) if len(rows) > 1 else [whole], strict=True)
+    for names, sources in _sources(program):
+        parts = []
+        for i, piece in sources:
+            pieces = program.params[i].pieces
+            if (result := results.get(f"d_{i}")) is None:
+                zeros = [torch.zeros_like(_read(parameters[p.parameter], p)) for p in pieces]
+                result = torch.cat(zeros)
+            if piece is not None and len(pieces) > 1:
+                result = result.split([parameters[p.parameter].shape[0] for p in pieces])[piece]
+            parts.append(result)
+        whole = _concatenate(parts, -1)
+        if len(names) == 1:
+            found[names[0]] = whole
+        else:
+            rows = [parameters[name].shape[0] for name in names]
+            found |= zip(names, whole.split(rows), strict=True)
     return {name: found[name] for name in parameters}
+
+
+@functools.lru_cache(_KEPT)
+def _sources(program: Program) -> list[tuple[_Names, list[tuple[int, int | None]]]]:
+    """Where the gradients of parameters lie: of those that lie together, or of one, what is
+    concatenated by columns: the number of each param, and of its piece or None for all of them."""
+    groups, together = _group(program)
+    parts: dict[_Names, dict[tuple[int, int], tuple[int, int | None]]] = defaultdict(dict)
+    for i, (param, names) in enumerate(zip(program.params, groups, strict=True)):
+        if names is not None and names in together:
+            parts[names][param.pieces[0].columns or (0, 0)] = i, None
+            continue
+        for number, piece in enumerate(param.pieces):
+            parts[piece.parameter,][piece.columns or (0, 0)] = i, number
+    return [(names, [each for _, each in sorted(of.items())]) for names, of in parts.items()]
 
 
 @functools.lru_cache(_KEPT)

@@ -37,8 +37,11 @@ def outer(g: Tensor, x: Tensor) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, b: Tensor, multiplications: int) -> bool:
-    float32_on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (a, b))
-    return float32_on_cpu and multiplications >= _LARGE and onednn()
+    return (
+        multiplications >= _LARGE
+        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (a, b))
+        and onednn()
+    )
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
