@@ -312,6 +312,9 @@ class RNN(nn.Module):
             )
         for i, (name, n) in enumerate(sizes.items()):
             expected = (runs, n) if single else (runs, batch, n)
+            if not isinstance(states[i], Tensor):
+                kind = type(states[i]).__name__
+                raise TypeError(f"state {name}: expected a tensor of shape {expected}, got {kind}")
             if tuple(states[i].shape) != expected:
                 raise ValueError(
                     f"state {name}: expected shape {expected}, got {tuple(states[i].shape)}"
@@ -330,7 +333,7 @@ class RNN(nn.Module):
             return None
         T, B = x.shape[:2]
         steps = torch.as_tensor(lengths)
-        if steps.shape != (B,) or steps.is_floating_point():
+        if steps.shape != (B,) or steps.is_floating_point() or steps.dtype == torch.bool:
             raise ValueError(
                 f"lengths: expected {B} ints, as many as sequences, got {steps.dtype} of shape "
                 f"{tuple(steps.shape)}"

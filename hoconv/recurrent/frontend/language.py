@@ -76,7 +76,10 @@ def silu(x: Row) -> Row:
 
 
 def clamp(x: Row, low: float, high: float) -> Row:
-    """x, but at least low and at most high; the gradient passes from low to high inclusive."""
+    """x, but at least low and at most high; high, where low is greater, as of ``torch.clamp``. The
+    gradient passes from low to high inclusive."""
+    if low > high:
+        low = high
     return where(x < low, low, where(x > high, high, x))
 
 

@@ -5,6 +5,7 @@ A symbol stands for the rows of one value. Its operators append ops to a builder
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, NoReturn
@@ -148,6 +149,11 @@ class Symbol:
         for _ in range(exponent - 1):
             result = result * self
         return result
+
+    def __rpow__(self, base: Any) -> Symbol:
+        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+            fail(f"**: expected a positive number before a value, got {base!r}")
+        return self.builder.apply("exp", self * math.log(base))
 
     def __getitem__(self, index: Any) -> Symbol:
         features = index[1] if isinstance(index, tuple) and len(index) == 2 else None

@@ -40,6 +40,7 @@ y = x.flip(0).cos()
         (rnn.maximum(x, 0.5), x.clamp(min=0.5)),
         (rnn.where((x > 0) & ~(y > 0.5), x, -1.0), torch.where((x > 0) & ~(y > 0.5), x, -1.0)),
         (rnn.clamp(x, -1, 2), x.clamp(-1, 2)),
+        (rnn.clamp(x, 0.5, -0.5), x.clamp(0.5, -0.5)),
         (rnn.sum(x), x.sum(1, keepdim=True)),
         (rnn.mean(x), x.mean(1, keepdim=True)),
         (rnn.max(x), x.amax(1, keepdim=True)),
@@ -50,6 +51,20 @@ y = x.flip(0).cos()
 )
 def test_functions_are_those_of_torch_on_tensors(ours: Tensor, torchs: Tensor) -> None:
     torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_powers_and_crossed_bounds_in_a_cell_are_those_of_torch(impl: str) -> None:
+    @rnn.cell(state={"h": "input_size"})
+    def powers(x, h):
+        return rnn.cat(x**3, 2.0**x, rnn.clamp(x, 0.5, -0.5)), dict(h=h * 0.0)
+
+    x = torch.linspace(-3, 3, 12, dtype=torch.float64).view(2, 2, 3).requires_grad_()
+    outputs, _ = rnn.RNN(powers, 3, 3, impl=impl, dtype=torch.float64)(x)
+    expected = torch.cat((x**3, 2.0**x, x.clamp(0.5, -0.5)), 2)
+    torch.testing.assert_close(outputs, expected)
+    found, exact = (torch.autograd.grad(y.sum(), x)[0] for y in (outputs, expected))
+    torch.testing.assert_close(found, exact)
 
 
 def refused(function: Callable[..., Any], line: str, message: str, **options: Any) -> None:
@@ -69,6 +84,15 @@ def test_python_if_is_refused_with_where() -> None:
         return x, dict(h=h)
 
     refused(bad, "if h > 0", r"write rnn\.where\(condition, a, b\)")
+
+
+@pytest.mark.parametrize("base", [0, -2.0, True])
+def test_powers_of_other_numbers_are_refused(base: Any) -> None:
+    def bad(x, h):
+        h = base**h
+        return h, dict(h=h)
+
+    refused(bad, "base**h", r"\*\*: expected a positive number before a value, got ")
 
 
 def test_functions_outside_of_the_language_are_refused_with_the_language() -> None:

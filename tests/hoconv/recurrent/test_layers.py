@@ -260,6 +260,7 @@ def test_wrong_inputs_are_refused() -> None:
         ((x, (h, c[..., :2])), r"state c: expected shape \(1, 2, 4\), got \(1, 2, 2\)"),
         ((x, None, [5]), "lengths: expected 2 ints, as many as sequences"),
         ((x, None, torch.tensor([1.0, 2.0])), "lengths: expected 2 ints"),
+        ((x, None, torch.tensor([True, True])), "lengths: expected 2 ints, .* got torch.bool"),
         ((x, None, [6, 1]), r"lengths: expected 1 to the 5 steps of x, got \[6, 1\]"),
         ((x, None, torch.tensor([5, 0])), "lengths: expected 1 to the 5 steps"),
         ((packed, None, [5, 3]), "lengths: a PackedSequence has its own"),
@@ -268,6 +269,8 @@ def test_wrong_inputs_are_refused() -> None:
             made(*arguments)
     with pytest.raises(TypeError, match=r"x: expected the dtype of the parameters, torch\.float32"):
         made(x.double())
+    with pytest.raises(TypeError, match=r"state h: expected a tensor of shape .*, got NoneType"):
+        made(x, (None, c))
 
 
 def test_dtypes_that_no_implementation_has_are_refused() -> None:
