@@ -53,6 +53,8 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
     if plan.cudnn:
         name = plan.cudnn.function
         yield f"else cuDNN's {name}, which {chip}; with lengths, resets or torch.compile as follows"
+    elif plan.recompute:
+        yield "not cuDNN, which keeps what its gradient needs"
     elif plan.schedule != "auto":
         yield "not cuDNN, which schedule auto alone calls"
     elif known := match(plan.common[0][1]):

@@ -6,6 +6,7 @@ B batch, D directions, I input size, L layers, T time steps, n features of a sta
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class RNN(nn.Module):
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`, which optimise more and more; by
             default the fastest. The reference ignores it.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        recompute: whether the gradient computes gates and other values of the steps again, so that
+            between forward and backward little more than the inputs, outputs and states is kept.
+            That takes one more product a step. The reference ignores it.
         options: the cell's own options, by name.
 
     Parameters: of each layer l and direction ``weight_<name>_l<l>``, ``bias_<name>_l<l>`` of every
@@ -73,6 +77,7 @@ class RNN(nn.Module):
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -99,6 +104,7 @@ class RNN(nn.Module):
         self.batch_first = batch_first
         self.schedule = schedule
         self.impl = impl
+        self.recompute = recompute
         self.options = options
         self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
         self._traced: list[_Traced] = []  # likewise
@@ -240,7 +246,7 @@ class RNN(nn.Module):
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
                 text = traced.training if self.training else traced.evaluation
                 plan = request(text, x.dtype, self.schedule, valid is not None,
-                               begins is not None, reverse)  # fmt: skip
+                               begins is not None, reverse, self.recompute)  # fmt: skip
                 call = Call(self.runs[at][0], traced.names, plan, x, first[at], parameters[at],
                             valid, resets[direction], self.training, seed, reverse)  # fmt: skip
                 name = resolve(OPERATOR.name, self.impl, x.device.type, plan, call.program)
@@ -371,8 +377,12 @@ class RNN(nn.Module):
         """
         dtype = next(self.parameters()).dtype
         directions = 1 + self.bidirectional
+        made = functools.partial(
+            plan, dtype=dtype, schedule=self.schedule, training=self.training,
+            recompute=self.recompute,
+        )  # fmt: skip
         return "\n".join(
-            f"layer {layer}: {explain(plan(bound, dtype, self.schedule, training=self.training))}"
+            f"layer {layer}: {explain(made(bound))}"
             for layer, (bound, _) in enumerate(self.runs[::directions])
         )
 
@@ -380,7 +390,7 @@ class RNN(nn.Module):
         shown = f"{self.cell.name}, {self.input_size}, {self.hidden_size}"
         for name, default in (
             ("num_layers", 1), ("bidirectional", False), ("dropout", 0.0), ("batch_first", False),
-            ("schedule", "auto"), ("impl", "auto"),
+            ("schedule", "auto"), ("impl", "auto"), ("recompute", False),
         ):  # fmt: skip
             if getattr(self, name) != default:
                 shown += f", {name}={getattr(self, name)!r}"

@@ -32,19 +32,20 @@ class _Request(NamedTuple):
 
 
 def request(
-    cell: str, dtype: torch.dtype, schedule: str, masked: bool, resets: bool, reverse: bool
-) -> str:
+    cell: str, dtype: torch.dtype, schedule: str, masked: bool, resets: bool, reverse: bool,
+    recompute: bool = False,
+) -> str:  # fmt: skip
     """Writes a plan as a text. Arguments and result are constants: torch.compile does not trace it.
 
     Args:
         cell: the text of its trace, by :func:`hoconv.recurrent.frontend.serialize.to_text`.
-        dtype, schedule, masked, resets, reverse: as in
+        dtype, schedule, masked, resets, reverse, recompute: as in
             :func:`hoconv.recurrent.schedule.plan_trace`.
     """
-    return _request_once(cell, dtype, schedule, masked, resets, reverse)
+    return _request_once(cell, dtype, schedule, masked, resets, reverse, recompute)
 
 
-_OPTIONS = ("masked", "resets", "reverse")
+_OPTIONS = ("masked", "resets", "reverse", "recompute")
 
 
 @functools.lru_cache(_KEPT)

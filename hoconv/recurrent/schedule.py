@@ -46,11 +46,13 @@ class Plan:
         schedule: the name of the schedule.
         declarations: the parameters of the cell.
         common: the passes that all programs share, in order: name and program after the pass.
+        recompute: whether the gradient saves little, and computes the rest again.
     """
 
     schedule: str
     declarations: tuple[Declaration, ...]
     common: tuple[tuple[str, Program], ...]
+    recompute: bool = False
 
     @property
     def definition(self) -> Program:
@@ -76,7 +78,9 @@ class Plan:
     def cudnn(self) -> CudnnLayer | None:
         """The call of cuDNN that a GPU runs instead of the programs, if it is at least as fast."""
         traced = self.common[0][1]
-        return match(traced) if self.schedule == "auto" and fastest(self._loop) else None
+        if self.schedule != "auto" or self.recompute or not fastest(self._loop):
+            return None
+        return match(traced)
 
     @property
     def recorded(self) -> bool:
@@ -101,7 +105,7 @@ class Plan:
 
     @functools.cached_property
     def _gradient(self) -> tuple[Program, Program]:
-        forward, backward = differentiate(self._loop)
+        forward, backward = differentiate(self._loop, self.recompute)
         return trim(forward, accumulate(backward))
 
     def _fuse(self, program: Program) -> Program:
@@ -117,18 +121,22 @@ def plan(
     masked: bool = False,
     resets: bool = False,
     reverse: bool = False,
+    recompute: bool = False,
 ) -> Plan:
     """Compiles a cell by a schedule.
 
     Args:
         training: whether dropout and zoneout draw.
-        dtype, schedule, masked, resets, reverse: as in :func:`plan_trace`.
+        dtype, schedule, masked, resets, reverse, recompute: as in :func:`plan_trace`.
 
     Raises:
         CellError: the cell leaves the language.
     """
     traced = trace(cell, training)
-    return plan_trace(traced, dtype, schedule, masked=masked, resets=resets, reverse=reverse)
+    return plan_trace(
+        traced, dtype, schedule,
+        masked=masked, resets=resets, reverse=reverse, recompute=recompute,
+    )  # fmt: skip
 
 
 def plan_trace(
@@ -139,6 +147,7 @@ def plan_trace(
     masked: bool = False,
     resets: bool = False,
     reverse: bool = False,
+    recompute: bool = False,
 ) -> Plan:
     """Compiles the trace of a cell by a schedule.
 
@@ -148,6 +157,7 @@ def plan_trace(
         masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
         resets: whether states are reset: the program reads ``reset`` (T, B, 1) bool.
         reverse: whether the first step is the last of the sequence.
+        recompute: whether the gradient saves little, and computes the rest again.
     """
     common = [("trace", replace(traced.program, reverse=reverse))]
 
@@ -166,7 +176,7 @@ def plan_trace(
         then("combine", combine)
     if _reaches(schedule, "hoisted"):
         then("sink", sink)
-    return Plan(schedule, traced.declarations, tuple(common))
+    return Plan(schedule, traced.declarations, tuple(common), recompute)
 
 
 def _reaches(schedule: str, rung: str) -> bool:

@@ -73,6 +73,7 @@ class LSTM(_LikePyTorch):
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         options: dict[str, Any] = {} if bias else {"bias": False}
         if proj_size:
@@ -89,6 +90,7 @@ class LSTM(_LikePyTorch):
             impl,
             device,
             dtype,
+            recompute,
             **options,
         )
 
@@ -115,6 +117,7 @@ class GRU(_LikePyTorch):
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         options = {} if bias else {"bias": False}
         super().__init__(
@@ -129,5 +132,6 @@ class GRU(_LikePyTorch):
             impl,
             device,
             dtype,
+            recompute,
             **options,
         )

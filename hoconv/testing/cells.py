@@ -66,6 +66,7 @@ class CellCase:
         masked: whether the three sequences have different lengths.
         resets: whether states are reset at some steps.
         reverse: whether the first step is the last of the sequences.
+        recompute: whether the plan's gradient computes again what it can.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class CellCase:
         masked: bool = False,
         resets: bool = False,
         reverse: bool = False,
+        recompute: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.cell = cell
         self.options = {
-            "training": True, "masked": masked, "resets": resets, "reverse": reverse
+            "training": True, "masked": masked, "resets": resets, "reverse": reverse,
+            "recompute": recompute,
         }  # fmt: skip
 
         def draw(*shape: int) -> Tensor:

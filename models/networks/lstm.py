@@ -29,6 +29,7 @@ class ImageReader(nn.Module):
         hidden_size: of the recurrent layers.
         num_layers: number of recurrent layers.
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
+        recompute: whether the gradient takes less memory, and more time.
 
     The forget gate of a cell, the linear map "f", starts open enough to remember for about T steps:
     its biases are drawn as in Tallec and Ollivier, Can Recurrent Neural Networks Warp Time?, 2018.
@@ -48,6 +49,7 @@ class ImageReader(nn.Module):
         hidden_size: int = 128,
         num_layers: int = 1,
         schedule: str = "auto",
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         known = getattr(rnn, cell, None)
@@ -68,6 +70,7 @@ class ImageReader(nn.Module):
             hidden_size,
             num_layers,
             schedule=schedule,
+            recompute=recompute,
             **options,
         )
         for name, parameter in self.recurrent.named_parameters():

@@ -39,6 +39,7 @@ WAYS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
     (ClusterShape(1, 2, 2), {}, False),
     (ClusterShape(2, 3, 2), {"masked": True}, False),
     (ClusterShape(4, 1, 2), {"resets": True, "reverse": True}, True),
+    (ClusterShape(2, 2, 2), {"masked": True, "recompute": True}, False),
 ]
 
 

@@ -30,22 +30,26 @@ def test_compiled_loops_are_exact() -> None:
     cases = [cell_case(which, masked=True) for which in READY]
     cases += [cell_case("lstm", resets=True), cell_case("gru", resets=True, masked=True)]
     cases += [cell_case(0), cell_case(9)]
+    cases += [cell_case(which, recompute=True, resets=True) for which in (*READY, 0, 9)]
     check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_compiled_loops_of_all_random_cells_are_exact(first: int) -> None:
-    cases = [cell_case(which, reverse=which % 2 == 1) for which in range(first, first + 10)]
+    cases = [
+        cell_case(which, reverse=which % 2 == 1, recompute=which % 3 == 0)
+        for which in range(first, first + 10)
+    ]
     check_loops(cases, "auto", compile_loops)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", rnn.SCHEDULES)
 def test_compiled_loops_of_every_schedule_are_exact(schedule: str) -> None:
-    cases = [
-        cell_case(which, reverse=True) for which in ("lstm", "minimal_gated", "layernorm_lstm")
-    ]
+    names = "lstm", "minimal_gated", "layernorm_lstm"
+    cases = [cell_case(which, reverse=True) for which in names]
+    cases += [cell_case(which, recompute=True) for which in names]
     check_loops(cases, schedule, compile_loops)
 
 

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.plans import find_plan
-from tests.hoconv.recurrent.support import agree, layer, sequence
+from hoconv.recurrent.runtime.cpp import obstacle
+from tests.hoconv.recurrent.support import READY, agree, gradients, layer, sequence
+
+needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,35 @@ def test_of_a_library_s_function_are_those_of_the_definition(
     find_plan.cache_clear()
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
+
+
+def saved_bytes(made: rnn.RNN, x: Tensor) -> int:
+    """What is kept between forward and backward, each memory once."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+    ):
+        outputs, _ = made(x)
+    del outputs
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", READY)
+def test_recomputing_keeps_less_and_changes_nothing(name: str) -> None:
+    arguments = {"num_layers": 2, "bidirectional": True}
+    keeping = layer(name, impl="cpp", **arguments)
+    made = layer(name, impl="cpp", recompute=True, **arguments)
+    made.load_state_dict(keeping.state_dict())
+    assert "recompute=True" in repr(made)
+    x, reset = sequence(50, 2, 3).requires_grad_(), torch.rand(50, 2) < 0.2
+    for mine, exact in zip(
+        gradients(made, x, None, [50, 20], reset), gradients(keeping, x, None, [50, 20], reset)
+    ):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-12)
+    assert saved_bytes(made, x) < 0.95 * saved_bytes(keeping, x)
+    second = [gradient_penalty(each, x) for each in (made, keeping)]
+    torch.testing.assert_close(*second, rtol=1e-12, atol=1e-12)
 
 
 def test_two_layers_that_share_one_input_and_each_other() -> None:

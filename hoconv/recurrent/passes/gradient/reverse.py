@@ -25,7 +25,7 @@ from hoconv.recurrent.passes.rewrite import substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
-def differentiate(program: Program) -> tuple[Program, Program]:
+def differentiate(program: Program, recompute: bool = False) -> tuple[Program, Program]:
     """The program, which also returns the saved values, and its gradient.
 
     The gradient reads the program's params and sequences, ``d_output`` (T, B, n) and what was
@@ -36,11 +36,13 @@ def differentiate(program: Program) -> tuple[Program, Program]:
 
     Args:
         program: without groups; its last op of rate ``step`` may be anything.
+        recompute: whether the gradient computes again what it can, from the states and the
+            sequences, so that little is saved.
     """
     steps = _StepAdjoint(program)
     needed = steps.needed()
-    saved = choose_saved(program, needed)
-    return _with_saved(program, saved), _backward(program, steps, saved)
+    saved = choose_saved(program, needed, recompute)
+    return _with_saved(program, saved), _backward(program, steps, saved, recompute)
 
 
 class _Adjoint:
@@ -201,7 +203,9 @@ def _with_saved(program: Program, saved: list[Value]) -> Program:
     )
 
 
-def _backward(program: Program, steps: _StepAdjoint, saved: list[Value]) -> Program:
+def _backward(
+    program: Program, steps: _StepAdjoint, saved: list[Value], recompute: bool
+) -> Program:
     again = select_rematerialized(program, steps.needed(), saved)
     values = {
         value: Value(replace(value.type, rate="sequence"), f"saved_{i}")
@@ -209,7 +213,8 @@ def _backward(program: Program, steps: _StepAdjoint, saved: list[Value]) -> Prog
     }
     sequences = [*program.sequences, ("d_output", steps.d_output)]
     sequences += [(f"saved_{i}", values[value]) for i, value in enumerate(saved)]
-    sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
+    if not recompute:
+        sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
     step = []
     for op in [*again, *steps.builder.ops]:
         clone = substitute(op, values)
@@ -254,7 +259,7 @@ def _backward(program: Program, steps: _StepAdjoint, saved: list[Value]) -> Prog
             State(f"d_{s.name}", carried, values.get(g, g))
             for s, carried, g in zip(program.states, steps.carried, steps.following, strict=True)
         ),
-        before=tuple(steps.builder.before),
+        before=(*(program.before if recompute else ()), *steps.builder.before),
         step=tuple(step),
         after=tuple(after.builder.ops),
         yields=tuple(yields.values()),

@@ -2,7 +2,8 @@
 
 The choice is a minimum cut of the data flow. Its source is what the backward steps cannot compute
 themselves: states, products and costly functions. Its sink is what they read. A value costs the
-bytes of its row. Values on the cut are saved; cheap ops behind it are rematerialised. The
+bytes of its row. Values on the cut are saved; cheap ops behind it are rematerialised. Where memory
+counts more than time, the source is the states alone. The
 construction is that of the min-cut partitioner of torch.compile (He and Yu, Transcending
 Runtime-Memory Tradeoffs, 2023).
 """
@@ -15,12 +16,14 @@ from hoconv.recurrent.ir.kinds import is_cheap
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
 
 
-def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
+def choose_saved(program: Program, needed: Iterable[Value], recompute: bool) -> list[Value]:
     """The values of the steps to save, so that the needed ones can be computed from them.
 
     Args:
         program: a forward program without groups.
         needed: values of rate ``step``, results of ops or states.
+        recompute: whether any op may be computed again, a product, too, and also what is computed
+            before the loop.
     """
     import networkx  # not at the top: it takes long to import
 
@@ -29,6 +32,8 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
     network = networkx.DiGraph()
     network.add_nodes_from(("forward", "backward"))
     free = {v for _, v in program.sequences}  # saved for the gradients of weights anyway
+    if recompute:
+        free |= {op.result for op in flat(program.before)}
     ops = list(flat(program.step))
     made_by = {op.result: op for op in ops}
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
@@ -37,7 +42,7 @@ def choose_saved(program: Program, needed: Iterable[Value]) -> list[Value]:
         cost = 0 if value in free else value.type.row_bytes
         network.add_edge((value, "in"), (value, "out"), capacity=cost)
         op = made_by.get(value)
-        if op is None or not is_cheap(op.kind):
+        if op is None or not (recompute or is_cheap(op.kind)):
             network.add_edge("forward", (value, "in"))
         else:
             network.add_edges_from(((source, "out"), (value, "in")) for source in op.values)
