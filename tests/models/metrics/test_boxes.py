@@ -12,7 +12,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from datamodules.coco.boxes import Boxes
+from datamodules.coco.annotations.boxes import Boxes
 from models.metrics.boxes import NAMES, ScoredBoxes, average_precision
 from tests.datamodules.coco.files import CATEGORIES
 
