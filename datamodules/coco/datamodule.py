@@ -186,7 +186,7 @@ class COCO(pl.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.device = device
-        self.skipped: dict[str, Skipped] = {}
+        self.skipped: dict[str, dict[str, list[str]]] = {}
         self.vocabulary: Vocabulary | None = None
         self._sets: dict[str, TaskSet] = {}
         self._residents = Residents(device)
@@ -306,7 +306,9 @@ class COCO(pl.LightningDataModule):
 
     def _report(self, what: str, skipped: Skipped) -> None:
         if skipped := {reason: names for reason, names in skipped.items() if names}:
-            self.skipped[what] = skipped
+            known = self.skipped.setdefault(what, {})  # the folders of both splits may have a name
+            for reason, names in skipped.items():
+                known.setdefault(reason, []).extend(names)
             report(what, skipped)
 
     def _evaluation(self, stage: str) -> DataLoader | EvaluationBatches[Any]:

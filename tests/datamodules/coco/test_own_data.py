@@ -145,3 +145,16 @@ def test_a_share_that_leaves_nothing_is_named(load, tmp_path):
     folder = write_coco(tmp_path / "parts", count=2)
     with pytest.raises(DataNotFoundError, match=r"data.val_share: 0.1 of the 2 images"):
         load(folder=folder, val_share=0.1)
+
+
+def test_all_that_is_left_out_is_named_where_two_folders_have_one_name(load, folder, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "images").parent.mkdir()
+        (folder / split).rename(tmp_path / split / "images")
+        (tmp_path / split / "images" / "line 1" / f"part {split == 'val':d}.png").unlink()
+    given = {f"{split}_images": tmp_path / split / "images" for split in ("train", "val")}
+    with pytest.warns(SkippedWarning, match="images: 1 skipped, the file is missing"):
+        data = load(folder=folder, **given)
+    assert data.skipped == {
+        "images": {"the file is missing": ["line 1/part 0.png", "line 1/part 1.png"]}
+    }
