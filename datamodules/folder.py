@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from datamodules.coco.folder import SUFFIXES
+from datamodules.augmented import AugmentedImages
 from datamodules.coco.pixels import in_threads
 from datamodules.images import DataNotFoundError, ImageDataModule
-from datamodules.memory import Batch, LabelledImages
+from datamodules.memory import Batch, LabelledImages, TrainingBatches
 from datamodules.reading.cache import Entry, find_or_make
-from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.decoding import FORMATS, UnreadableImageError, decode
+from datamodules.reading.files import find_images
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
+from datamodules.sampling import SeededShuffle, get_rank
 
 FORMAT = 1  # version of the entries; part of their keys in the cache
 
@@ -46,11 +48,14 @@ class ClassFolder(ImageDataModule):
         val_share: the share of the images of each class that validate; None where there are folders
             ``train`` and ``val``.
         split_seed: chooses them; not the seed of the run, so that every run has the same.
+        augment: whether a training image is a random crop of at least half the area, mirrored half
+            the time; the seed, the epoch and the image determine which.
 
     Raises:
         ValueError: an argument is out of range.
         DataNotFoundError: by `setup` and the properties: a folder is missing, holds no images, or
-            has classes that the one of training has not.
+            has classes that the one of training has not; or there are fewer than two classes, or
+            one without images to train on.
         CacheError: by `prepare_data` and `setup`: the cache cannot be written.
     """
 
@@ -62,6 +67,7 @@ class ClassFolder(ImageDataModule):
         cache_dir: str | Path,
         val_share: float | None = None,
         split_seed: int = 0,
+        augment: bool = True,
         seed: int = 0,
         device: str = "auto",
     ) -> None:
@@ -80,6 +86,7 @@ class ClassFolder(ImageDataModule):
         self.cache_dir = Path(cache_dir).resolve()
         self.val_share = val_share
         self.split_seed = split_seed
+        self.augment = augment
 
     @property
     def image_shape(self) -> tuple[int, int, int]:  # pyright: ignore
@@ -102,14 +109,43 @@ class ClassFolder(ImageDataModule):
         for name, entry in entries.items():
             report(f"{name} images of {self.folder}", entry.json("skipped"))
         splits = {name: _labelled_images(entry) for name, entry in entries.items()}
+        self._require_every_class(splits["train"])
         return {"test": splits["val"], **splits}
+
+    def train_dataloader(self) -> TrainingBatches[Batch]:
+        if not self.augment:
+            return super().train_dataloader()
+        data = self._place("train")
+        sampler = SeededShuffle(len(data), self.seed, **get_rank(self.trainer))
+        return TrainingBatches(AugmentedImages(data), sampler, self.batch_size)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         images, labels = batch
         return normalise(images), labels
 
+    def _require_every_class(self, train: LabelledImages) -> None:
+        """Raises an error where a class has no image to train on, or is the only one."""
+        found = set(train.labels.tolist())
+        folder = self.folder / "train" if self.val_share is None else self.folder
+        for label, name in enumerate(self.class_names):
+            if label not in found:
+                raise DataNotFoundError(
+                    f"there are no images ({', '.join(FORMATS)}) to train on in {folder / name}, "
+                    "the folder of a class; put some there or remove it"
+                )
+        if len(found) == 1:
+            raise DataNotFoundError(
+                f"{folder} has images of one class, {self.class_names[0]}; a classifier needs two: "
+                "data.folder is the folder that holds the folders of the classes"
+            )
+
     def _entries(self) -> dict[str, Entry]:
         if self.val_share is not None:
+            if {"train", "val"} <= set(self.class_names):
+                raise DataNotFoundError(
+                    f"data.val_share: expected null where there are folders {self.folder}/train "
+                    f"and {self.folder}/val, got {self.val_share}; they would be two classes"
+                )
             parts = self._divide(self._files(self.folder), self.val_share)
         else:
             tested = ("test",) if (self.folder / "test").is_dir() else ()
@@ -126,12 +162,10 @@ class ClassFolder(ImageDataModule):
                     f"{folder / name} is a class that {self.folder / 'train'} has not; it has "
                     f"{', '.join(labels)}"
                 )
-            paths = sorted((folder / name).rglob("*"))
-            images = [p for p in paths if p.suffix.lower() in SUFFIXES and p.is_file()]
-            files += [(path, labels[name]) for path in images]
+            files += [(path, labels[name]) for path in find_images(folder / name)]
         if not files:
             raise DataNotFoundError(
-                f"there are no images ({', '.join(SUFFIXES)}) in folders of classes in {folder}"
+                f"there are no images ({', '.join(FORMATS)}) in folders of classes in {folder}"
             )
         return files
 

@@ -128,7 +128,7 @@ def prepare_tiny(cache_dir: Path) -> None:
     data = COCOTiny(cache_dir, task="segmentation", image_size=64, batch_size=1)
     data.prepare_data()
     data.setup("fit")
-    print(f"coco_tiny is ready: {data.files.root}")
+    print(f"coco_tiny is ready: {data.splits.files.root}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import hoconv
-from datamodules.coco import datamodule, shapes
+from datamodules.coco import resident, shapes
 
 METRICS = {
     "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
@@ -93,11 +93,11 @@ def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monk
     less = ("trainer.limit_train_batches=10", "trainer.limit_val_batches=1")
     how = ("impl=reference", "trainer=cpu", *less)
     loaded = small(*how)
-    monkeypatch.setattr(datamodule, "is_resident", lambda *_: True)
-    resident = small(*how)
-    assert len(loaded.losses) == len(resident.losses) > 1
+    monkeypatch.setattr(resident, "is_resident", lambda *_: True)
+    moved = small(*how)
+    assert len(loaded.losses) == len(moved.losses) > 1
     losses = [float(loss) for loss in loaded.losses]
-    assert [float(loss) for loss in resident.losses] == pytest.approx(losses, rel=1e-4)
+    assert [float(loss) for loss in moved.losses] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""MS COCO: its annotations and images, as data for segmentation and for captions."""
+"""Data in the format of MS COCO, for segmentation, detection and captions."""
 
 from datamodules.coco.datamodule import COCO as COCO
 from datamodules.coco.tiny import COCOTiny as COCOTiny

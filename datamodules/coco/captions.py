@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.coco import augmentation
-from datamodules.coco.annotations import Captions
+from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.pixels import Images
 
 PAD, START, END, UNKNOWN = range(4)

@@ -11,32 +11,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.coco.annotations import Annotations, Captions, Instances, Objects
-from datamodules.coco.boxes import Boxes
+from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.captions import CaptionSet, Vocabulary
 from datamodules.coco.detection import DetectionSet
-from datamodules.coco.files import KINDS, SPLITS, Files
+from datamodules.coco.files import KINDS, Files
 from datamodules.coco.folder import SplitSet, join
-from datamodules.coco.pixels import Images, LabelMaps
-from datamodules.coco.resident import (
-    ResidentCaptions,
-    ResidentDetection,
-    ResidentSegmentation,
-    move,
-)
+from datamodules.coco.pixels import Images
+from datamodules.coco.resident import Resident, Residents, TaskSet
 from datamodules.coco.segmentation import SegmentationSet
-from datamodules.images import DataNotFoundError
+from datamodules.coco.splits import Splits, divide
 from datamodules.memory import EvaluationBatches, TrainingBatches
-from datamodules.placement import (
-    DataDeviceError,
-    get_training_device,
-    is_resident,
-    require_known,
-)
+from datamodules.placement import DataDeviceError, get_training_device, require_known
 from datamodules.reading.decoding import decode
 from datamodules.reading.pixels import denormalise, normalise
 from datamodules.reading.skipped import Skipped, report
@@ -52,9 +40,6 @@ from datamodules.sampling import (
 
 TASKS = tuple(KINDS)
 YEARS = (2014, 2017)
-
-TaskSet = SegmentationSet | DetectionSet | CaptionSet
-Resident = ResidentSegmentation | ResidentDetection | ResidentCaptions
 
 
 class COCO(pl.LightningDataModule):
@@ -175,18 +160,25 @@ class COCO(pl.LightningDataModule):
                 "data.device: expected auto or cpu with data.cache_images=false, got 'gpu'; or use "
                 "data.cache_images=true"
             )
-        self.files = (
+        files = (
             Files(Path(data_dir).resolve() / "coco", str(year), given)
             if folder is None
             else Files(Path(folder).resolve(), given=given)
         )
-        self.published = folder is None and not given
+        published = folder is None and not given
+        self.splits = Splits(
+            files,
+            task,
+            image_size,
+            Path(cache_dir).resolve(),
+            keep=cache_images,
+            divided=val_share is not None,
+            expected_categories=self.published_categories if published else None,
+        )
         self.val_share = val_share
         self.split_seed = split_seed
         self.task = task
-        self.image_size = image_size
         self.batch_size = batch_size
-        self.cache_dir = Path(cache_dir).resolve()
         self.cache_images = cache_images
         self.augment = augment
         self.test_split = test_split
@@ -194,16 +186,14 @@ class COCO(pl.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.device = device
-        self.skipped: dict[str, Skipped] = {}
+        self.skipped: dict[str, dict[str, list[str]]] = {}
         self.vocabulary: Vocabulary | None = None
         self._sets: dict[str, TaskSet] = {}
-        # What is on a device: tables of pixels, which stages share, and the sets that use them.
-        self._tables: dict[tuple[Images | LabelMaps, torch.device], Tensor] = {}
-        self._residents: dict[tuple[str, torch.device], Resident] = {}
+        self._residents = Residents(device)
 
     @property
     def num_categories(self) -> int:
-        return self.published_categories if self.published else len(self._categories)
+        return self.splits.num_categories
 
     @property
     def num_classes(self) -> int:
@@ -215,34 +205,40 @@ class COCO(pl.LightningDataModule):
         if self.task == "captions":
             return None
         background = ("background",) if self.task == "segmentation" else ()
-        return (*background, *self._categories)
+        return (*background, *self.splits.objects("train").categories)
 
     @property
     def category_ids(self) -> list[int]:
         """Those of the annotation file of train, in the order of the classes."""
-        return self._objects("train").category_ids
+        return self.splits.objects("train").category_ids
 
     def prepare_data(self) -> None:
         """Fills the cache, in one process only; `setup` then finds the entries in every process."""
-        for split in self._splits:
-            self._images(split, self._annotations(split))
+        for split in self.splits.names:
+            self.splits.images(split)
             if self.task == "segmentation":
-                self._label_maps(split)
+                self.splits.label_maps(split)
 
     def setup(self, stage: str) -> None:
         if self._sets:
             return
-        annotations = {split: self._annotations(split) for split in self._splits}
-        images = {split: self._images(split, read) for split, read in annotations.items()}
-        for split, read in annotations.items():
+        images = {split: self.splits.images(split) for split in self.splits.names}
+        for of_split in images.values():
+            read = of_split.annotations
             self._report(read.path.name, read.skipped)
-            self._report(images[split].folder.name, images[split].skipped)
+            self._report(of_split.folder.name, of_split.skipped)
             if isinstance(read, Captions):
                 self._report(read.path.name, {"the image has no caption": read.images_without()})
-        parts = self._parts(images)
+        if self.val_share is None:
+            parts = {split: (split, of_split.usable) for split, of_split in images.items()}
+        else:
+            divided = divide(images["train"], self.val_share, self.split_seed)
+            parts = {part: ("train", numbers) for part, numbers in divided.items()}
         if self.task == "captions":
             split, numbers = parts["train"]
-            self.vocabulary = Vocabulary.of(self._captions(split).texts(numbers), self.min_count)
+            self.vocabulary = Vocabulary.of(
+                self.splits.captions(split).texts(numbers), self.min_count
+            )
         for stage, part in (("train", "train"), ("val", "val"), ("test", self.test_split)):
             split, numbers = parts[part]
             self._sets[stage] = self._make_set(split, images[split], numbers, stage == "train")
@@ -250,13 +246,13 @@ class COCO(pl.LightningDataModule):
     def _make_set(self, split: str, images: Images, numbers: np.ndarray, train: bool) -> TaskSet:
         augment = self.augment and train
         if self.task == "segmentation":
-            return SegmentationSet(images, self._label_maps(split), numbers, augment=augment)
+            return SegmentationSet(images, self.splits.label_maps(split), numbers, augment=augment)
         if self.task == "detection":
-            return DetectionSet(images, self._boxes(split), numbers, augment=augment)
+            return DetectionSet(images, self.splits.boxes(split), numbers, augment=augment)
         assert self.vocabulary is not None
         return CaptionSet(
             images,
-            self._captions(split),
+            self.splits.captions(split),
             self.vocabulary,
             numbers,
             per_image=not train,
@@ -308,89 +304,11 @@ class COCO(pl.LightningDataModule):
         """Returns an image that predictions are made for as it is in its file, (3, H, W) uint8."""
         return decode(self._sets["val"].images.folder / name)
 
-    @property
-    def _splits(self) -> tuple[str, ...]:
-        """Those that have files of their own."""
-        return SPLITS if self.val_share is None else ("train",)
-
-    def _parts(self, images: dict[str, Images]) -> dict[str, tuple[str, np.ndarray]]:
-        """Returns for ``train`` and ``val`` whose files they use, and the numbers of their images
-        that can be decoded."""
-        if self.val_share is None:
-            return {split: (split, images[split].usable) for split in SPLITS}
-        count = len(images["train"].annotations)
-        order = np.random.default_rng(self.split_seed).permutation(count)
-        chosen = np.isin(images["train"].usable, order[: round(self.val_share * count)])
-        parts = {"train": images["train"].usable[~chosen], "val": images["train"].usable[chosen]}
-        for name, numbers in parts.items():
-            if len(numbers) == 0:
-                raise DataNotFoundError(
-                    f"data.val_share: {self.val_share} of the {count} images in "
-                    f"{images['train'].annotations.path} leaves none for {name}; set another"
-                )
-        return {name: ("train", numbers) for name, numbers in parts.items()}
-
-    @property
-    def _categories(self) -> list[str]:
-        return self._objects("train").categories
-
-    def _annotations(self, split: str) -> Annotations:
-        return self._captions(split) if self.task == "captions" else self._objects(split)
-
-    def _objects(self, split: str) -> Objects:
-        return self._boxes(split) if self.task == "detection" else self._instances(split)
-
-    def _instances(self, split: str) -> Instances:
-        instances = Instances(self.files.annotations(self.task, split), self.cache_dir)
-        self._require_known_categories(split, instances)
-        return instances
-
-    def _boxes(self, split: str) -> Boxes:
-        boxes = Boxes(self.files.annotations(self.task, split), self.cache_dir)
-        self._require_known_categories(split, boxes)
-        return boxes
-
-    def _require_known_categories(self, split: str, read: Objects) -> None:
-        if self.published and len(read.categories) != self.published_categories:
-            raise DataNotFoundError(
-                f"{read.path} has {len(read.categories)} categories, expected "
-                f"{self.published_categories}: it is not the published file; for other data set "
-                "data.folder"
-            )
-        if split != "train":
-            self._require_same_categories(self._objects("train"), read)
-
-    def _require_same_categories(self, train: Objects, other: Objects) -> None:
-        expected, found = (
-            dict(zip(file.category_ids, file.categories, strict=True)) for file in (train, other)
-        )
-        if found != expected:
-            number = min(i for i in expected | found if found.get(i) != expected.get(i))
-            raise DataNotFoundError(
-                f"{other.path} and {train.path} have different categories: id {number} is "
-                f"{found.get(number)!r} in the first, {expected.get(number)!r} in the second; give "
-                "both files the same list"
-            )
-
-    def _captions(self, split: str) -> Captions:
-        return Captions(self.files.annotations(self.task, split), self.cache_dir)
-
-    def _images(self, split: str, annotations: Annotations) -> Images:
-        return Images(
-            self.files.images(split),
-            annotations,
-            self.image_size,
-            self.cache_dir,
-            self.cache_images,
-        )
-
-    def _label_maps(self, split: str) -> LabelMaps:
-        instances = self._instances(split)
-        return LabelMaps(instances, self.image_size, self.cache_dir, self.cache_images)
-
     def _report(self, what: str, skipped: Skipped) -> None:
         if skipped := {reason: names for reason, names in skipped.items() if names}:
-            self.skipped[what] = skipped
+            known = self.skipped.setdefault(what, {})  # the folders of both splits may have a name
+            for reason, names in skipped.items():
+                known.setdefault(reason, []).extend(names)
             report(what, skipped)
 
     def _evaluation(self, stage: str) -> DataLoader | EvaluationBatches[Any]:
@@ -404,34 +322,10 @@ class COCO(pl.LightningDataModule):
         """Returns a stage's data on the GPU that trains; None where a loader is to give it."""
         if not self.cache_images:
             return None
-        data, device = self._sets[stage], get_training_device(self.trainer)
-        stores: list[Images | LabelMaps] = [data.images]
-        if isinstance(data, SegmentationSet):
-            stores.append(data.label_maps)
-        nbytes = sum(s.kept.nbytes for s in stores if (s, device) not in self._tables)
-        if not is_resident(self.device, nbytes, device):
-            return None
-        if (stage, device) not in self._residents:
-            pixels = [self._table(store, device) for store in stores]
-            self._residents[stage, device] = _make_resident(data, *pixels)
-        return self._residents[stage, device]
-
-    def _table(self, store: Images | LabelMaps, device: torch.device) -> Tensor:
-        """Returns pixels that are kept, on a device; moves them there once."""
-        if (store, device) not in self._tables:
-            self._tables[store, device] = move(store.kept, device)
-        return self._tables[store, device]
+        return self._residents.find(self._sets[stage], get_training_device(self.trainer))
 
     def _options(self, data: TaskSet) -> dict[str, Any]:
         options = loader_options(self.trainer, self.num_workers)
         if isinstance(data, SegmentationSet):
             return options
         return options | {"collate_fn": data.collate}
-
-
-def _make_resident(data: TaskSet, *pixels: Tensor) -> Resident:
-    if isinstance(data, SegmentationSet):
-        return ResidentSegmentation(data, *pixels)
-    if isinstance(data, DetectionSet):
-        return ResidentDetection(data, *pixels)
-    return ResidentCaptions(data, *pixels)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.coco import augmentation
+from datamodules.coco.annotations.boxes import Boxes, ImageBoxes
 from datamodules.coco.augmentation import CROWD, NOTHING
-from datamodules.coco.boxes import Boxes, ImageBoxes
 from datamodules.coco.pixels import Images
 
 

@@ -19,12 +19,11 @@ from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from datamodules.coco.pixels import Images
 from datamodules.images import DataNotFoundError
-from datamodules.reading.decoding import UnreadableImageError, decode
+from datamodules.reading.decoding import FORMATS, UnreadableImageError, decode
+from datamodules.reading.files import find_images
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
 from datamodules.sampling import choose_workers
-
-SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class FolderBatch(NamedTuple):
@@ -51,11 +50,7 @@ class FolderSet(Dataset[FolderBatch]):
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         self.folder = folder
         self.image_shape = image_shape
-        self.names = sorted(
-            str(path.relative_to(folder))
-            for path in folder.rglob("*")
-            if path.suffix.lower() in SUFFIXES and path.is_file()
-        )
+        self.names = sorted(str(path.relative_to(folder)) for path in find_images(folder))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -128,7 +123,7 @@ class ImageFolder(pl.LightningDataModule):
         self.images = FolderSet(Path(folder), image_shape)
         if not self.images.names:
             raise DataNotFoundError(
-                f"input: there are no images ({', '.join(SUFFIXES)}) in {Path(folder).resolve()}"
+                f"input: there are no images ({', '.join(FORMATS)}) in {Path(folder).resolve()}"
             )
         self.batch_size = batch_size
         self.normalise = normalise

@@ -24,7 +24,8 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from datamodules.coco.annotations import Annotations, Instances
+from datamodules.coco.annotations.file import Annotations
+from datamodules.coco.annotations.instances import Instances
 from datamodules.images import DataNotFoundError
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode

@@ -23,8 +23,10 @@ from datamodules.coco.augmentation import (
 )
 from datamodules.coco.captions import CaptionBatch, CaptionSet, References, pad, round_length
 from datamodules.coco.detection import DetectionBatch, DetectionSet, Truth
+from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.coco.segmentation import SegmentationBatch, SegmentationSet
 from datamodules.memory import send
+from datamodules.placement import is_resident
 
 COPIED_BYTES = 2**26  # at once, by `move`
 
@@ -158,6 +160,49 @@ class ResidentCaptions:
             lengths=self._lengths.index_select(0, indices),
             references=References([self._references[item] for item in items.tolist()]),
         )
+
+
+TaskSet = SegmentationSet | DetectionSet | CaptionSet
+Resident = ResidentSegmentation | ResidentDetection | ResidentCaptions
+
+
+class Residents:
+    """The data sets of a run that are on its GPU. Those of the same files share the pixels.
+
+    Args:
+        device: the argument of the data module, one of `DEVICES`.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._pixels: dict[tuple[Images | LabelMaps, torch.device], Tensor] = {}
+        self._made: dict[tuple[TaskSet, torch.device], Resident] = {}
+
+    def find(self, data: TaskSet, device: torch.device) -> Resident | None:
+        """Returns a data set on the device that trains, and moves it there once; None where it is
+        to stay on the host."""
+        stores: list[Images | LabelMaps] = [data.images]
+        if isinstance(data, SegmentationSet):
+            stores.append(data.label_maps)
+        nbytes = sum(s.kept.nbytes for s in stores if (s, device) not in self._pixels)
+        if not is_resident(self.device, nbytes, device):
+            return None
+        if (data, device) not in self._made:
+            self._made[data, device] = _make(data, *(self._move(s, device) for s in stores))
+        return self._made[data, device]
+
+    def _move(self, store: Images | LabelMaps, device: torch.device) -> Tensor:
+        if (store, device) not in self._pixels:
+            self._pixels[store, device] = move(store.kept, device)
+        return self._pixels[store, device]
+
+
+def _make(data: TaskSet, *pixels: Tensor) -> Resident:
+    if isinstance(data, SegmentationSet):
+        return ResidentSegmentation(data, *pixels)
+    if isinstance(data, DetectionSet):
+        return ResidentDetection(data, *pixels)
+    return ResidentCaptions(data, *pixels)
 
 
 def _split(rows: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -37,5 +37,5 @@ class COCOTiny(COCO):
 
     def _generate(self) -> None:
         source = {"version": shapes.VERSION}
-        entry = find_or_make(self.cache_dir, "coco_tiny", source, shapes.write)
-        self.files = Files(entry.folder / "coco", str(shapes.YEAR))
+        entry = find_or_make(self.splits.cache_dir, "coco_tiny", source, shapes.write)
+        self.splits.files = Files(entry.folder / "coco", str(shapes.YEAR))

@@ -2,7 +2,7 @@
 
 Pillow reads the headers and decides what is damaged: for a file with a flipped bit it raises an
 exception, where other decoders write outside their memory. torchcodec decodes JPEGs, to the same
-bits and with libjpeg-turbo too, in two thirds of the time of a processor.
+bits and with libjpeg-turbo too, in less time of a processor.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from datamodules.coco.boxes import ImageBoxes
+from datamodules.coco.annotations.boxes import ImageBoxes
 
 # The first values of COCOeval: AP is the mean over intersections over union from 0.5 to 0.95.
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")

@@ -12,7 +12,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from datamodules.coco.boxes import ImageBoxes
+from datamodules.coco.annotations.boxes import ImageBoxes
 from datamodules.coco.detection import DetectionBatch
 from datamodules.coco.folder import FolderBatch
 from models.metrics.boxes import ScoredBoxes, average_precision

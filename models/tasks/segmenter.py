@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from datamodules.coco.annotations import IGNORE
+from datamodules.coco.annotations.objects import IGNORE
 from datamodules.coco.folder import FolderBatch
 from models.networks.backbone import load_backbones
 from models.networks.described import make

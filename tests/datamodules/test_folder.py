@@ -1,12 +1,17 @@
 """A folder of classes as data for a classifier."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from datamodules.augmented import AugmentedImages
+from datamodules.coco.augmentation import Crops
 from datamodules.folder import ClassFolder
 from datamodules.images import DataNotFoundError
 from datamodules.reading.skipped import SkippedWarning
@@ -96,16 +101,16 @@ def test_a_changed_picture_is_read_again(tmp_path, load):
 
 
 def test_photographs_are_turned_upright(tmp_path, load):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    folder = tmp_path / "photos"
     image = Image.new("RGB", (16, 8))
     image.paste((255, 255, 255), (0, 0, 8, 8))  # white on the left
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise: the left becomes the top
     for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
         for i in range(2):
-            image.save(tmp_path / name / f"{i}.jpg", exif=exif, quality=95)
-    image = load(tmp_path, val_share=0.5).splits["train"].images[0]
+            image.save(folder / name / f"{i}.jpg", exif=exif, quality=95)
+    image = load(folder, val_share=0.5).splits["train"].images[0]
     assert image[:, :3].float().mean() > 240
     assert image[:, 5:].float().mean() < 15
 
@@ -141,3 +146,140 @@ def test_folders_without_images_are_named(tmp_path, load):
     write_classes(tmp_path / "photos", 1)
     with pytest.raises(DataNotFoundError, match=r"data.val_share: 0.2 .* leaves none to validate"):
         load(tmp_path / "photos", val_share=0.2)
+
+
+def test_a_class_without_an_image_to_train_on_is_named(tmp_path, load):
+    for split in ("train", "val"):
+        write_numbers(tmp_path / split, {"a": 2, "b": 2})
+    (tmp_path / "train" / "c").mkdir()
+    with pytest.raises(DataNotFoundError, match=r"no images .* to train on in .*train/c, the"):
+        load(tmp_path)
+    (tmp_path / "train" / "c").rmdir()
+    (tmp_path / "val" / "a").rename(tmp_path / "gone")  # to validate, none is needed
+    assert load(tmp_path).splits["val"].labels.tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::datamodules.reading.skipped.SkippedWarning")
+def test_a_class_of_which_no_image_can_be_read_is_named(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 4, "b": 4})
+    for path in (folder / "b").iterdir():
+        path.write_text("no image")
+    with pytest.raises(DataNotFoundError, match=r"no images .* to train on in .*photos/b, the"):
+        load(folder, val_share=0.25)
+
+
+def test_folders_that_are_not_those_of_classes_are_named(tmp_path, load):
+    for split in ("train", "val"):
+        write_numbers(tmp_path / split, {"a": 3})
+    with pytest.raises(DataNotFoundError, match=r"train has images of one class, a; a classifier"):
+        load(tmp_path)
+    with pytest.raises(DataNotFoundError, match=r"data.val_share: expected null where there are"):
+        load(tmp_path, val_share=0.5)
+
+
+def test_what_is_hidden_is_no_picture(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
+    copies = folder / "a" / ".ipynb_checkpoints"
+    write_numbers(folder / "a", {".ipynb_checkpoints": 2})
+    (copies / "0.png").rename(folder / "a" / "._0.png")
+    (folder / ".cache").mkdir()
+    (folder / "a" / ".DS_Store").write_bytes(b"")
+    data = load(folder, val_share=0.5)
+    assert [len(data.splits[split]) for split in ("train", "val")] == [2, 2]
+    assert data.class_names == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["x.bmp", "x.tif", "x.TIFF", "x.ppm"])
+def test_a_picture_of_another_format_is_named(tmp_path, load, name):
+    folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
+    Image.new("RGB", (8, 8)).save(folder / "a" / name)
+    with pytest.warns(SkippedWarning, match=rf"none of GIF, JPEG, PNG, WEBP\): a/{name}"):
+        load(folder, val_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "colour", "expected"),
+    [
+        ("x.JPG", "RGB", (90, 90, 90), 90),
+        ("x.jfif", "L", 90, 90),
+        ("x.png", "LA", (90, 0), 90),
+        ("x.png", "RGBA", (90, 90, 90, 10), 90),
+        ("x.png", "I;16", 90 * 256 + 7, 90),
+        ("x.webp", "RGB", (90, 90, 90), 90),
+        ("in/side/x.gif", "L", 90, 90),
+    ],
+)
+def test_pictures_of_any_kind_have_their_colours(tmp_path, load, name, mode, colour, expected):
+    for split in ("train", "val"):
+        write_numbers(tmp_path / split, {"b": 1, "c": 1})
+    path = tmp_path / "train" / "a" / name
+    path.parent.mkdir(parents=True)
+    format = {"JPG": "JPEG", "jfif": "JPEG"}.get(path.suffix[1:])
+    Image.new(mode, (10, 6), colour).save(path, format=format)
+    image = load(tmp_path).splits["train"].images[0]
+    assert (image.int() - expected).abs().max() <= 1
+
+
+def write_noise(folder: Path, count: int = 6) -> Path:
+    generator = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = generator.integers(256, size=(16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
+def epoch(data: ClassFolder, number: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    batches = data.train_dataloader()
+    batches.sampler.set_epoch(number)
+    return list(batches)
+
+
+def shown(batches: Iterable) -> set[bytes]:
+    return {image.numpy().tobytes() for images, _ in batches for image in images}
+
+
+def equal(one: list, other: list) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y))
+
+
+def test_training_images_are_crops_that_the_seed_determines(tmp_path, load):
+    options = {"folder": write_noise(tmp_path / "photos"), "val_share": 0.5, "image_size": 16}
+    data = load(**options)
+    first = epoch(data)
+    assert equal(first, epoch(load(**options)))
+    assert not shown(first) & shown(epoch(data, 1))
+    assert not shown(first) & shown(epoch(load(**options, seed=1)))
+    whole = {image.numpy().tobytes() for image in data.splits["train"].images}
+    assert not whole & shown(first)
+    plain = epoch(load(**options, augment=False))
+    assert shown(plain) == whole
+    assert [labels.tolist() for _, labels in first] == [labels.tolist() for _, labels in plain]
+    validated = {image.numpy().tobytes() for image in data.splits["val"].images}
+    assert shown(data.val_dataloader()) == shown(data.test_dataloader()) == validated
+
+
+def test_crops_are_the_same_by_indexing_as_on_a_gpu(tmp_path, load):
+    data = load(write_noise(tmp_path / "photos"), val_share=0.5, image_size=16)
+    expected = epoch(data)
+    batches = data.train_dataloader()
+    assert isinstance(batches.data, AugmentedImages)
+    batches.data._crops = Crops(16, torch.device("cpu"))
+    assert equal(list(batches), expected)
+
+
+def test_processes_together_show_the_crops_of_one(tmp_path, load):
+    options = {"folder": write_noise(tmp_path / "photos"), "val_share": 0.5, "image_size": 16}
+    (alone,) = epoch(load(**options, batch_size=6))
+    parts = []
+    for rank in range(2):
+        data = load(**options, batch_size=3)
+        data.trainer = SimpleNamespace(
+            global_rank=rank,
+            world_size=2,
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        )
+        parts += epoch(data)
+    for whole, halves in zip(alone, zip(*parts), strict=True):
+        assert torch.equal(whole, torch.stack(halves, dim=1).flatten(0, 1))

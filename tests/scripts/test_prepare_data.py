@@ -206,7 +206,7 @@ def published(server, prepare_data, tmp_path, monkeypatch) -> Path:
         ("zips/val2017.zip", "val2017"),
         ("zips/train2017.zip", "train2017"),
     ):
-        paths = sorted((tiny.files.root / folder).iterdir())
+        paths = sorted((tiny.splits.files.root / folder).iterdir())
         content = archive({f"{folder}/{p.name}": p.read_bytes() for p in paths})
         server.files[f"/{name}"] = content
         md5[name] = hashlib.md5(content).hexdigest()

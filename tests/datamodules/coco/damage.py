@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from datamodules.coco.annotations import IGNORE, Captions, Instances
+from datamodules.coco.annotations.captions import Captions
+from datamodules.coco.annotations.instances import Instances
+from datamodules.coco.annotations.objects import IGNORE
 from datamodules.images import DataNotFoundError
 from datamodules.reading import decoding
 from datamodules.reading.decoding import UnreadableImageError, decode

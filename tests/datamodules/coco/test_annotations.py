@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as rle_format
 
-from datamodules.coco.annotations import IGNORE, Captions, Instances
+from datamodules.coco.annotations.captions import Captions
+from datamodules.coco.annotations.instances import Instances
+from datamodules.coco.annotations.objects import IGNORE
 from datamodules.images import DataNotFoundError
 from tests.datamodules.coco.files import Split, rectangle
 

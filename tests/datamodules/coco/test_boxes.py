@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datamodules.coco.annotations.boxes import Boxes
 from datamodules.coco.augmentation import CROWD, NOTHING, crop_boxes, crop_labels, draw_crops
-from datamodules.coco.boxes import Boxes
 from tests.datamodules.coco.files import Split, rectangle
 
 

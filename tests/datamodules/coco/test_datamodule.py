@@ -264,7 +264,7 @@ def test_kept_images_are_not_decoded_again(both, load, monkeypatch):
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(pixels, "decode", fail)
-    monkeypatch.setattr("datamodules.coco.annotations._read_json", fail)
+    monkeypatch.setattr("datamodules.coco.annotations.file._read_json", fail)
     assert same(batches(load(cache_images=True)), expected)
 
 
@@ -365,7 +365,7 @@ def test_real_images_and_annotations(tmp_path):
         classes = set(labels.unique().tolist()) - {255}
         assert 60 < len(classes) <= 81
         assert max(classes) <= 80
-    assert data._instances("val").categories[:2] == ["person", "bicycle"]
+    assert data.splits.instances("val").categories[:2] == ["person", "bicycle"]
 
 
 @pytest.mark.data

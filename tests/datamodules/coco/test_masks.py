@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as rle_format
 
-from datamodules.coco import masks
+from datamodules.coco.annotations import masks
 from datamodules.reading.skipped import DamagedError
 
 HEIGHT, WIDTH = 5, 7

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pycocotools import mask as rle_format
 
 from datamodules.coco import COCO
+from datamodules.coco.annotations.objects import IGNORE
+from datamodules.coco.augmentation import CROWD, NOTHING
 from datamodules.images import DataNotFoundError
 from datamodules.reading.skipped import SkippedWarning
-from tests.own_data import CATEGORIES, write_coco
+from tests.own_data import CATEGORIES, HEIGHT, WIDTH, write_coco, write_picture
 
 
 @pytest.fixture
@@ -145,3 +148,59 @@ def test_a_share_that_leaves_nothing_is_named(load, tmp_path):
     folder = write_coco(tmp_path / "parts", count=2)
     with pytest.raises(DataNotFoundError, match=r"data.val_share: 0.1 of the 2 images"):
         load(folder=folder, val_share=0.1)
+
+
+def test_all_that_is_left_out_is_named_where_two_folders_have_one_name(load, folder, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "images").parent.mkdir()
+        (folder / split).rename(tmp_path / split / "images")
+        (tmp_path / split / "images" / "line 1" / f"part {split == 'val':d}.png").unlink()
+    given = {f"{split}_images": tmp_path / split / "images" for split in ("train", "val")}
+    with pytest.warns(SkippedWarning, match="images: 1 skipped, the file is missing"):
+        data = load(folder=folder, **given)
+    assert data.skipped == {
+        "images": {"the file is missing": ["line 1/part 0.png", "line 1/part 1.png"]}
+    }
+
+
+@pytest.mark.parametrize("task", ["segmentation", "detection"])
+def test_what_other_tools_write_is_read(load, tmp_path, task):
+    """Ids with gaps and from 0, categories in another order to validate, names that are not ASCII,
+    crowds of both kinds of run lengths, and an image of which nothing is said."""
+    names, pixels = [f"größe/名 {i}.png" for i in range(4)], WIDTH * HEIGHT
+    categories = [{"id": 90, "name": "螺"}, {"id": 0, "name": "Öse"}]
+    plain: Any = {"size": [HEIGHT, WIDTH], "counts": [0, 5 * HEIGHT, pixels - 5 * HEIGHT]}
+    compressed: Any = rle_format.frPyObjects(plain, HEIGHT, WIDTH)
+    compressed["counts"] = compressed["counts"].decode()
+    corners = [20, 2, 26, 2, 26, 12, 20, 12]
+    objects = [
+        {"category_id": 0, "segmentation": [corners], "bbox": [20, 2, 6, 10]},
+        {"category_id": 90, "segmentation": plain, "bbox": [0, 0, 5, HEIGHT], "iscrowd": 1},
+        {"category_id": 90, "segmentation": compressed, "bbox": [0, 0, 5, HEIGHT], "iscrowd": True},
+    ]
+    for split, order in (("train", 1), ("val", -1)):
+        for name in names:
+            write_picture(tmp_path / "parts" / split / name, None, None)
+        (tmp_path / "parts" / "annotations").mkdir(exist_ok=True)
+        contents = {
+            "images": [
+                {"id": i, "file_name": name, "height": HEIGHT, "width": WIDTH}
+                for i, name in enumerate(names)
+            ],
+            "annotations": [{"id": i, "image_id": i} | said for i, said in enumerate(objects)],
+            "categories": categories[::order],
+        }
+        path = tmp_path / "parts" / "annotations" / f"instances_{split}.json"
+        path.write_text(json.dumps(contents))
+    data = load(task, folder=tmp_path / "parts")
+    assert data.skipped == {}
+    assert data.class_names is not None
+    assert data.class_names[-2:] == ("Öse", "螺")
+    assert data.category_ids == [0, 90]
+    (batch,) = data.val_dataloader()
+    if task == "segmentation":
+        assert [set(each.unique().tolist()) for each in batch.labels] == [
+            {0, 1}, {0, IGNORE}, {0, IGNORE}, {0},
+        ]  # fmt: skip
+    else:
+        assert batch.classes.tolist() == [[0], [CROWD], [CROWD], [NOTHING]]

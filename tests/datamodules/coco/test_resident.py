@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from datamodules import placement
-from datamodules.coco import COCO, datamodule
+from datamodules.coco import COCO, resident
 from datamodules.memory import EvaluationBatches, TrainingBatches
 from datamodules.placement import DataDeviceError
 from datamodules.sampling import Shuffle, TrainingLoader
@@ -35,11 +35,13 @@ def pair(
     the device that trains, here the CPU."""
 
     def pair(*arguments: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-        made = [load(*arguments, cache_images=True, **options) for _ in range(2)]
+        made = [
+            load(*arguments, cache_images=True, device=device, **options)
+            for device in ("cpu", "auto")
+        ]
         for data in made:
             data.trainer = trainer(rank=rank, world_size=world_size)
-        monkeypatch.setattr(datamodule, "is_resident", lambda device, *_: device == "auto")
-        made[0].device = "cpu"
+        monkeypatch.setattr(resident, "is_resident", lambda device, *_: device == "auto")
         return made
 
     return pair

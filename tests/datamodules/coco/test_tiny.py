@@ -9,7 +9,7 @@ import torch
 from pycocotools.coco import COCO as AnnotationFile
 
 from datamodules.coco import COCOTiny, shapes
-from datamodules.coco.annotations import IGNORE
+from datamodules.coco.annotations.objects import IGNORE
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def load(cache_dir, task: str = "segmentation", **arguments) -> COCOTiny:
 
 def read(data: COCOTiny, kind: str, split: str = "train2017") -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
-        return AnnotationFile(str(data.files.root / "annotations" / f"{kind}_{split}.json"))
+        return AnnotationFile(str(data.splits.files.root / "annotations" / f"{kind}_{split}.json"))
 
 
 def test_it_has_polygons_crowds_empty_images_and_five_captions_each(cache_dir):
@@ -84,9 +84,9 @@ def test_it_is_the_same_every_time_and_made_once(cache_dir, tmp_path):
     (first, *_), (second, *_) = one.val_dataloader(), other.val_dataloader()
     assert torch.equal(first.images, second.images)
     assert torch.equal(first.labels, second.labels)
-    made = (one.files.root / "val2017" / "000000000513.jpg").stat().st_mtime_ns
+    made = (one.splits.files.root / "val2017" / "000000000513.jpg").stat().st_mtime_ns
     again = load(cache_dir)
-    assert (again.files.root / "val2017" / "000000000513.jpg").stat().st_mtime_ns == made
+    assert (again.splits.files.root / "val2017" / "000000000513.jpg").stat().st_mtime_ns == made
 
 
 def test_training_and_validation_share_no_image(cache_dir):

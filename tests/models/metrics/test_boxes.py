@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from datamodules.coco.boxes import Boxes
+from datamodules.coco.annotations.boxes import Boxes
 from models.metrics.boxes import NAMES, ScoredBoxes, average_precision
 from tests.datamodules.coco.files import CATEGORIES
 
@@ -63,7 +64,8 @@ def test_it_is_that_of_the_files(tmp_path, seed):
     path.write_text(json.dumps(file))
     boxes = Boxes(path, tmp_path / "cache")
     truth = [boxes.of_image(i) for i in range(IMAGES)]
-    scores = average_precision([*truth, truth[0]], [*found, found[0]])  # DDP repeats some
+    repeated = pickle.loads(pickle.dumps(truth[0]))  # DDP repeats some, from another process
+    scores = average_precision([*truth, repeated], [*found, found[0]])
 
     with contextlib.redirect_stdout(io.StringIO()):
         official: Any = COCO(str(path))
@@ -86,3 +88,21 @@ def test_nothing_found_is_a_score_of_zero(tmp_path):
     scores = average_precision(truth, IMAGES * [nothing])
     assert scores["ap50"] == 0
     assert set(scores) == set(average_precision(truth, found))
+
+
+def test_images_without_objects_count_only_what_is_found_in_them(tmp_path):
+    file, _, found = draw(np.random.default_rng(0))
+    path = tmp_path / "instances.json"
+    path.write_text(json.dumps(file))
+    boxes = Boxes(path, tmp_path / "cache")
+    truth = [boxes.of_image(i) for i in range(IMAGES)]
+    empty = truth[0]._replace(
+        image=1000, boxes=np.zeros((0, 4)), classes=np.zeros(0, np.int64), areas=np.zeros(0),
+        crowds=np.zeros(0, bool),
+    )  # fmt: skip
+    nothing = ScoredBoxes(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
+    scores = average_precision(truth, found)
+    assert average_precision([*truth, empty], [*found, nothing]) == scores
+    sure = ScoredBoxes(np.full((20, 4), 50.0), np.ones(20), np.arange(20) % 2)
+    assert average_precision([*truth, empty], [*found, sure])["ap"] < scores["ap"]
+    assert average_precision([empty], [sure]) == {}

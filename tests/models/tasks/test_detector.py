@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datamodules.coco.augmentation import CROWD, NOTHING
 from models.networks.box_detector import BoxDetector
-from models.tasks.centres import find, loss, make_targets, to_boxes
+from models.tasks.centres import Found, find, loss, make_targets, to_boxes
+from models.tasks.detector import scale
 
 SIZE, GRID, CATEGORIES = 64, (16, 16), 3
 STEP = SIZE / GRID[0]
@@ -124,6 +125,33 @@ def test_of_two_boxes_of_one_object_the_more_probable_is_kept():
     logits[0, 0, 4, 6] = 4.0  # another category
     (objects,) = find(logits, found, SIZE)
     assert objects.classes[objects.scores > 0.5].tolist() == [1, 0]
+
+
+def test_a_location_beside_a_more_probable_one_is_no_object():
+    logits, found = perfect(BOXES[1:, :1], CLASSES[1:, :1])
+    for row, column in ((3, 4), (4, 5), (5, 5)):
+        logits[0, 1, row, column] = 5.0
+        found[0, 2:, row, column] = -5.0  # a small box, which overlaps little
+    (objects,) = find(logits, found, SIZE)
+    assert (objects.scores > 0.5).sum() == 1
+
+
+def test_boxes_end_where_the_image_does():
+    logits, found = perfect(BOXES[1:, :1], CLASSES[1:, :1])
+    found[0, 2:, 4, 4] = 5.0
+    (objects,) = find(logits, found, SIZE)
+    assert objects.boxes[0].tolist() == [0, 0, SIZE, SIZE]
+
+
+def test_boxes_of_results_are_in_pixels_of_the_file():
+    boxes = torch.tensor([[16.0, 8, 48, 64], [0, 0, 64, 64]])
+    found = Found(boxes, torch.tensor([0.75, 0.5]), torch.tensor([2, 0]))
+    scaled = scale(found, SIZE, (480, 640))  # height and width
+    assert scaled.boxes.tolist() == [[160, 60, 320, 420], [0, 0, 640, 480]]
+    assert scaled.scores.tolist() == [0.75, 0.5]
+    assert scaled.classes.tolist() == [2, 0]
+    nothing = Found(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert scale(nothing, SIZE, (480, 640)).boxes.shape == (0, 4)
 
 
 def test_a_step_waits_for_no_gpu_and_its_shapes_are_known():

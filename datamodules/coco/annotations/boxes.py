@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datamodules.coco.annotations import (
+from datamodules.coco.annotations.file import (
     ImageRecords,
-    Objects,
     Skips,
     describe,
     load_packed,
     offsets,
-    read_categories,
     require_some,
 )
+from datamodules.coco.annotations.objects import Objects, read_categories, read_category
 from datamodules.reading.skipped import DamagedError
 
 
@@ -98,11 +97,7 @@ def _pack_box(
     annotation: dict[str, Any], image: dict[str, Any], classes: dict[int, int]
 ) -> tuple[list[float], int, float, bool]:
     """Returns the box, its class, the area of the object, and whether it is a crowd."""
-    category, crowd = annotation.get("category_id"), annotation.get("iscrowd", 0)
-    if type(category) is not int or category not in classes:
-        raise DamagedError("the category is not one of the file's")
-    if crowd not in (0, 1):
-        raise DamagedError("iscrowd is neither 0 nor 1")
+    category, crowd = read_category(annotation, classes)
     box = annotation.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
         raise DamagedError("the box is not a list of x, y, width and height")
@@ -114,7 +109,7 @@ def _pack_box(
     area = annotation.get("area", width * height)
     if not _is_number(area) or area < 0:
         raise DamagedError("the area is not a number from 0 on")
-    return box, classes[category], area, bool(crowd)
+    return box, classes[category], area, crowd
 
 
 def _is_number(value: Any) -> bool:
