@@ -30,13 +30,10 @@ class Throughput(pl.Callback):
     batch, in which torch.compile compiled, as it does again where a batch has another shape, or
     which called :func:`leave_out_step`: what is measured is how the fit runs once that is over.
 
-    Logged, with the names of MosaicML Composer's SpeedMonitor where it has one:
+    Logged, of the last steps; :meth:`summary` has the same of the whole fit:
 
     ====================================  =======================================================
     ``throughput/samples_per_sec``        all devices together
-    ``throughput/batches_per_sec``        all devices together
-    ``throughput/device/samples_per_sec`` one device
-    ``throughput/device/batches_per_sec`` one device
     ``throughput/step_ms``                milliseconds from one batch to the next
     ``throughput/data_wait_fraction``     share of it between the end of a step and the start of the
                                           next, in which a batch comes, is moved to the device and
@@ -200,14 +197,10 @@ class Throughput(pl.Callback):
                 logger.log_metrics(self._metrics(interval) | interval.times, step=interval.step)
 
     def _metrics(self, interval: _Interval) -> dict[str, Any]:
-        batches_per_sec = interval.steps / interval.seconds
-        samples_per_sec = interval.samples / interval.seconds
+        of_device = interval.samples / interval.seconds
         return {
-            "throughput/samples_per_sec": samples_per_sec * self._world_size,
-            "throughput/batches_per_sec": batches_per_sec * self._world_size,
-            "throughput/device/samples_per_sec": samples_per_sec,
-            "throughput/device/batches_per_sec": batches_per_sec,
-            "throughput/step_ms": 1000 / batches_per_sec,
+            "throughput/samples_per_sec": of_device * self._world_size,
+            "throughput/step_ms": 1000 * interval.seconds / interval.steps,
             "throughput/data_wait_fraction": interval.wait_seconds / interval.seconds,
             "throughput/peak_memory_mb": interval.peak_memory_mb,
         }

@@ -9,7 +9,7 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytorch_lightning as pl
@@ -138,16 +138,60 @@ class DetectionPictures(Pictures):
         size = pixels.shape[1]
         picture = Image.new("RGB", (2 * size, size * len(pixels)))
         for i, image in enumerate(pixels):
-            real, shown = batch.classes[i] >= 0, outputs[i].scores >= self.min_score
-            for column, boxes, classes in (
-                (0, batch.boxes[i][real], batch.classes[i][real]),
-                (size, outputs[i].boxes[shown], outputs[i].classes[shown]),
-            ):
+            for column, boxes in enumerate(self._of_image(i, batch, outputs).values()):
                 drawn = Image.fromarray(image.numpy())
-                texts = None if names is None else [names[int(label)] for label in classes]
-                draw_boxes(drawn, boxes, classes, texts)
-                picture.paste(drawn, (column, i * size))
+                texts = None if names is None else [names[int(label)] for label in boxes.classes]
+                draw_boxes(drawn, boxes.boxes, boxes.classes, texts)
+                picture.paste(drawn, (column * size, i * size))
         return picture
+
+    def publish(
+        self, logger: WandbLogger, step: int, pixels: np.ndarray, batch: Any, outputs: Any,
+        names: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        """Logs ``val/boxes``, images on which W&B lays the boxes, with the names of classes and the
+        probabilities, by which it can hide some."""
+        overlays = [
+            {
+                kind: _as_overlay(boxes, names)
+                for kind, boxes in self._of_image(i, batch, outputs).items()
+            }
+            for i in range(len(pixels))
+        ]
+        logger.log_image("val/boxes", list(pixels), step=step, boxes=overlays)
+
+    def _of_image(self, i: int, batch: Any, outputs: Any) -> dict[str, _Boxes]:
+        """The annotated boxes of an image, and those found."""
+        real, found = batch.classes[i] >= 0, outputs[i]
+        shown = found.scores >= self.min_score
+        return {
+            "target": _Boxes(batch.boxes[i][real], batch.classes[i][real], None),
+            "prediction": _Boxes(found.boxes[shown], found.classes[shown], found.scores[shown]),
+        }
+
+
+class _Boxes(NamedTuple):
+    """Boxes of an image, (n, 4): left, top, right and bottom in its pixels; their classes, (n,);
+    the probabilities of those found, (n,)."""
+
+    boxes: Tensor
+    classes: Tensor
+    scores: Tensor | None
+
+
+def _as_overlay(boxes: _Boxes, names: Sequence[str] | None) -> dict[str, Any]:
+    """Boxes as ``wandb.Image`` takes them."""
+    labels = boxes.classes.tolist()
+    overlays: list[dict[str, Any]] = []
+    for i, (box, label) in enumerate(zip(boxes.boxes.tolist(), labels, strict=True)):
+        position = dict(zip(("minX", "minY", "maxX", "maxY"), box, strict=True))
+        overlay = {"position": position, "domain": "pixel", "class_id": label}
+        overlay["box_caption"] = _name(label, names)
+        if boxes.scores is not None:
+            overlay["scores"] = {"probability": float(boxes.scores[i])}
+        overlays.append(overlay)
+    classes = {label: _name(label, names) for label in sorted(set(labels))}
+    return {"box_data": overlays, "class_labels": classes}
 
 
 class CaptionPictures(Pictures):

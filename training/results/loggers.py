@@ -197,9 +197,6 @@ def finish(exit_code: int, summary: Mapping[str, float | None]) -> Path | None:
         return None
     folder = Path(wandb.run.dir).parent
     try:
-        for name in wandb.run.summary.keys() - summary.keys():
-            if name.startswith("throughput/"):  # of the last steps; `summary` is of the whole fit
-                del wandb.run.summary[name]
         wandb.run.summary.update(summary)
         wandb.finish(exit_code=exit_code)
     except (OSError, wandb_error()) as error:
