@@ -132,7 +132,8 @@ def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: P
         label = " ".join(str(row["overrides"].get(name, "")) for name in names)
         panel.plot(*job.curve(), label=label)
     panel.set(xlabel="step", ylabel="training loss", yscale="log")
-    panel.legend(fontsize="small")
+    if names:  # else all jobs are the same
+        panel.legend(fontsize="small")
     with disk.replaced(path) as file:
         figure.savefig(file, format="png", dpi=150)
 
