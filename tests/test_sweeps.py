@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -178,6 +179,24 @@ def test_a_search_continues_from_its_file(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert len(optuna.load_study("search", storage).trials) == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_fails_does_not_end_a_search(run, monkeypatch):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs hoconv[sweep]")
+
+    training_step, calls = Classifier.training_step, itertools.count()
+
+    def fail_first(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise RuntimeError("this one")
+        return training_step(*args)
+
+    monkeypatch.setattr(Classifier, "training_step", fail_first)
+    sweep = run(*SHORT, "sweep=search", "hydra.sweeper.n_trials=2", "hydra.sweeper.storage=null")
+    assert sweep.exit_code == 1
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["failed", "finished"]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("conf/sweep/*.yaml")), ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
 import re
 import sys
@@ -220,10 +221,19 @@ class Library:
         start = time.monotonic()
         options = [*flags, *compilers.include_flags(self._folders())]
 
+        finished = itertools.count(1)  # files, in the threads that compile
+
         def compile_one(key: str, source: Path) -> str:
             def make(folder: Path) -> Path:
                 made = folder / "object.o"
                 compilers.run([command, *options, "-c", str(source), "-o", str(made)])
+                if (done := next(finished)) < changed:
+                    # As if no other file were half done: the most, while the load stays.
+                    left = (time.monotonic() - start) / done * (changed - done)
+                    said = (
+                        f"hoconv: {done} of {changed} files of {what}, up to {_seconds(left)} left"
+                    )
+                    print(said, file=sys.stderr, flush=True)
                 return made
 
             return str(cache.keep(key, make))
@@ -246,8 +256,11 @@ def _estimate(probes: int) -> str:
     probe = compilers.probe_seconds()
     if probe is None:
         return ""
-    seconds = probes * probe
-    return f", about {seconds:.0f} s" if seconds < 100 else f", about {seconds / 60:.0f} minutes"
+    return f", {_seconds(probes * probe)} if it stays as busy"
+
+
+def _seconds(seconds: float) -> str:
+    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
 
 
 @functools.cache

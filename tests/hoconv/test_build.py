@@ -127,7 +127,12 @@ def without_compiler(folder: Path, cache: Path) -> Mapping[str, str]:
 @needs_compiler
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.5, ", about 7 s"), (3.0, ", about 42 s"), (30.0, ", about 7 minutes"), (None, "")],
+    [
+        (0.5, ", about 7 s if it stays as busy"),
+        (3.0, ", about 42 s if it stays as busy"),
+        (30.0, ", about 7 minutes if it stays as busy"),
+        (None, ""),
+    ],
 )
 def test_the_estimate_is_of_this_machine(
     toy: Toy, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seconds, said
@@ -148,7 +153,10 @@ def test_library_is_compiled_once_and_this_is_said_once(
     said = capfd.readouterr()
     assert said.out == ""
     began, ended = said.err.splitlines()
-    assert re.fullmatch(r"hoconv: compiling toy for cpu, once \(1 of 1 files, about \d+ s\)", began)
+    estimate = (
+        r"hoconv: compiling toy for cpu, once \(1 of 1 files, about \d+ s if it stays as busy\)"
+    )
+    assert re.fullmatch(estimate, began)
     assert re.fullmatch(r"hoconv: compiled toy for cpu in \d+ s", ended)
 
 
@@ -225,6 +233,21 @@ class Family:
         made = [each.compile() for each in self.libraries]
         words = self.toy.calls.read_text().split()
         return made, {Path(word).stem for word in words if word.endswith(".cpp")}
+
+
+@needs_compiler
+def test_a_build_of_several_files_says_what_is_left(
+    toy: Toy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    family = Family(toy)
+    family.libraries[0].compile()
+    began, progress, ended = capfd.readouterr().err.splitlines()
+    assert "(2 of 2 files" in began
+    assert re.fullmatch(r"hoconv: 1 of 2 files of onetwo for cpu, up to about \d+ s left", progress)
+    assert ended.startswith("hoconv: compiled onetwo")
+    (family.folder / "one.cpp").write_text("int one;\n")
+    family.libraries[0].compile()
+    assert len(capfd.readouterr().err.splitlines()) == 2  # one file: nothing in between
 
 
 @needs_compiler
