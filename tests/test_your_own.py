@@ -162,3 +162,10 @@ def test_hyper_parameters_of_its_own_are_loaded(run, mine, monkeypatch):
     assert done.exit_code == 0, done.err
     (checkpoint,) = (done.folder / "checkpoints").iterdir()
     assert mine.Lines.load_from_checkpoint(checkpoint).hparams["learning_rate"] == 0.25
+
+
+def test_a_checkpoint_is_tested_on_the_data_of_its_run(run, mine):
+    trained = run(*OWN, *CPU, "trainer.max_epochs=1", "seed=7")  # these stripes are random
+    (checkpoint,) = (trained.folder / "checkpoints").iterdir()
+    done = run("mode=test", f"ckpt={checkpoint}", *CPU)
+    assert done.results["metrics"]["test/loss"] == trained.results["metrics"]["test/loss"]

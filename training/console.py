@@ -114,7 +114,8 @@ def show_results(
             table.add_row(f"eager steps: {why}", f"{count:,}")
         table.add_row("capturing, s", f"{capture['capture_seconds']:.1f}")
     console = stdout()
-    console.print(table)
+    if table.row_count:  # a prediction may measure nothing
+        console.print(table)
     for label, path in paths:
         if path is not None:
             console.print(f"{label:<12}{short(path)}", soft_wrap=True, highlight=False)

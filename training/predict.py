@@ -83,8 +83,10 @@ def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     if config.ckpt is None:
         raise MisconfigurationException("mode=test needs ckpt=<a checkpoint of a run>")
     saved = read(config.ckpt)
-    model = _build(saved, config, results)
+    # As in training, and in its order: data that draws its parts at random has the same ones.
+    pl.seed_everything(saved.config.seed, workers=True, verbose=False)
     data = instantiate(_data(saved, config, results))
+    model = _build(saved, config, results)
     _require_same_classes(saved, data)
     if missing := missing_for_test(model, data):
         raise MisconfigurationException(f"mode=test: {missing}")
