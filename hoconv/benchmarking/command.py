@@ -16,8 +16,9 @@ Writes, and draws beside it where matplotlib is installed::
             error                 null, "out of memory", or what was raised: then the rest is null
             forward, backward
                 median_ms, p20_ms, p80_ms, repeats
-                floor_ms          the longer of the declared least bytes over the copy bandwidth,
-                                  and the declared operations over those of the product
+                least_bytes, least_flops    what the declaration says that a call needs at least
+                floor_ms          the longer of these bytes over the copy bandwidth, and of these
+                                  operations over those of the product
                 floor_is          which of them: "memory" or "arithmetic"
                 share_of_floor    floor_ms / median_ms: 1 is as fast as the hardware allows
                 gb_per_s          the declared least bytes over the median

@@ -211,13 +211,16 @@ def summary(
     times_ms: list[float], least_bytes: int, least_flops: int, bandwidth: float, peak: float
 ) -> dict[str, Any] | None:
     """Returns percentiles and the floor, the longer of the time to move `least_bytes` at
-    `bandwidth` (bytes a second) and that to compute `least_flops` at `peak` (a second)."""
+    `bandwidth` (bytes a second) and that to compute `least_flops` at `peak` (a second); and what
+    the floor is made of, so that it can be computed again for another device."""
     if not times_ms:
         return None
     times = percentiles(times_ms)
     moving, computing = 1e3 * least_bytes / bandwidth, 1e3 * least_flops / peak
     floor = max(moving, computing)
     return times | {
+        "least_bytes": least_bytes,
+        "least_flops": least_flops,
         "floor_ms": floor,
         "floor_is": "memory" if moving >= computing else "arithmetic",
         "share_of_floor": floor / times["median_ms"],

@@ -76,6 +76,7 @@ def test_floor_is_the_longer_of_moving_the_declared_bytes_and_computing(
             ):  # fmt: skip
                 timing = row[way]
                 moving, computing = least_bytes / (1e9 * record["copy_gb_per_s"]), flops / peak
+                assert (timing["least_bytes"], timing["least_flops"]) == (least_bytes, flops)
                 assert timing["floor_is"] == bound
                 assert timing["floor_ms"] == pytest.approx(1e3 * max(moving, computing))
                 share = timing["floor_ms"] / timing["median_ms"]
