@@ -7,7 +7,7 @@ NaN, which never passes, so that an element that was never written is found. Two
 that fill, show whether the same inputs give the same bits. Then other values are written into the
 same tensors: a result that was kept, or that another stream computes too early, is wrong. Inputs,
 and the results of earlier calls, must stay as they are. Each sample is called in other forms, too:
-with other strides of each argument and of the gradient of the output, with that gradient expanded,
+with other strides of each argument and of the gradient of the output, with the gradient of a sum,
 and with fewer arguments that require a gradient. The exit code is 1 if a case fails, if an
 implementation or a package of operators is broken, or if nothing could be checked.
 
@@ -193,10 +193,11 @@ def _compare_results(operator: Operator, case: Case, row: Row) -> None:
         row.output_error = row.gradient_error = math.inf
         row.failures.append(f"{name}: {type(error).__name__}: {error}")
         return
-    for i, (a, b) in enumerate(zip(args, before, strict=True)):
-        if isinstance(a, Tensor) and not same_bits(a, b):
-            row.failures.append(f"{name}: argument {i} was changed")
-            a.copy_(b)  # for the other implementations
+    finally:
+        for i, (a, b) in enumerate(zip(args, before, strict=True)):
+            if isinstance(a, Tensor) and not same_bits(a, b):
+                row.failures.append(f"{name}: argument {i} was changed")
+                a.copy_(b)  # for the other implementations
     row.same_bits &= once.keys() == again.keys() and all(
         same_bits(once[name], again[name]) for name in once
     )
@@ -220,7 +221,7 @@ def _judge(
     """Adds the errors of the results of a call to the row."""
     assert row.tolerance is not None
     for what, result in results.items():
-        error = relative_error(result, expected[what])
+        error = relative_error(result, expected[what], case.expected[what])
         if what in case.dtypes:
             row.output_error = _worse(row.output_error, error)
         else:

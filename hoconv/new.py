@@ -16,13 +16,16 @@ from hoconv.declaration import operators
 
 # Words of C++ that are names in Python: the kernel is a function with the operator's name.
 _CPP_WORDS = {
-    "alignas", "alignof", "asm", "auto", "bool", "case", "catch", "char", "class", "compl",
-    "concept", "const", "consteval", "constexpr", "constinit", "decltype", "default", "delete",
-    "do", "double", "enum", "explicit", "export", "extern", "float", "friend", "goto", "inline",
-    "int", "long", "main", "mutable", "namespace", "new", "noexcept", "operator", "private",
-    "protected", "public", "register", "requires", "short", "signed", "sizeof", "static",
-    "struct", "switch", "template", "this", "throw", "typedef", "typeid", "typename", "union",
-    "unsigned", "using", "virtual", "void", "volatile",
+    "alignas", "alignof", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "case", "catch",
+    "char", "co_await", "co_return", "co_yield", "compl", "concept", "const", "const_cast",
+    "consteval", "constexpr", "constinit", "decltype", "default", "delete", "do", "double",
+    "dynamic_cast", "enum", "explicit", "export", "extern", "false", "float", "friend", "goto",
+    "inline", "int", "long", "main", "mutable", "namespace", "new", "noexcept", "not_eq",
+    "nullptr", "operator", "or_eq", "private", "protected", "public", "register",
+    "reinterpret_cast", "requires", "short", "signed", "sizeof", "static", "static_assert",
+    "static_cast", "struct", "switch", "template", "this", "thread_local", "throw", "true",
+    "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
+    "xor", "xor_eq",
 }  # fmt: skip
 TEMPLATE = Path(__file__).parent / "template"
 _NAME, _CLASS = "soft_clip", "SoftClip"  # of the template
@@ -54,13 +57,16 @@ def write_package(name: str, folder: Path) -> None:
 
     Raises:
         ValueError: `name` is not in snake_case, is a word of Python, C++ or the package's own code,
-            is an installed package, or is an operator that is declared already.
+            ends like a type of C, is an installed package, or is an operator that is declared
+            already.
         FileExistsError: `folder` has files already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(f"NAME: expected a name in snake_case, such as carafe; got {name!r}")
     if name in _CPP_WORDS:
         raise ValueError(f"NAME: {name!r} is a word of C++; choose another name")
+    if name.endswith("_t"):
+        raise ValueError(f"NAME: {name!r} ends like a type of C, such as size_t; drop the _t")
     if name in {operator.name for operator in operators()}:
         raise ValueError(f"NAME: there is an operator {name!r} already; choose another name")
     # Installing the template compiled it: that is no part of it.

@@ -115,13 +115,20 @@ def on_cpu(values: Any, in_float64: bool) -> Any:
     return tree_map(convert, values)
 
 
-def relative_error(result: Tensor, exact: Tensor) -> float:
+def relative_error(result: Tensor, exact: Tensor, typical: Tensor | None = None) -> float:
     """Returns ``|result - exact| / |exact|``, Euclidean norms in float64.
 
     It is NaN if either has a NaN, 0 if they are equal, and infinite if only `exact` is all zeros.
+
+    Args:
+        typical: takes the place of `exact` in the denominator where it is larger: errors may cancel
+            out less than what they are errors of.
     """
     error = (result.cpu().double() - exact.cpu().double()).norm()
-    return 0.0 if error == 0 else (error / exact.cpu().double().norm()).item()
+    size = exact.cpu().double().norm()
+    if typical is not None:
+        size = torch.maximum(size, typical.cpu().double().norm())
+    return 0.0 if error == 0 else (error / size).item()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

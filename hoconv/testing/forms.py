@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from hoconv.declaration import Sample
 from hoconv.testing.comparison import gradient_name, is_floating
 
-GAP = 2  # elements of memory for each element of a strided tensor
+GAP = 2  # elements of memory for each element of a strided tensor, and between rows
 
 
 class Form(NamedTuple):
@@ -29,7 +29,8 @@ class Form(NamedTuple):
         args: the sample's arguments, with the same values.
         cotangent: the gradient of the output.
         positions: of the arguments that are differentiated.
-        same_values: whether the gradient of the output has the values that it was given.
+        same_values: whether the gradient of the output has the values that it was given; where it
+            has not, results may be much smaller than theirs, and so errors relative to both count.
     """
 
     name: str
@@ -57,11 +58,11 @@ def forms(sample: Sample, cotangent: Any) -> Iterator[Form]:
         name = f"with strides of its own: {_arguments(changed)}"
         given = tuple(strided(a) if i in changed else a for i, a in enumerate(args))
         yield Form(name, given, cotangent, wanted)
-    yield Form(
-        "gradient of the output has strides of its own", args, tree_map(strided, cotangent), wanted
-    )
-    expanded = tree_map(_expand, cotangent)
-    yield Form("gradient of the output is one number, expanded", args, expanded, wanted, False)
+    given = tuple(_apart(a) if i in tensors else a for i, a in enumerate(args))
+    yield Form("with rows apart", given, tree_map(_apart, cotangent), wanted)
+    gradient = "gradient of the output"
+    yield Form(f"{gradient} with strides of its own", args, tree_map(strided, cotangent), wanted)
+    yield Form(f"{gradient} of a sum", args, tree_map(_expand, cotangent), wanted, False)
     fewer = [*((i,) for i in wanted), *(tuple(j for j in wanted if j != i) for i in wanted), ()]
     for some in _once(fewer):
         if some != wanted:
@@ -77,17 +78,23 @@ def strided(t: Tensor) -> Tensor:
     return view.copy_(t.detach())
 
 
+def _apart(t: Tensor) -> Tensor:
+    """The same with rows that are contiguous, but lie apart."""
+    if not t.dim():
+        return t
+    gap = torch.nan if t.is_floating_point() else _largest(t.dtype)
+    shape = (*t.shape[:-1], t.shape[-1] + GAP)
+    memory = torch.full(shape, gap, dtype=t.dtype, device=t.device)
+    return memory[..., : t.shape[-1]].copy_(t.detach())
+
+
 def _largest(dtype: torch.dtype) -> int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _expand(t: Tensor) -> Tensor:
-    """Repeats the first of each row of the largest dimension, without memory for it: its stride is
-    0. All dimensions have that in the gradient of a sum, but there errors cancel out."""
-    if not t.dim():
-        return t
-    largest = max(range(t.dim()), key=lambda d: t.shape[d])
-    return t.narrow(largest, 0, min(1, t.shape[largest])).expand(t.shape)
+    """Returns ones, which share one place in memory, as the gradient of a sum does."""
+    return t.new_ones(()).expand(t.shape)
 
 
 def _once(positions: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

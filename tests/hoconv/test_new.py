@@ -133,6 +133,8 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "class"], "NAME: expected a name in snake_case"),
         (["new", "torchvision"], "NAME: a package 'torchvision' is installed already"),
         (["new", "double"], "NAME: 'double' is a word of C++; choose another name"),
+        (["new", "nullptr"], "NAME: 'nullptr' is a word of C++; choose another name"),
+        (["new", "int8_t"], "NAME: 'int8_t' ends like a type of C, such as size_t; drop the _t"),
         (["new", "high_order_conv2d"], "NAME: there is an operator 'high_order_conv2d' already"),
         (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
         (["new", "mine", "."], "DIR: . has files already"),

@@ -27,8 +27,9 @@ PAIR_FAULTS = [
 ]
 # Fault -> what is said of the forms of a call in which it shows.
 FORM_FAULTS = {
-    "takes_b_for_contiguous": "with strides of its own: argument",
-    "takes_the_gradient_for_contiguous": "gradient of the output",
+    "takes_b_for_contiguous": "with ",
+    "takes_rows_for_contiguous": "with rows apart",
+    "takes_the_gradient_for_contiguous": ", ",
     "differentiates_b_only_with_a": "differentiated: argument 1",
 }
 # A module built on the operator with two outputs, as the table at the start of a run reads it.

@@ -170,6 +170,12 @@ def takes_b_for_contiguous(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return _Faulty.apply(a, b, scale, contiguous, torch.clone, False)
 
 
+def takes_rows_for_contiguous(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Faulty.apply(
+        a, b, scale, lambda b: contiguous(b) if b.stride(-1) == 1 else b.clone(), torch.clone, False
+    )
+
+
 def takes_the_gradient_for_contiguous(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return _Faulty.apply(a, b, scale, torch.clone, contiguous, False)
 
@@ -303,6 +309,7 @@ FAULTY = toy(
         "not_a_number": not_a_number,
         "wrong_dtype": wrong_dtype,
         "takes_b_for_contiguous": takes_b_for_contiguous,
+        "takes_rows_for_contiguous": takes_rows_for_contiguous,
         "takes_the_gradient_for_contiguous": takes_the_gradient_for_contiguous,
         "differentiates_b_only_with_a": differentiates_b_only_with_a,
         "changes_its_input": changes_its_input,
