@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,14 @@ def test_recomputing_keeps_less_and_changes_nothing(name: str) -> None:
     assert saved_bytes(made, x) < 0.95 * saved_bytes(keeping, x)
     second = [gradient_penalty(each, x) for each in (made, keeping)]
     torch.testing.assert_close(*second, rtol=1e-12, atol=1e-12)
+
+
+def test_the_page_says_how_many_bytes_are_kept() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "recurrent.md").read_text()
+    for recompute, said in ((False, "13,312"), (True, "3,072 bytes a step and row")):
+        made = rnn.LSTM(512, 512, dtype=torch.bfloat16, recompute=recompute)
+        assert said in page
+        assert f"{said.split()[0].replace(',', '')} bytes a step and row" in made.explain()
 
 
 def test_two_layers_that_share_one_input_and_each_other() -> None:
