@@ -108,6 +108,9 @@ class ClassFolder(ImageDataModule):
         entries = self._entries()
         for name, entry in entries.items():
             report(f"{name} images of {self.folder}", entry.json("skipped"))
+            folder = self.folder / name if self.val_share is None else self.folder
+            if loose := [path.name for path in find_images(folder, subfolders=False)]:
+                report(f"{name} images of {self.folder}", {"no folder of a class has them": loose})
         splits = {name: _labelled_images(entry) for name, entry in entries.items()}
         self._require_every_class(splits["train"])
         return {"test": splits["val"], **splits}

@@ -11,15 +11,15 @@ SUFFIXES = (
 )  # fmt: skip
 
 
-def find_images(folder: Path) -> list[Path]:
-    """Returns the files in a folder and its subfolders whose names say that they are images, in
-    the order of their names.
+def find_images(folder: Path, *, subfolders: bool = True) -> list[Path]:
+    """Returns the files in a folder, and in its subfolders, whose names say that they are images,
+    in the order of their names.
 
     What is hidden is left out, files and folders: systems and editors keep copies there.
     """
     return sorted(
         path
-        for path in folder.rglob("*")
+        for path in (folder.rglob("*") if subfolders else folder.iterdir())
         if path.suffix.lower() in SUFFIXES
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and path.is_file()

@@ -177,6 +177,16 @@ def test_folders_that_are_not_those_of_classes_are_named(tmp_path, load):
         load(tmp_path, val_share=0.5)
 
 
+def test_pictures_beside_the_folders_of_classes_are_named(tmp_path, load):
+    write_classes(tmp_path / "train", 2)
+    write_classes(tmp_path / "val", 1)
+    (tmp_path / "train" / "loose.png").write_bytes(b"")
+    with pytest.warns(
+        SkippedWarning, match=r"1 skipped, no folder of a class has them: loose\.png"
+    ):
+        load(tmp_path)
+
+
 def test_what_is_hidden_is_no_picture(tmp_path, load):
     folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
     copies = folder / "a" / ".ipynb_checkpoints"
