@@ -49,6 +49,7 @@ from hoconv.testing.comparison import output_and_gradients, relative_error, same
 from hoconv.testing.last_words import LastWords
 
 SMALL = (torch.float32, torch.bfloat16)
+SEVERAL = 2  # threads
 # For so many cycles a GPU's stream waits before inputs change: some milliseconds.
 _WAIT_CYCLES = 10_000_000
 
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse(argv)
     torch.backends.cudnn.allow_tf32 = False  # float32 is checked as float32
+    # Kernels must be right on several threads, also where there is one core.
+    torch.set_num_threads(max(SEVERAL, torch.get_num_threads()))
     print(f"seed {arguments.seed}")
     rows = []
     with LastWords() as last_words:

@@ -104,7 +104,7 @@ def test_each_way_of_installing_brings_the_kernels(
     assert Path(where).is_relative_to(sources if way is editable else made)
     assert learns == "tensor(True)"
     run(str(made / "bin" / "hoconv"), "new", "brought", cwd=elsewhere)
-    assert (elsewhere / "brought/brought/kernels/brought.cu").is_file()
+    assert (elsewhere / "brought/src/brought/kernels/brought.cu").is_file()
 
 
 @pytest.mark.slow

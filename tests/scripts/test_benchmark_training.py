@@ -61,7 +61,7 @@ def test_cells_of_experiments_or_why_they_are_empty(
     assert measured["error"] is None
     assert measured["step_ms"]["repeats"] >= 3
     assert measured["samples_per_s"] > 0
-    assert "data/nothing" in failed["error"]
+    assert "data: there is no 'nothing'" in failed["error"]
     assert failed["step_ms"] is None
     text = (tmp_path / "table_cpu.md").read_text()
     assert "| digits_cnn, ms | (1) |" in text
