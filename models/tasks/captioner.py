@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -20,10 +19,10 @@ from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
 from models.networks.described import make
 from models.tasks.mean import Mean
-from models.tasks.optimizer import configure, warmup_cosine
+from models.tasks.optimizer import Optimized, warmup_cosine
 
 
-class Captioner(pl.LightningModule):
+class Captioner(Optimized):
     """Minimises the cross-entropy of each word, given the image and the words before it.
 
     The vocabulary comes from the data module and is part of the checkpoint. Logs under ``val/`` and
@@ -53,12 +52,8 @@ class Captioner(pl.LightningModule):
         scheduler: Callable[..., LRScheduler] = warmup_cosine,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)(weights=weights)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.optimizer = make(optimizer)
-        self.scheduler = make(scheduler)
         self.label_smoothing = label_smoothing
         self.beam_width = beam_width
         self.max_length = max_length
@@ -108,11 +103,6 @@ class Captioner(pl.LightningModule):
     def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[str]:
         """Returns a caption of each image."""
         return self.describe(batch.images) if batch.names else []
-
-    def configure_optimizers(self) -> Any:
-        return configure(
-            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
-        )
 
     def describe(self, images: Tensor) -> list[str]:
         """Returns a caption of each of the images (B, 3, H, W)."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from models.networks.described import make
-from models.tasks.optimizer import configure, warmup_cosine
+from models.tasks.optimizer import Optimized, warmup_cosine
 
 if TYPE_CHECKING:  # its package needs pycocotools
     from datamodules.coco.folder import FolderBatch
 
 
-class Classifier(pl.LightningModule):
+class Classifier(Optimized):
     """Minimises the cross-entropy with an optimizer and a schedule of its learning rate.
 
     A batch is ``(inputs, labels)``. Logs ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
@@ -43,12 +42,8 @@ class Classifier(pl.LightningModule):
         scheduler: Callable[..., LRScheduler] = warmup_cosine,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.optimizer = make(optimizer)
-        self.scheduler = make(scheduler)
         self.label_smoothing = label_smoothing
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
@@ -85,8 +80,3 @@ class Classifier(pl.LightningModule):
             f"{stage}/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels)
         )
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
-
-    def configure_optimizers(self) -> Any:
-        return configure(
-            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
-        )

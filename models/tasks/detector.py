@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.centres import Found, find, loss, make_targets
 from models.tasks.mean import Mean
-from models.tasks.optimizer import configure, warmup_cosine
+from models.tasks.optimizer import Optimized, warmup_cosine
 
 
-class Detector(pl.LightningModule):
+class Detector(Optimized):
     """Finds the centres of objects and a box around each; see :mod:`models.tasks.centres`.
 
     Logs under ``val/`` and ``test/``: ``loss``,
@@ -53,12 +52,8 @@ class Detector(pl.LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         scheduler: Callable[..., LRScheduler] = warmup_cosine,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)(weights=weights)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.optimizer = make(optimizer)
-        self.scheduler = make(scheduler)
         self.category_ids = list(range(num_categories))
         # What the annotations say and what was found since the epoch began, image by image.
         self._images: list[tuple[ImageBoxes, ScoredBoxes]] = []
@@ -107,11 +102,6 @@ class Detector(pl.LightningModule):
         logits, boxes = self(batch.images)
         found = find(logits, boxes, image_size)
         return [scale(each, image_size, size) for each, size in zip(found, batch.sizes)]
-
-    def configure_optimizers(self) -> Any:
-        return configure(
-            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
-        )
 
     def _loss(self, batch: DetectionBatch, logits: Tensor, boxes: Tensor) -> Mean:
         image_size = batch.images.shape[-1]

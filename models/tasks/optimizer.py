@@ -12,7 +12,37 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from models.networks.described import make
+
 MONITORED = "val/loss"  # by a schedule that follows a metric
+
+
+class Optimized(pl.LightningModule):
+    """A model with an optimizer and a schedule of its learning rate.
+
+    Args:
+        learning_rate: the highest of the schedule.
+        weight_decay: of the optimizer.
+        optimizer, scheduler: see :func:`configure`; or their descriptions.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        weight_decay: float,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        scheduler: Callable[..., LRScheduler],
+    ) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.optimizer = make(optimizer)
+        self.scheduler = make(scheduler)
+
+    def configure_optimizers(self) -> Any:
+        return configure(
+            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
+        )
 
 
 def configure(

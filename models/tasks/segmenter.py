@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -19,10 +18,10 @@ from datamodules.coco.folder import FolderBatch
 from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.mean import Mean
-from models.tasks.optimizer import configure, warmup_cosine
+from models.tasks.optimizer import Optimized, warmup_cosine
 
 
-class Segmenter(pl.LightningModule):
+class Segmenter(Optimized):
     """Minimises the cross-entropy of the labelled pixels with an optimizer and a schedule of its
     learning rate.
 
@@ -53,12 +52,8 @@ class Segmenter(pl.LightningModule):
         scheduler: Callable[..., LRScheduler] = warmup_cosine,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)(weights=weights)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.optimizer = make(optimizer)
-        self.scheduler = make(scheduler)
         self.label_smoothing = label_smoothing
         options: Any = {
             "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
@@ -97,11 +92,6 @@ class Segmenter(pl.LightningModule):
         return [
             upsample_classes(image, size) for image, size in zip(logits, batch.sizes, strict=True)
         ]
-
-    def configure_optimizers(self) -> Any:
-        return configure(
-            self, self.optimizer, self.scheduler, self.learning_rate, self.weight_decay
-        )
 
     def _evaluate(
         self, stage: str, batch: tuple[Tensor, Tensor], metrics: MetricCollection
