@@ -17,12 +17,7 @@ from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 
-_KEPT = 1024  # storages for a T and a B
-
-
-def empty(buffer: Buffer, T: int, B: int, device: torch.device) -> Tensor:
-    """Allocates the tensor of a buffer."""
-    return torch.empty(buffer.shape(T, B), dtype=DTYPES[buffer.type.dtype], device=device)
+_KEPT = 1024  # descriptions of a storage, for a T and a B
 
 
 @functools.lru_cache(_KEPT)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch
 from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
+from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Op
-from hoconv.recurrent.runtime.buffers import empty
 
 # Launches a kernel: (name, rows and blocks of its grid, threads of a block, arguments of ctypes).
 Launcher = Callable[..., None]
@@ -78,7 +78,7 @@ class Workspace:
         products = [item for item in source.launches if isinstance(item, Op)]
         weights = {storage.homes[v].buffer for op in products for v in op.values[1:]}
         self.resident = {
-            buffer: empty(buffer, 0, B, device)
+            buffer: torch.empty(buffer.shape(0, B), dtype=DTYPES[buffer.type.dtype], device=device)
             for buffer in storage.buffers
             if buffer.kind in ("state", "step") or buffer in weights
         }
