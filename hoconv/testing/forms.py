@@ -72,9 +72,9 @@ def forms(sample: Sample, cotangent: Any) -> Iterator[Form]:
 def strided(t: Tensor) -> Tensor:
     """Copies a tensor to memory where no dimension is contiguous, the first is the densest, and the
     values do not begin at the beginning. What lies between them is NaN, or the largest integer."""
-    gap = torch.nan if t.is_floating_point() else _largest(t.dtype)
-    memory = torch.full((*reversed(t.shape), GAP), gap, dtype=t.dtype, device=t.device)
-    view = memory[..., GAP - 1].permute(tuple(reversed(range(t.dim()))))
+    view = _memory(t, (*reversed(t.shape), GAP))[..., GAP - 1].permute(
+        tuple(reversed(range(t.dim())))
+    )
     return view.copy_(t.detach())
 
 
@@ -82,14 +82,15 @@ def _apart(t: Tensor) -> Tensor:
     """The same with rows that are contiguous, but lie apart."""
     if not t.dim():
         return t
-    gap = torch.nan if t.is_floating_point() else _largest(t.dtype)
-    shape = (*t.shape[:-1], t.shape[-1] + GAP)
-    memory = torch.full(shape, gap, dtype=t.dtype, device=t.device)
+    memory = _memory(t, (*t.shape[:-1], t.shape[-1] + GAP))
     return memory[..., : t.shape[-1]].copy_(t.detach())
 
 
-def _largest(dtype: torch.dtype) -> int | bool:
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
+def _memory(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Fills memory for the values of a tensor with what is to be wrong wherever it is read."""
+    if t.is_floating_point():
+        return t.new_full(shape, torch.nan)
+    return t.new_full(shape, True if t.dtype == torch.bool else torch.iinfo(t.dtype).max)
 
 
 def _expand(t: Tensor) -> Tensor:
