@@ -80,7 +80,7 @@ def _pack_boxes(
             except DamagedError as error:
                 skips[str(error)].append(describe(annotation, image))
         counts.append(len(rows) - before)
-    require_some("annotations", rows, skips)
+    require_some("annotations", len(rows), skips)
     boxes, labels, areas, crowds = zip(*rows)
     return {
         "category_ids": list(categories),

@@ -66,7 +66,7 @@ def _pack_captions(
                 skips["the caption is empty"].append(describe(annotation, image))
         texts += captions
         counts.append(len(captions))
-    require_some("annotations", texts, skips)
+    require_some("annotations", len(texts), skips)
     return {
         "image_offsets": offsets(counts),
         "text_offsets": offsets(map(len, texts)),

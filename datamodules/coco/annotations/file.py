@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import MAX_PIXELS
 from datamodules.reading.skipped import DamagedError, Skipped
 
-FORMAT = 3  # version of the packed arrays; part of their key in the cache
+FORMAT = 4  # version of the packed arrays; part of their key in the cache
 MAX_NAME, MAX_PATH = 255, 4095  # bytes: Linux has no longer names of files, and no longer paths
 
 
@@ -148,7 +148,7 @@ def _check_images(file: dict[str, Any], skips: Skips) -> ImageRecords:
             skips[reason].append(f"images[{index}]")
         else:
             images[image["id"]] = image
-    require_some("images", images, skips)
+    require_some("images", len(images), skips)
     return dict(sorted(images.items()))
 
 
@@ -195,7 +195,7 @@ def _group_annotations(
     return annotations
 
 
-def require_some(what: str, kept: Collection[Any], skips: Skips) -> None:
+def require_some(what: str, kept: int, skips: Skips) -> None:
     if not kept:
         reason, names = max(skips.items(), key=lambda item: len(item[1]))
         raise DamagedError(f"none of its {what} can be used; {names[0]}: {reason}")

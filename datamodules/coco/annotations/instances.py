@@ -30,18 +30,20 @@ class Instances(Objects):
     def __init__(self, path: Path, cache_dir: Path) -> None:
         super().__init__(path, load_packed(path, "instances", cache_dir, _pack_instances))
 
-    def label_map(self, index: int) -> np.ndarray:
-        """Returns the class of every pixel of an image, (H, W) uint8.
+    def label_runs(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the classes of an image's pixels as runs, column by column: where each ends,
+        (R,) int32, ascending up to H W, and its class, (R,) uint8.
 
         Where instances overlap, the smaller is in front. A pixel that only a crowd region covers is
         IGNORE: some pixels of the region show objects of its category, and some do not.
         """
-        labels = np.zeros(self.sizes[index], np.uint8)
-        for annotation in self.annotations_of(index):
-            first, end = self.packed["mask_offsets"][annotation : annotation + 2]
-            text = self.packed["masks"][first:end].tobytes()
-            labels[masks.draw(text, labels.shape)] = self.packed["labels"][annotation]
-        return labels
+        first, end = self.packed["run_offsets"][index : index + 2]
+        return self.packed["run_ends"][first:end], self.packed["run_labels"][first:end]
+
+    def label_map(self, index: int) -> np.ndarray:
+        """Returns the class of every pixel of an image, (H, W) uint8; see `label_runs`."""
+        ends, labels = self.label_runs(index)
+        return np.repeat(labels, np.diff(ends, prepend=0)).reshape(self.sizes[index], order="F")
 
 
 def _pack_instances(
@@ -49,9 +51,10 @@ def _pack_instances(
 ) -> dict[str, Any]:
     categories = read_categories(file)
     classes = {category: i for i, category in enumerate(categories, start=1)}
-    texts: list[bytes] = []
-    labels: list[int] = []
     counts: list[int] = []
+    ends: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    drawn = 0
     for number, image in images.items():
         instances = []
         for annotation in annotations[number]:
@@ -59,28 +62,29 @@ def _pack_instances(
                 instances.append(_pack_instance(annotation, image, classes))
             except DamagedError as error:
                 skips[str(error)].append(describe(annotation, image))
-        # `label_map` draws the last in front: crowds first, then from the largest to the smallest.
+        # The last is in front: crowds first, then from the largest to the smallest.
         instances.sort(key=lambda row: row[:3])
-        labels += [row[3] for row in instances]
-        texts += [row[4] for row in instances]
-        counts.append(len(instances))
-    require_some("annotations", texts, skips)
+        runs = masks.compose([row[3:] for row in instances], image["height"] * image["width"])
+        ends.append(runs[0])
+        labels.append(runs[1])
+        counts.append(len(runs[0]))
+        drawn += len(instances)
+    require_some("annotations", drawn, skips)
     return {
         "category_ids": list(categories),
         "categories": list(categories.values()),
-        "image_offsets": offsets(counts),
-        "labels": np.array(labels, np.uint8),
-        "mask_offsets": offsets(map(len, texts)),
-        "masks": np.frombuffer(b"".join(texts), np.uint8),
+        "run_offsets": offsets(counts),
+        "run_ends": np.concatenate(ends),
+        "run_labels": np.concatenate(labels),
     }
 
 
 def _pack_instance(
     annotation: dict[str, Any], image: dict[str, Any], classes: dict[int, int]
-) -> tuple[bool, int, int, int, bytes]:
-    """Returns three values by which instances are sorted, then the label and the mask."""
+) -> tuple[bool, int, int, bytes, int]:
+    """Returns three values by which instances are sorted, then the mask and the label."""
     category, crowd = read_category(annotation, classes)
     size = image["height"], image["width"]
     mask = masks.encode(annotation.get("segmentation"), *size)
     label = IGNORE if crowd else classes[category]
-    return not crowd, -masks.area(mask, size), annotation["id"], label, mask
+    return not crowd, -masks.area(mask, size), annotation["id"], mask, label

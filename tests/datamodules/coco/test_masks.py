@@ -29,6 +29,11 @@ def definition(text: str) -> list[int] | None:
     return None if shift or not runs else runs
 
 
+def draw(text: bytes, size: tuple[int, ...]) -> np.ndarray:
+    ends, labels = masks.compose([(text, 1)], HEIGHT * WIDTH)
+    return np.repeat(labels == 1, np.diff(ends, prepend=0)).reshape(size, order="F")
+
+
 def compressed(pixels: np.ndarray) -> str:
     mask: Any = rle_format.encode(np.asfortranarray(pixels.astype(np.uint8)))
     return mask["counts"].decode()
@@ -42,8 +47,23 @@ pixels = st.lists(st.booleans(), min_size=HEIGHT * WIDTH, max_size=HEIGHT * WIDT
 @given(pixels=pixels)
 def test_masks_are_drawn_as_pycocotools_compressed_them(pixels):
     text = masks.encode({"size": [HEIGHT, WIDTH], "counts": compressed(pixels)}, HEIGHT, WIDTH)
-    np.testing.assert_array_equal(masks.draw(text, pixels.shape), pixels)
+    np.testing.assert_array_equal(draw(text, pixels.shape), pixels)
     assert masks.area(text, pixels.shape) == pixels.sum()
+
+
+@given(layers=st.lists(st.tuples(pixels, st.integers(1, 255)), max_size=5))
+def test_masks_are_drawn_over_each_other(layers):
+    size = {"size": [HEIGHT, WIDTH]}
+    expected = np.zeros((HEIGHT, WIDTH), int)
+    texts = []
+    for mask, label in layers:
+        expected[mask] = label
+        segmentation = size | {"counts": compressed(mask)}
+        texts.append((masks.encode(segmentation, HEIGHT, WIDTH), label))
+    ends, labels = masks.compose(texts, HEIGHT * WIDTH)
+    drawn = np.repeat(labels, np.diff(ends, prepend=0)).reshape((HEIGHT, WIDTH), order="F")
+    np.testing.assert_array_equal(drawn, expected)
+    assert (labels[1:] != labels[:-1]).all(), "runs are as long as they can be"
 
 
 @given(pixels=pixels, data=st.data())
@@ -62,7 +82,7 @@ def test_a_text_is_refused_unless_its_runs_fill_the_image(pixels, data):
             masks.encode(segmentation, HEIGHT, WIDTH)
     else:
         expected = np.repeat(np.arange(len(runs)) % 2, runs).reshape(WIDTH, HEIGHT).T
-        drawn = masks.draw(masks.encode(segmentation, HEIGHT, WIDTH), (HEIGHT, WIDTH))
+        drawn = draw(masks.encode(segmentation, HEIGHT, WIDTH), (HEIGHT, WIDTH))
         np.testing.assert_array_equal(drawn, expected)
 
 
@@ -83,5 +103,5 @@ def test_any_polygons_near_the_image_are_what_pycocotools_draws(polygons):
         assert "far outside" in str(error)  # noqa: PT017
         return
     merged: Any = rle_format.merge(rle_format.frPyObjects(polygons, HEIGHT, WIDTH))
-    drawn = masks.draw(text, (HEIGHT, WIDTH))
+    drawn = draw(text, (HEIGHT, WIDTH))
     np.testing.assert_array_equal(drawn, rle_format.decode(merged).astype(bool))
