@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datamodules.reading.ahead import ahead
 from datamodules.sampling import EvenBatches, Shuffle
 
 Batch = tuple[Tensor, Tensor]
@@ -104,10 +105,19 @@ class TrainingBatches(Generic[T_co]):
         data: where the batches are to be.
         sampler: whose epoch Lightning sets.
         batch_size: B; the last batch of an epoch may be smaller.
+        prepare_on: the device on which a thread is to prepare batches ahead, where that takes long;
+            None where they are selected when they are asked for.
     """
 
-    def __init__(self, data: InMemory[T_co], sampler: Shuffle, batch_size: int) -> None:
+    def __init__(
+        self,
+        data: InMemory[T_co],
+        sampler: Shuffle,
+        batch_size: int,
+        prepare_on: torch.device | None = None,
+    ) -> None:
         self.data = data
+        self.prepare_on = prepare_on
         self.sampler = sampler
         self.batch_size = batch_size
         self._begin = 0  # how many batches the next iteration skips
@@ -126,9 +136,9 @@ class TrainingBatches(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0
         rows = self.sampler.order(self.sampler.epoch)
-        batches = _split(rows, self.data.columns(rows), self.batch_size)
-        for batch, *columns in batches[self._done :]:
-            yield self.data.select(batch, *columns)
+        parts = _split(rows, self.data.columns(rows), self.batch_size)[self._done :]
+        for batch in _select(self.data, parts, self.prepare_on):
+            yield batch
             self._done += 1
 
 
@@ -136,12 +146,18 @@ class EvaluationBatches(Generic[T_co]):
     """Batches for evaluation: of :class:`EvenBatches`, in the order of the data.
 
     Args:
-        data: as for :class:`TrainingBatches`.
+        data, prepare_on: as for :class:`TrainingBatches`.
         batches: this process's.
     """
 
-    def __init__(self, data: InMemory[T_co], batches: EvenBatches) -> None:
+    def __init__(
+        self,
+        data: InMemory[T_co],
+        batches: EvenBatches,
+        prepare_on: torch.device | None = None,
+    ) -> None:
         self.data = data
+        self.prepare_on = prepare_on
         rows = torch.cat(batches.batches)
         sizes = [len(indices) for indices in batches.batches]
         self.batches = _split(rows, data.columns(rows), sizes)
@@ -150,7 +166,14 @@ class EvaluationBatches(Generic[T_co]):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[T_co]:
-        return (self.data.select(batch, *columns) for batch, *columns in self.batches)
+        return _select(self.data, self.batches, self.prepare_on)
+
+
+def _select(
+    data: InMemory[T_co], parts: Sequence[tuple[Tensor, ...]], prepare_on: torch.device | None
+) -> Iterator[T_co]:
+    batches = (data.select(rows, *columns) for rows, *columns in parts)
+    return batches if prepare_on is None else ahead(batches, prepare_on)
 
 
 def _split(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytorch_lightning as pl
 import torch
 
+from datamodules.reading.decoding import decodes_on
+
 DEVICES = ("auto", "gpu", "cpu")
 # The most of a GPU's free memory that a data set takes by itself: the model comes after it.
 MOST_OF_FREE = 0.1
@@ -44,6 +46,24 @@ def is_resident(device: str, nbytes: int, training: torch.device) -> bool:
             )
         return False
     return device == "gpu" or (device == "auto" and _fits(nbytes, training))
+
+
+def is_decoded(device: str, training: torch.device) -> bool:
+    """Whether files are to be decoded by the GPU that trains; arguments as of `is_resident`.
+
+    Raises:
+        DataDeviceError: `device` is ``"gpu"`` and the run has none, or none that decodes.
+    """
+    if device == "cpu":
+        return False
+    if training.type == "cuda" and not decodes_on(training):
+        if device == "gpu":
+            raise DataDeviceError(
+                "data.device: expected auto or cpu where torchcodec cannot decode on the GPU, got "
+                "'gpu'; or install it (pip install torchcodec), or use data.cache_images=true"
+            )
+        return False
+    return is_resident(device, 0, training)
 
 
 def _fits(nbytes: int, device: torch.device) -> bool:

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as T
+
+from datamodules.reading.pixels import find_nearest
 
 AREAS = (0.5, 1.0)  # of a crop, as a share of the image
 RATIOS = (3 / 4, 4 / 3)  # width / height of a crop
@@ -186,17 +187,10 @@ def _tabulate(image_size: int) -> tuple[Tensor, Tensor]:
     high = (low + 1).minimum(last)
     share = (centres - low).clamp(min=0) * (high > low)
     weights = torch.stack((1 - share, share), dim=1) * (1 << WEIGHT_BITS)
-    taps = torch.stack((low, high, _nearest(image_size)), dim=1).long()
+    # A line of no pixels is never asked for.
+    nearest = torch.stack([find_nearest(max(1, n), image_size) for n in range(image_size + 1)])
+    taps = torch.stack((low, high, nearest), dim=1).long()
     return taps, (weights + 0.5).floor().int()
-
-
-def _nearest(image_size: int) -> Tensor:
-    """Returns the pixels that torch takes, (S + 1, S): it rounds the scale to float32."""
-    found = torch.zeros(image_size + 1, image_size)
-    for length in range(1, image_size + 1):
-        line = torch.arange(length, dtype=torch.float32)[None, None]
-        found[length] = F.interpolate(line, size=image_size, mode="nearest-exact")
-    return found
 
 
 # Colours

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytorch_lightning as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,13 +19,13 @@ from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.captions import CaptionSet, Vocabulary
 from datamodules.coco.detection import DetectionSet
 from datamodules.coco.files import KINDS, Files
-from datamodules.coco.folder import SplitSet, join
+from datamodules.coco.folder import FolderBatch, SplitSet, batches_of
+from datamodules.coco.on_device import DeviceSet, DeviceSets, TaskSet
 from datamodules.coco.pixels import Images
-from datamodules.coco.resident import Resident, Residents, TaskSet
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.splits import Splits, divide
 from datamodules.memory import EvaluationBatches, TrainingBatches
-from datamodules.placement import DataDeviceError, get_training_device, require_known
+from datamodules.placement import get_training_device, require_known
 from datamodules.reading.decoding import decode
 from datamodules.reading.pixels import denormalise, normalise
 from datamodules.reading.skipped import Skipped, report
@@ -78,11 +79,12 @@ class COCO(pl.LightningDataModule):
         num_workers: processes that fetch batches of images that are not on the GPU; the batches do
             not depend on it. None: as many as this machine can use.
         seed: of the order of the training images and of their augmentation.
-        device: where images and label maps are during training: ``"cpu"``, from where a loader
-            fetches them one by one; ``"gpu"``, the one that trains, which also changes them; or
-            ``"auto"``: the GPU that trains, if `cache_images` is set and those of a split take at
-            most a tenth of its free memory. The batches are the same, but for captions' colours,
-            which differ by at most 1 of 255.
+        device: where images and label maps are read and changed during training: ``"cpu"``, by a
+            loader, one by one; ``"gpu"``, the one that trains, which decodes them, or with
+            `cache_images` has them in its memory; or ``"auto"``: the GPU that trains, if it can
+            decode, or with `cache_images` if those of a split take at most a tenth of its free
+            memory. With `cache_images` the batches are the same, but for captions' colours, which
+            differ by at most 1 of 255. What a GPU decodes and resizes differs more.
 
     Attributes:
         skipped: name of a file or folder -> reason -> names of what is left out of it.
@@ -96,8 +98,8 @@ class COCO(pl.LightningDataModule):
         DataNotFoundError: in `prepare_data` and `setup`: a file is missing, damaged or empty, its
             categories are not those of COCO, or val has others than train.
         CacheError: in the same methods: the cache cannot be written.
-        DataDeviceError: `device` is ``"gpu"`` without `cache_images`; or, by the loaders, the run
-            has no GPU.
+        DataDeviceError: by the loaders: `device` is ``"gpu"`` and the run has none, or none that
+            decodes.
     """
 
     published_categories: ClassVar[int] = 80
@@ -155,11 +157,6 @@ class COCO(pl.LightningDataModule):
                 "train validate, or those of val"
             )
         require_known(device)
-        if device == "gpu" and not cache_images:
-            raise DataDeviceError(
-                "data.device: expected auto or cpu with data.cache_images=false, got 'gpu'; or use "
-                "data.cache_images=true"
-            )
         files = (
             Files(Path(data_dir).resolve() / "coco", str(year), given)
             if folder is None
@@ -189,7 +186,7 @@ class COCO(pl.LightningDataModule):
         self.skipped: dict[str, dict[str, list[str]]] = {}
         self.vocabulary: Vocabulary | None = None
         self._sets: dict[str, TaskSet] = {}
-        self._residents = Residents(device)
+        self._on_device = DeviceSets(device, cache_images)
 
     @property
     def num_categories(self) -> int:
@@ -262,8 +259,8 @@ class COCO(pl.LightningDataModule):
     def train_dataloader(self) -> TrainingLoader | TrainingBatches[Any]:
         data = self._sets["train"]
         sampler = SeededShuffle(len(data), self.seed, **get_rank(self.trainer))
-        if (resident := self._resident("train")) is not None:
-            return TrainingBatches(resident, sampler, self.batch_size)
+        if (on_device := self._find_on_device(data)) is not None:
+            return TrainingBatches(on_device, sampler, self.batch_size, self._find_decoder())
         batches = Epochs(sampler, self.batch_size, drop_last=False)
         return TrainingLoader(data, batch_sampler=batches, **self._options(data))
 
@@ -275,23 +272,22 @@ class COCO(pl.LightningDataModule):
 
     def fetching(self, trainer: pl.Trainer) -> tuple[str, str]:
         """Returns where the batches of a trainer come from, and why; for the start-up table."""
+        device = trainer.strategy.root_device
+        if self._on_device.decodes(device):
+            return "files, decoded by the GPU", "torchcodec can; data.device=cpu for the CPU"
         count, why = choose_workers(self.num_workers, trainer)
         how = "the cache" if self.cache_images else "decoded files"
         where = f"{count} processes" if count else "the process that trains"
-        if (
-            self.cache_images
-            and trainer.strategy.root_device.type == "cuda"
-            and self.device != "cpu"
-        ):
+        if self.cache_images and device.type == "cuda" and self.device != "cpu":
             where = "GPU memory" if self.device == "gpu" else f"GPU memory if it fits, or {where}"
         return f"{how}, in {where}", why
 
-    def predict_dataloader(self) -> DataLoader:
+    def predict_dataloader(self) -> DataLoader | EvaluationBatches[FolderBatch]:
         data, rank = self._sets["val"], get_rank(self.trainer)
         numbers = np.unique(data.numbers)[rank.get("rank", 0) :: rank.get("world_size", 1)]
         split = SplitSet(data.images, numbers)
         options = loader_options(self.trainer, self.num_workers)
-        return DataLoader(split, batch_size=self.batch_size, collate_fn=join, **options)
+        return batches_of(split, self.batch_size, self._find_decoder(), **options)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch._replace(images=normalise(batch.images))
@@ -314,15 +310,18 @@ class COCO(pl.LightningDataModule):
     def _evaluation(self, stage: str) -> DataLoader | EvaluationBatches[Any]:
         data = self._sets[stage]
         batches = EvenBatches(len(data), self.batch_size, **get_rank(self.trainer))
-        if (resident := self._resident(stage)) is not None:
-            return EvaluationBatches(resident, batches)
+        if (on_device := self._find_on_device(data)) is not None:
+            return EvaluationBatches(on_device, batches, self._find_decoder())
         return DataLoader(data, batch_sampler=batches, **self._options(data))
 
-    def _resident(self, stage: str) -> Resident | None:
-        """Returns a stage's data on the GPU that trains; None where a loader is to give it."""
-        if not self.cache_images:
-            return None
-        return self._residents.find(self._sets[stage], get_training_device(self.trainer))
+    def _find_on_device(self, data: TaskSet) -> DeviceSet | None:
+        """Returns data on the GPU that trains; None where a loader is to give it."""
+        return self._on_device.find(data, get_training_device(self.trainer))
+
+    def _find_decoder(self) -> torch.device | None:
+        """Returns the GPU that decodes files; None where they are kept, or a loader reads them."""
+        device = get_training_device(self.trainer)
+        return device if self._on_device.decodes(device) else None
 
     def _options(self, data: TaskSet) -> dict[str, Any]:
         options = loader_options(self.trainer, self.num_workers)

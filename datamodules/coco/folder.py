@@ -19,11 +19,19 @@ from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from datamodules.coco.pixels import Images
 from datamodules.images import DataNotFoundError
-from datamodules.reading.decoding import FORMATS, UnreadableImageError, decode
+from datamodules.memory import EvaluationBatches
+from datamodules.placement import get_training_device
+from datamodules.reading.decoding import (
+    FORMATS,
+    UnreadableImageError,
+    decode,
+    decode_on,
+    decodes_on,
+)
 from datamodules.reading.files import find_images
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
-from datamodules.sampling import choose_workers
+from datamodules.sampling import EvenBatches, loader_options
 
 
 class FolderBatch(NamedTuple):
@@ -45,7 +53,8 @@ class FolderBatch(NamedTuple):
 
 
 class FolderSet(Dataset[FolderBatch]):
-    """An item is a batch of one image, or of none where the file cannot be read."""
+    """The image files of a folder. An item is a batch of one image, or of none where the file
+    cannot be read."""
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         self.folder = folder
@@ -56,12 +65,18 @@ class FolderSet(Dataset[FolderBatch]):
         return len(self.names)
 
     def __getitem__(self, index: int) -> FolderBatch:
-        name = self.names[index]
-        try:
-            image = decode(self.folder / name, upright=True)
-        except UnreadableImageError as error:
+        return self.read_on(torch.device("cpu"), [index])
+
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
+        """Returns a batch of several images on a device, where they are decoded if it can."""
+        names = [self.names[index] for index in indices]
+        images = decode_on(device, (self.folder / name for name in names), upright=True)
+        return join([self._make_item(name, image) for name, image in zip(names, images)])
+
+    def _make_item(self, name: str, image: Tensor | UnreadableImageError) -> FolderBatch:
+        if isinstance(image, UnreadableImageError):
             nothing = torch.empty(0, *self.image_shape, dtype=torch.uint8)
-            return FolderBatch(nothing, [], [], [], [(str(error), name)])
+            return FolderBatch(nothing, [], [], [], [(str(image), name)])
         height, width = image.shape[1:]
         channels, _, image_size = self.image_shape
         image = rgb_to_grayscale(image) if channels == 1 else image
@@ -81,10 +96,52 @@ class SplitSet(Dataset[FolderBatch]):
 
     def __getitem__(self, index: int) -> FolderBatch:
         number = int(self.numbers[index])
+        return self._make_batch([number], [self.images[number]])
+
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
+        """Returns a batch of several images on a device, where they are decoded if it can."""
+        numbers = self.numbers[list(indices)].tolist()
+        return self._make_batch(numbers, self.images.read_on(device, numbers))
+
+    def _make_batch(self, numbers: Sequence[int], images: Sequence[Tensor]) -> FolderBatch:
         annotations = self.images.annotations
-        height, width = annotations.sizes[number].tolist()
-        name, image_id = str(annotations.file_names[number]), int(annotations.ids[number])
-        return FolderBatch(self.images[number][None], [(height, width)], [name], [image_id], [])
+        return FolderBatch(
+            images=torch.stack(list(images)),
+            sizes=[tuple(annotations.sizes[number].tolist()) for number in numbers],
+            names=[str(annotations.file_names[number]) for number in numbers],
+            ids=[int(annotations.ids[number]) for number in numbers],
+            skipped=[],
+        )
+
+
+class DecodedThere:
+    """The images of a set in batches that a device decodes; see :class:`InMemory`."""
+
+    def __init__(self, data: FolderSet | SplitSet, device: torch.device) -> None:
+        self.data = data
+        self.device = device
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def select(self, rows: Tensor, *columns: Tensor) -> FolderBatch:
+        return self.data.read_on(self.device, rows.tolist())
+
+
+def batches_of(
+    data: FolderSet | SplitSet, batch_size: int, gpu: torch.device | None, **options: Any
+) -> DataLoader | EvaluationBatches[FolderBatch]:
+    """Returns the batches of a set, in order.
+
+    Args:
+        batch_size: the largest B.
+        gpu: the one that is to decode; None for a loader.
+        options: of that loader.
+    """
+    if gpu is not None and len(data):
+        batches = EvenBatches(len(data), batch_size)
+        return EvaluationBatches(DecodedThere(data, gpu), batches, prepare_on=gpu)
+    return DataLoader(data, batch_size=batch_size, collate_fn=join, **options)
 
 
 def join(items: Sequence[FolderBatch]) -> FolderBatch:
@@ -131,13 +188,11 @@ class ImageFolder(pl.LightningDataModule):
         self.num_workers = num_workers
         self.skipped: dict[str, list[str]] = {}
 
-    def predict_dataloader(self) -> DataLoader:
-        return DataLoader(
-            self.images,  # pyright: ignore[reportArgumentType]
-            batch_size=self.batch_size,
-            num_workers=choose_workers(self.num_workers, self.trainer).count,
-            collate_fn=join,
-        )
+    def predict_dataloader(self) -> DataLoader | EvaluationBatches[FolderBatch]:
+        device = get_training_device(self.trainer)
+        gpu = device if decodes_on(device) else None
+        options = loader_options(self.trainer, self.num_workers)
+        return batches_of(self.images, self.batch_size, gpu, **options)
 
     def read(self, name: str) -> Tensor:
         """Returns an image as it is in its file, upright, (3, H, W) uint8."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -27,9 +27,10 @@ from torchvision.transforms.v2 import functional as F
 from datamodules.coco.annotations.file import Annotations
 from datamodules.coco.annotations.instances import Instances
 from datamodules.images import DataNotFoundError
+from datamodules.memory import send
 from datamodules.reading.cache import Entry, find_or_make
-from datamodules.reading.decoding import UnreadableImageError, decode
-from datamodules.reading.pixels import resize
+from datamodules.reading.decoding import UnreadableImageError, decode, decode_on
+from datamodules.reading.pixels import find_nearest, resize
 from datamodules.reading.skipped import Skipped
 
 T = TypeVar("T")
@@ -85,6 +86,16 @@ class Images:
             return torch.from_numpy(self.kept[index].copy())
         return resize(self._decode(index), self.image_size)
 
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> list[Tensor]:
+        """Decodes and resizes images on a device, where that can be done; returns them there."""
+        paths = [self.folder / str(self.annotations.file_names[index]) for index in indices]
+        resized = []
+        for index, image in zip(indices, decode_on(device, paths), strict=True):
+            if isinstance(image, UnreadableImageError):  # it could be decoded before
+                raise image
+            resized.append(resize(self._require_size(image, index), self.image_size))
+        return resized
+
     def _hash_files(self) -> str:
         """Returns a hash of the files' names, sizes and modification times."""
         names, sizes = self.annotations.file_names.tolist(), self.annotations.sizes.tolist()
@@ -111,7 +122,10 @@ class Images:
         )
 
     def _decode(self, index: int) -> Tensor:
-        image = decode(self.folder / str(self.annotations.file_names[index]))
+        path = self.folder / str(self.annotations.file_names[index])
+        return self._require_size(decode(path), index)
+
+    def _require_size(self, image: Tensor, index: int) -> Tensor:
         if image.shape[1:] != (size := tuple(self.annotations.sizes[index].tolist())):
             height, width = image.shape[1:]
             raise UnreadableImageError(
@@ -185,6 +199,29 @@ class LabelMaps:
         labels = torch.from_numpy(self.instances.label_map(index))
         nearest = InterpolationMode.NEAREST_EXACT
         return F.resize(labels[None], [self.image_size] * 2, interpolation=nearest)[0]
+
+    def draw_on(self, device: torch.device, indices: Sequence[int]) -> Tensor:
+        """Draws label maps on a device, (B, S, S) uint8."""
+        runs = [self.instances.label_runs(index) for index in indices]
+        shape = len(runs), max(len(ends) for ends, _ in runs)
+        all_ends = np.full(shape, np.iinfo(np.int32).max, np.int32)
+        all_labels = np.zeros(shape, np.uint8)
+        for row, (ends, labels) in enumerate(runs):
+            all_ends[row, : len(ends)], all_labels[row, : len(ends)] = ends, labels
+        sizes = self.instances.sizes[list(indices)].tolist()
+        y, x = (
+            torch.stack([find_nearest(length, self.image_size) for length in lengths])
+            for lengths in zip(*sizes)
+        )
+        heights = torch.tensor([height for height, _ in sizes])
+        columns = (x * heights[:, None]).int()  # where they begin: runs go column by column
+        y, columns, all_ends, all_labels = (
+            send(values, device)
+            for values in (y.int(), columns, *map(torch.from_numpy, (all_ends, all_labels)))
+        )
+        pixels = (y[:, :, None] + columns[:, None, :]).flatten(1)
+        run = torch.searchsorted(all_ends, pixels, right=True)
+        return all_labels.gather(1, run).view(len(runs), self.image_size, self.image_size)
 
     def _draw_all(self, folder: Path) -> None:
         shape = (len(self.instances), self.image_size, self.image_size)

@@ -9,17 +9,29 @@ import functools
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
+from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as T
 
 # Mean and standard deviation of ImageNet's pixels, red, green, blue: published weights of backbones
 # were trained with them.
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 PIXEL_STD = (58.395, 57.12, 57.375)
+DIGIT = 2**12
 
 
 def resize(image: Tensor, image_size: int) -> Tensor:
     """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
-    return F.resize(image, [image_size, image_size], antialias=True)
+    return T.resize(image, [image_size, image_size], antialias=True)
+
+
+@functools.lru_cache(2**14)
+def find_nearest(length: int, count: int) -> Tensor:
+    """Returns which of the pixels of a line torch takes to resize it to another length by
+    ``nearest-exact``, (count,) int64. It rounds the ratio of the lengths to float32."""
+    pixels = torch.arange(length)
+    digits = torch.stack((pixels // DIGIT, pixels % DIGIT))  # float32 has not each large number
+    high, low = F.interpolate(digits[None].float(), size=count, mode="nearest-exact")[0].long()
+    return high * DIGIT + low
 
 
 def normalise(images: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from datamodules.coco import shapes
+
 Script = Callable[[str], ModuleType]
 DIGITS = ("experiment=mnist_lstm", "data=digits", "impl=reference", "data.batch_size=8")
 
@@ -138,22 +140,21 @@ def test_scaling_is_efficiency_beside_one_device(script: Script, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_waiting_for_data_with_and_without_the_cache(script: Script, tmp_path: Path) -> None:
-    small = (
-        "data=coco_tiny", "data.image_size=16", "data.num_workers=2", "data.batch_size=8",
-        f"data.cache_dir={tmp_path / 'cache'}", "model.network.width=2", "impl=reference",
-    )  # fmt: skip
+def test_waiting_for_data_from_every_source(script: Script, tmp_path: Path) -> None:
+    shapes.write(tmp_path)
+    small = ("data.image_size=16", "model.network.width=2", "impl=reference")
     record = run(
-        script, tmp_path, "loading", "--steps", "26", "--experiment", "coco_segmentation", "--",
-        *small,
+        script, tmp_path, "loading", "--steps", "26", "--experiment", "coco_segmentation",
+        "--input", str(tmp_path / "coco"), "--images", "600", "--batch-size", "8", "--", *small,
     )  # fmt: skip
-    assert [row["cache_images"] for row in record["rows"]] == [False, True]
+    assert [row["source"] for row in record["rows"]] == ["a loader", "the cache"]
     for row in record["rows"]:
         assert row["error"] is None
+        assert row["batch_size"] == 8
         assert 0 <= row["data_wait_fraction"] < 1
         assert row["step_ms"]["median_ms"] > 0
-    assert len(list((tmp_path / "cache").glob("images-*/images.npy"))) == 2  # train and val
     assert record["overrides"] == list(small)
+    assert record["images"] == 600
 
 
 def test_an_unwritable_folder_is_refused_before_measuring(

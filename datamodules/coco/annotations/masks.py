@@ -102,7 +102,6 @@ def compose(masks: Iterable[tuple[bytes, int]], pixels: int) -> tuple[np.ndarray
     """
     bounds = [(decode_runs(text).cumsum(), label) for text, label in masks]
     ends = np.unique(np.concatenate([[pixels], *(of_mask for of_mask, _ in bounds)]))
-    ends = ends[ends > 0]  # where a mask begins with the first pixel, its first run is empty
     starts = np.concatenate(([0], ends[:-1]))
     labels = np.zeros(len(ends), np.uint8)
     for of_mask, label in bounds:

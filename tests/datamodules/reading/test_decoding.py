@@ -1,12 +1,23 @@
 import io
+import os
+import re
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from datamodules.reading import decoding
-from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, decode
+from datamodules.reading.decoding import (
+    MAX_PIXELS,
+    UnreadableImageError,
+    decode,
+    decode_on,
+    decodes_on,
+)
+from datamodules.reading.pixels import resize
 from tests.datamodules.coco import pictures
 from tests.datamodules.coco.pictures import GREY, ORIENTATION, SIGNATURE, chunk, header
 
@@ -69,6 +80,8 @@ JPEGS = {  # what Pillow is told to write -> the mode of the image
     "grey": ("L", {}),
     "CMYK": ("CMYK", {}),
 }
+# Of the difference between GPU and CPU, by the sampling that Pillow is told, at 224 x 224.
+MEAN_AND_P99 = {0: (0.2, 1.0), 2: (1.0, 8.0)}
 DECODERS = pytest.mark.parametrize("decoder", ["torchcodec", "Pillow"])
 
 
@@ -218,3 +231,81 @@ def test_running_out_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(decoding.F, "pil_to_tensor", none_left)
     with pytest.raises(MemoryError):
         pixels(tmp_path / "image", bomb(2))
+
+
+def several(folder: Path) -> list[Path]:
+    """Files of every kind: JPEGs of which a GPU decodes most, other formats, and damaged ones."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    whole = photograph("plain")
+    noise = np.random.default_rng(1).integers(256, size=(40, 50, 3), dtype=np.uint8)
+    files = {
+        **{kind: photograph(kind) for kind in JPEGS},
+        "turned": photograph("every pixel its colour", exif=exif),
+        "red, green and blue": pictures.saved(Image.fromarray(noise), "JPEG", keep_rgb=True),
+        "cut off": whole[: len(whole) // 2],
+        "cut off at the end": whole[:-2],
+        "more behind it": whole + b"more",
+        "empty": b"",
+        "text": b"no image",
+        "png": pictures.png(np.random.default_rng(0), GREY, 8)[0],
+    }
+    for name, contents in files.items():
+        (folder / name).write_bytes(contents)
+    return [folder / name for name in (*files, "missing")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize("most", [MAX_PIXELS, 2500])
+def test_files_that_are_decoded_together_are_what_each_is(
+    tmp_path, monkeypatch, device, upright, most
+):
+    monkeypatch.setattr(decoding, "MAX_PIXELS", most)  # more files than one group
+    paths = several(tmp_path)
+    results = list(decode_on(torch.device(device), iter(paths), upright=upright))
+    # A colour for several pixels is smoothed by a CPU only.
+    rough = {"plain", "two pixels a colour", "progressive", "more behind it"}
+    for path, result in zip(paths, results, strict=True):
+        if isinstance(result, UnreadableImageError):
+            with pytest.raises(UnreadableImageError, match=f"^{re.escape(str(result))}$"):
+                decode(path, upright=upright)
+            continue
+        expected = decode(path, upright=upright)
+        assert (result.device.type, result.dtype) == (device, torch.uint8)
+        assert result.shape == expected.shape
+        difference = (result.cpu().int() - expected.int()).abs().float().mean()
+        assert difference <= (10 if device == "cuda" and path.name in rough else 0), path.name
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_here():
+    pytest.importorskip("torchcodec")
+    assert decodes_on(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.data
+@pytest.mark.skipif("HOCONV_DATA_DIR" not in os.environ, reason="HOCONV_DATA_DIR is not set")
+@pytest.mark.parametrize("sampling", [0, 2], ids=["a colour a pixel", "a colour for four"])
+def test_photographs_of_a_gpu_are_those_of_a_cpu(tmp_path, sampling):
+    """The mean and the 99th percentile of the difference, of 255, that docs/segmentation.md says.
+    Lists of any length give the same bits; none of the images is another."""
+    gpu = torch.device("cuda", 0)
+    paths = []
+    for path in Path(os.environ["HOCONV_DATA_DIR"], "coco", "train2017").glob("*.jpg"):
+        paths.append(tmp_path / path.name)
+        Image.open(path).convert("RGB").save(paths[-1], "JPEG", subsampling=sampling, quality=90)
+    cpu = torch.stack([resize(decode(path), 224) for path in paths])
+    for length in (1, 8, len(paths)):
+        found = []
+        for first in range(0, len(paths), length):
+            for image in decode_on(gpu, paths[first : first + length]):
+                assert isinstance(image, torch.Tensor)
+                found.append(resize(image, 224).cpu())
+        difference = (torch.stack(found).int() - cpu.int()).abs().float()
+        mean, most = MEAN_AND_P99[sampling]
+        assert difference.mean() <= mean
+        assert difference.flatten(1).quantile(0.99, dim=1).max() <= most
+        to_each = (torch.stack(found).float()[:, None, :, ::8, ::8] - cpu[:, :, ::8, ::8]).abs()
+        assert to_each.mean((2, 3, 4)).argmin(1).tolist() == list(range(len(paths)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from datamodules import placement
-from datamodules.coco import COCO, resident
+from datamodules.coco import COCO, on_device
 from datamodules.memory import EvaluationBatches, TrainingBatches
 from datamodules.placement import DataDeviceError
 from datamodules.sampling import Shuffle, TrainingLoader
@@ -27,21 +27,26 @@ def trainer(device: str = "cpu", rank: int = 0, world_size: int = 1) -> Any:
     return SimpleNamespace(strategy=strategy, global_rank=rank, world_size=world_size)
 
 
-@pytest.fixture
+@pytest.fixture(params=["kept", "decoded"])
 def pair(
-    both: dict[str, Split], load: Load, monkeypatch: pytest.MonkeyPatch
+    both: dict[str, Split],
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Callable[..., tuple[COCO, COCO]]:
     """Makes two data modules of the same arguments: one with loaders, and one whose sets are on
-    the device that trains, here the CPU."""
+    the device that trains, here the CPU, where they are kept, or decoded by a thread."""
 
     def pair(*arguments: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+        kept = request.param == "kept"
         made = [
-            load(*arguments, cache_images=True, device=device, **options)
+            load(*arguments, cache_images=kept, device=device, **options)
             for device in ("cpu", "auto")
         ]
         for data in made:
             data.trainer = trainer(rank=rank, world_size=world_size)
-        monkeypatch.setattr(resident, "is_resident", lambda device, *_: device == "auto")
+        for place in ("is_resident", "is_decoded"):
+            monkeypatch.setattr(on_device, place, lambda device, *_: device == "auto")
         return made
 
     return pair
@@ -150,28 +155,36 @@ def test_an_epoch_continues_with_the_state_of_either(pair: Any, task: str) -> No
 @both_tasks
 def test_stages_of_one_split_share_its_pixels(pair: Any, task: str) -> None:
     _, data = pair(task, test_split="train")
-    pixels = [
+    sources = [
         getattr(data, f"{stage}_dataloader")().data.images for stage in ("train", "test", "val")
     ]
-    assert pixels[0].data_ptr() == pixels[1].data_ptr() != pixels[2].data_ptr()
-    assert data.train_dataloader().data is data.train_dataloader().data, "moved once"
+    assert sources[0] is sources[1] is not sources[2]
+    assert data.train_dataloader().data is data.train_dataloader().data, "made once"
 
 
-def test_a_gpu_is_not_demanded_in_vain(both: dict[str, Split], load: Load) -> None:
-    data = load(device="gpu", cache_images=True)
+@pytest.mark.parametrize("cache_images", [True, False])
+def test_a_gpu_is_not_demanded_in_vain(
+    both: dict[str, Split], load: Load, cache_images: bool
+) -> None:
+    data = load(device="gpu", cache_images=cache_images)
     for stage in ("train", "val", "test"):
         with pytest.raises(DataDeviceError, match=r"data\.device: .* a run on cpu.*trainer=gpu"):
             getattr(data, f"{stage}_dataloader")()
-
-
-def test_images_that_are_decoded_are_not_on_a_gpu(both: dict[str, Split], load: Load) -> None:
-    with pytest.raises(DataDeviceError, match=r"data\.device: .*or use data\.cache_images=true"):
-        load(device="gpu")
     with pytest.raises(ValueError, match="device: expected one of auto, gpu, cpu; got 'tpu'"):
         load(device="tpu")
+
+
+def test_a_loader_decodes_where_the_gpu_cannot(
+    both: dict[str, Split], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "decodes_on", lambda device: False)
     data = load(device="auto")
     data.trainer = trainer("cuda:0")
     assert isinstance(data.train_dataloader(), TrainingLoader)
+    data = load(device="gpu")
+    data.trainer = trainer("cuda:0")
+    with pytest.raises(DataDeviceError, match=r"data\.device: .*pip install torchcodec"):
+        data.train_dataloader()
 
 
 def test_a_set_takes_at_most_a_tenth_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
