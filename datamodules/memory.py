@@ -5,6 +5,7 @@ N samples, B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -105,7 +106,7 @@ class TrainingBatches(Generic[T_co]):
         data: where the batches are to be.
         sampler: whose epoch Lightning sets.
         batch_size: B; the last batch of an epoch may be smaller.
-        prepare_on: the device on which a thread is to prepare batches ahead, where that takes long;
+        prepare_on: the device on which threads are to prepare batches ahead, where that takes long;
             None where they are selected when they are asked for.
     """
 
@@ -172,8 +173,9 @@ class EvaluationBatches(Generic[T_co]):
 def _select(
     data: InMemory[T_co], parts: Sequence[tuple[Tensor, ...]], prepare_on: torch.device | None
 ) -> Iterator[T_co]:
-    batches = (data.select(rows, *columns) for rows, *columns in parts)
-    return batches if prepare_on is None else ahead(batches, prepare_on)
+    if prepare_on is None:
+        return (data.select(*part) for part in parts)
+    return ahead((functools.partial(data.select, *part) for part in parts), prepare_on)
 
 
 def _split(

@@ -5,7 +5,7 @@ B batch, C channels, S image size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from datamodules.reading.decoding import (
     decodes_on,
 )
 from datamodules.reading.files import find_images
-from datamodules.reading.pixels import normalise, resize
+from datamodules.reading.pixels import normalise, resize_all
 from datamodules.reading.skipped import report
 from datamodules.sampling import EvenBatches, loader_options
 
@@ -69,19 +69,24 @@ class FolderSet(Dataset[FolderBatch]):
 
     def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
         """Returns a batch of several images on a device, where they are decoded if it can."""
-        names = [self.names[index] for index in indices]
-        images = decode_on(device, (self.folder / name for name in names), upright=True)
-        return join([self._make_item(name, image) for name, image in zip(names, images)])
-
-    def _make_item(self, name: str, image: Tensor | UnreadableImageError) -> FolderBatch:
-        if isinstance(image, UnreadableImageError):
-            nothing = torch.empty(0, *self.image_shape, dtype=torch.uint8)
-            return FolderBatch(nothing, [], [], [], [(str(image), name)])
-        height, width = image.shape[1:]
         channels, _, image_size = self.image_shape
-        image = rgb_to_grayscale(image) if channels == 1 else image
-        image = resize(image, image_size)
-        return FolderBatch(image[None], [(height, width)], [name], [name], [])
+        sizes: list[tuple[int, int]] = []
+        names: list[str] = []
+        skipped: list[tuple[str, str]] = []
+
+        def readable() -> Iterator[Tensor]:
+            chosen = [self.names[index] for index in indices]
+            paths = (self.folder / name for name in chosen)
+            for name, image in zip(chosen, decode_on(device, paths, upright=True), strict=True):
+                if isinstance(image, UnreadableImageError):
+                    skipped.append((str(image), name))
+                    continue
+                sizes.append((image.shape[1], image.shape[2]))
+                names.append(name)
+                yield rgb_to_grayscale(image) if channels == 1 else image
+
+        images = resize_all(readable(), image_size)
+        return FolderBatch(images.view(len(names), *self.image_shape), sizes, names, names, skipped)
 
 
 class SplitSet(Dataset[FolderBatch]):
@@ -96,17 +101,17 @@ class SplitSet(Dataset[FolderBatch]):
 
     def __getitem__(self, index: int) -> FolderBatch:
         number = int(self.numbers[index])
-        return self._make_batch([number], [self.images[number]])
+        return self._make_batch([number], self.images[number][None])
 
     def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
         """Returns a batch of several images on a device, where they are decoded if it can."""
         numbers = self.numbers[list(indices)].tolist()
         return self._make_batch(numbers, self.images.read_on(device, numbers))
 
-    def _make_batch(self, numbers: Sequence[int], images: Sequence[Tensor]) -> FolderBatch:
+    def _make_batch(self, numbers: Sequence[int], images: Tensor) -> FolderBatch:
         annotations = self.images.annotations
         return FolderBatch(
-            images=torch.stack(list(images)),
+            images=images,
             sizes=[tuple(annotations.sizes[number].tolist()) for number in numbers],
             names=[str(annotations.file_names[number]) for number in numbers],
             ids=[int(annotations.ids[number]) for number in numbers],

@@ -30,7 +30,7 @@ from datamodules.images import DataNotFoundError
 from datamodules.memory import send
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode, decode_on
-from datamodules.reading.pixels import find_nearest, resize
+from datamodules.reading.pixels import find_nearest, resize, resize_all
 from datamodules.reading.skipped import Skipped
 
 T = TypeVar("T")
@@ -86,15 +86,14 @@ class Images:
             return torch.from_numpy(self.kept[index].copy())
         return resize(self._decode(index), self.image_size)
 
-    def read_on(self, device: torch.device, indices: Sequence[int]) -> list[Tensor]:
-        """Decodes and resizes images on a device, where that can be done; returns them there."""
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> Tensor:
+        """Reads images to a device, which decodes and resizes them, (B, 3, S, S) uint8."""
         paths = [self.folder / str(self.annotations.file_names[index]) for index in indices]
-        resized = []
-        for index, image in zip(indices, decode_on(device, paths), strict=True):
-            if isinstance(image, UnreadableImageError):  # it could be decoded before
-                raise image
-            resized.append(resize(self._require_size(image, index), self.image_size))
-        return resized
+        images = (
+            self._require_size(image, index)
+            for index, image in zip(indices, decode_on(device, paths), strict=True)
+        )
+        return resize_all(images, self.image_size)
 
     def _hash_files(self) -> str:
         """Returns a hash of the files' names, sizes and modification times."""
@@ -125,7 +124,9 @@ class Images:
         path = self.folder / str(self.annotations.file_names[index])
         return self._require_size(decode(path), index)
 
-    def _require_size(self, image: Tensor, index: int) -> Tensor:
+    def _require_size(self, image: Tensor | UnreadableImageError, index: int) -> Tensor:
+        if isinstance(image, UnreadableImageError):  # though it could be decoded before
+            raise image
         if image.shape[1:] != (size := tuple(self.annotations.sizes[index].tolist())):
             height, width = image.shape[1:]
             raise UnreadableImageError(

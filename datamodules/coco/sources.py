@@ -56,8 +56,8 @@ class Decoded:
         self._device = device
 
     def fetch(self, numbers: Tensor, on_device: Tensor) -> tuple[Tensor, Tensor]:
-        resized = self._images.read_on(self._device, numbers.tolist())
-        return torch.stack(resized), torch.arange(len(numbers), device=self._device)
+        decoded = self._images.read_on(self._device, numbers.tolist())
+        return decoded, torch.arange(len(numbers), device=self._device)
 
 
 class Drawn:

@@ -2,82 +2,90 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-AHEAD = 2  # batches that are ready before they are asked for
+# While a thread reads a file or waits for the GPU, others have Python's lock: with more than three
+# threads there is always one that waits for it.
+THREADS = 3
+AHEAD = THREADS + 1  # batches that are prepared, or ready, before they are asked for
+
+Made = tuple[Any, torch.cuda.Event | None]  # a batch, and when the GPU has it
 
 
-class _Item(NamedTuple):
-    """A batch, and when the GPU has it; or an error; or neither, after the last batch."""
+def ahead(makers: Iterable[Callable[[], Any]], device: torch.device) -> Iterator[Any]:
+    """Yields what each maker returns, in order; threads call the next ones beforehand.
 
-    batch: Any = None
-    there: torch.cuda.Event | None = None
-    error: BaseException | None = None
-
-
-def ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yields the same batches, which a thread prepares, up to `AHEAD` of them beforehand.
-
-    On a GPU the thread works in a stream of its own, and the current stream waits for each batch.
-    An error of the thread is raised here, when its batch is asked for.
+    On a GPU they work in streams of their own, and the current stream waits for each batch. An
+    error of a maker is raised here, when its batch is asked for.
 
     Args:
-        batches: tuples of tensors and other values.
+        makers: of batches, which are tuples of tensors and other values.
         device: where they are prepared.
     """
-    items: queue.Queue[_Item] = queue.Queue(AHEAD)
-    stopped = threading.Event()
-    stream = None
-    if device.type == "cuda":
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))  # which may still copy the data
-
-    def prepare() -> None:
+    pending: deque[Future[Made]] = deque()
+    with ThreadPoolExecutor(THREADS, "batches ahead", _choose_streams(device)) as pool:
         try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                for batch in batches:
-                    items.put(_Item(batch, _record(stream)))
-                    if stopped.is_set():
-                        return
-            items.put(_Item())
-        except BaseException as error:
-            items.put(_Item(error=error))
-
-    thread = threading.Thread(target=prepare, name="batches ahead", daemon=True)
-    thread.start()
-    try:
-        while (item := items.get()).batch is not None:
-            if item.there is not None:
-                _hand_over(item.batch, item.there, torch.cuda.current_stream(device))
-            yield item.batch
-        if item.error is not None:
-            raise item.error
-    finally:
-        stopped.set()
-        with suppress(queue.Empty):
-            items.get_nowait()  # the thread may wait for room
-        thread.join()
+            for make in makers:
+                pending.append(pool.submit(_make, make, device))
+                if len(pending) == AHEAD:
+                    yield _receive(pending.popleft())
+            while pending:
+                yield _receive(pending.popleft())
+        finally:
+            for future in pending:
+                future.cancel()
 
 
-def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    if stream is None:
-        return None
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+def _make(make: Callable[[], Any], device: torch.device) -> Made:
+    batch = make()
+    if not _is_gpu(device):
+        return batch, None
+    there = torch.cuda.Event()
+    there.record()
+    return batch, there
 
 
-def _hand_over(batch: Iterable[Any], there: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Lets a stream use a batch once it is there. The memory of the batch is not given to another
-    before that stream is done with it."""
-    stream.wait_event(there)
-    for value in batch:
-        if isinstance(value, Tensor) and value.is_cuda:
-            value.record_stream(stream)
+def _receive(future: Future[Made]) -> Any:
+    """Returns a batch that the current stream waits for. The memory of the batch is not given to
+    another before that stream is done with it."""
+    batch, there = future.result()
+    if there is not None:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(there)
+        for value in batch:
+            if isinstance(value, Tensor) and value.is_cuda:
+                value.record_stream(stream)
+    return batch
+
+
+def _choose_streams(device: torch.device) -> Callable[[], None]:
+    """Returns what gives each thread its stream. They continue after what is queued now, such as
+    copies of the data."""
+    if not _is_gpu(device):
+        return lambda: None
+    queued = torch.cuda.Event()
+    queued.record(torch.cuda.current_stream(device))
+    streams = iter(_streams(device))
+
+    def choose() -> None:
+        stream = next(streams)
+        stream.wait_event(queued)
+        torch.cuda.set_stream(stream)
+
+    return choose
+
+
+@functools.cache  # memory that a stream has used is for that stream
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(THREADS))
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

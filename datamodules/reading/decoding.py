@@ -115,11 +115,11 @@ class _File:
     def __init__(self, path: Path, upright: bool) -> None:
         if not path.is_file():
             raise UnreadableImageError("the file is missing")
-        if path.stat().st_size == 0:
-            raise UnreadableImageError("the file is empty")
         self._upright = upright
         with _explained():
             self._contents = path.read_bytes()
+            if not self._contents:
+                raise UnreadableImageError("the file is empty")
             self._image = Image.open(BytesIO(self._contents), formats=FORMATS)
             self.pixels = self._image.width * self._image.height
             if self.pixels > MAX_PIXELS:

@@ -6,6 +6,7 @@ B batch, H height, W width, S image size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,27 @@ DIGIT = 2**12
 def resize(image: Tensor, image_size: int) -> Tensor:
     """Resizes (3, H, W) uint8 to (3, S, S): the whole image, whatever its aspect ratio."""
     return T.resize(image, [image_size, image_size], antialias=True)
+
+
+def resize_all(images: Iterable[Tensor], image_size: int) -> Tensor:
+    """Resizes images of any sizes as `resize` does, to (B, 3, S, S) uint8; of none, to (0,).
+
+    On a GPU they are rounded together, since each kernel takes the host longer than the GPU.
+    """
+    resized = [
+        _interpolate(image, image_size) if image.is_cuda else resize(image, image_size)
+        for image in images
+    ]
+    if not resized:
+        return torch.empty(0, dtype=torch.uint8)
+    batch = torch.stack(resized)
+    return batch.round_().to(torch.uint8) if batch.is_floating_point() else batch
+
+
+def _interpolate(image: Tensor, image_size: int) -> Tensor:
+    """Returns what `resize` rounds on a GPU."""
+    size = [image_size, image_size]
+    return F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
 
 
 @functools.lru_cache(2**14)

@@ -1,7 +1,8 @@
 """Batches that a thread prepares are those that it is given."""
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ CPU = torch.device("cpu")
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "batches ahead"]
+    return [thread.name for thread in threading.enumerate() if "batches ahead" in thread.name]
 
 
-def counted(count: int, made: list[int]) -> Iterator[tuple[Tensor, int]]:
-    for number in range(count):
-        made.append(number)
-        yield torch.full((2,), number), number
+def counted(count: int, called: list[int]) -> Iterator[Callable[[], tuple[Tensor, int]]]:
+    def make(number: int) -> tuple[Tensor, int]:
+        called.append(number)
+        return torch.full((2,), number), number
+
+    return (functools.partial(make, number) for number in range(count))
 
 
 @pytest.mark.parametrize("count", [0, 1, AHEAD, 20])
@@ -31,17 +34,33 @@ def test_batches_come_in_order_and_once(count):
         assert not threads()
 
 
-def test_no_more_are_prepared_than_can_be_ready():
-    made: list[int] = []
-    batches: Any = ahead(counted(20, made), CPU)
+def test_a_slow_batch_is_waited_for_while_others_are_made():
+    later, order = threading.Event(), []
+
+    def make(number: int) -> tuple[int]:
+        if number == 0:
+            assert later.wait(60)
+        order.append(number)
+        if number == 2:
+            later.set()
+        return (number,)
+
+    makers = (functools.partial(make, number) for number in range(4))
+    assert [number for (number,) in ahead(makers, CPU)] == [0, 1, 2, 3]
+    assert order.index(0) > order.index(2)
+
+
+def test_no_more_are_prepared_than_are_said():
+    called: list[int] = []
+    batches: Any = ahead(counted(20, called), CPU)
     for used in range(1, 10):
         next(batches)
-        assert len(made) <= used + AHEAD + 1, "those in the queue, and one that waits for room"
+        assert len(called) < used + AHEAD
     batches.close()
 
 
 @pytest.mark.parametrize("used", [1, 3])
-def test_a_thread_ends_with_what_uses_it(used):
+def test_threads_end_with_what_uses_them(used):
     batches: Any = ahead(counted(10**9, []), CPU)
     for _ in range(used):
         next(batches)
@@ -51,11 +70,10 @@ def test_a_thread_ends_with_what_uses_it(used):
 
 
 def test_an_error_is_raised_when_its_batch_is_asked_for():
-    def broken() -> Iterator[tuple[int]]:
-        yield (1,)
+    def fail() -> tuple[int]:
         raise ValueError("the second is broken")
 
-    batches = ahead(broken(), CPU)
+    batches = ahead([lambda: (1,), fail, lambda: (3,)], CPU)
     assert next(batches) == (1,)
     with pytest.raises(ValueError, match="the second is broken"):
         next(batches)
@@ -67,12 +85,12 @@ def test_the_current_stream_waits_for_a_batch_and_keeps_its_memory():
     device = torch.device("cuda", 0)
     size = 2**22
 
-    def slow(count: int) -> Iterator[tuple[Tensor, int]]:
-        for number in range(count):
-            torch.cuda._sleep(2_000_000)
-            yield torch.full((size,), number, device=device), number
+    def slow(number: int) -> tuple[Tensor, int]:
+        torch.cuda._sleep(2_000_000)
+        return torch.full((size,), number, device=device), number
 
-    for values, number in ahead(slow(40), device):
+    makers = (functools.partial(slow, number) for number in range(40))
+    for values, number in ahead(makers, device):
         torch.cuda._sleep(3_000_000)
         total = values.sum()  # later than the thread has given the memory back
         del values

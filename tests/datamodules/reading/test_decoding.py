@@ -81,7 +81,7 @@ JPEGS = {  # what Pillow is told to write -> the mode of the image
     "CMYK": ("CMYK", {}),
 }
 # Of the difference between GPU and CPU, by the sampling that Pillow is told, at 224 x 224.
-MEAN_AND_P99 = {0: (0.2, 1.0), 2: (1.0, 8.0)}
+MEAN_AND_P99 = {0: (0.2, 1.0), 2: (0.4, 6.0)}
 DECODERS = pytest.mark.parametrize("decoder", ["torchcodec", "Pillow"])
 
 
