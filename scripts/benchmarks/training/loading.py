@@ -52,6 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="default: both")  # fmt: skip
     parser.add_argument("--batch-size", nargs="+", type=count, default=[8, 64], metavar="N",
                         help="default: %(default)s")  # fmt: skip
+    parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES),
+                        help="of the images; default: all that the device has")  # fmt: skip
     parser.add_argument(
         "--steps", type=count, default=STEPS, help="of each run; default: %(default)s"
     )
@@ -76,8 +78,8 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
             _repeat(arguments.input, Path(folder), arguments.images)
             for experiment in arguments.experiment:
                 for batch_size in arguments.batch_size:
-                    for source in SOURCES:
-                        if device == "cpu" and "GPU" in source:
+                    for source in arguments.source:
+                        if device == "cpu" and source == "the GPU":
                             continue
                         row = _row(experiment, batch_size, source, device, folder, arguments)
                         measured["rows"].append(row)
