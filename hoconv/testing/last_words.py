@@ -14,8 +14,8 @@ last = ""
 for line in sys.stdin:
     last = line.strip()
 if last:
-    print(f"The process died in {last}. A kernel may have accessed memory that is not its own.",
-          file=sys.stderr)
+    print(f"The process ended in {last}: somebody killed it, or a kernel accessed memory that is "
+          "not its own.", file=sys.stderr)
 """
 
 
