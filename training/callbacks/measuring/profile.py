@@ -56,7 +56,9 @@ class Profile(pl.Callback):
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._synchronize()
-            self._profiler = self._open.enter_context(torch.profiler.profile(activities=activities))
+            # acc_events: torch 2.11 warns that it drops all cycles but one, although there is one.
+            profile = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler = self._open.enter_context(profile)
             self._begin = time.perf_counter()
 
     def on_train_batch_end(

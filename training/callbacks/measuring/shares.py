@@ -66,7 +66,7 @@ class LayerShares(pl.Callback):
         if self._step <= self.warmup_steps:
             return
         if len(self._step_ms) == self.steps:
-            self._profiler = torch.profiler.profile()
+            self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
             return
         if self._marks is None:
