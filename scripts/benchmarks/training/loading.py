@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                             continue
                         row = _row(experiment, batch_size, source, device, folder, arguments)
                         measured["rows"].append(row)
+                        write_json(arguments.out / f"loading_{device}.json", measured)
         show(_table(measured["rows"]))
-        write_json(arguments.out / f"loading_{device}.json", measured)
 
 
 def _repeat(source: Path, folder: Path, images: int) -> None:
