@@ -97,6 +97,7 @@ def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monk
     place = "is_resident" if cached == "true" else "is_decoded"
     monkeypatch.setattr(on_device, place, lambda *_: True)
     moved = small(*how)
+    assert moved.exit_code == 0, moved.err
     assert len(loaded.losses) == len(moved.losses) > 1
     losses = [float(loss) for loss in loaded.losses]
     assert [float(loss) for loss in moved.losses] == pytest.approx(losses, rel=1e-4)
@@ -107,8 +108,9 @@ def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monk
 def test_implementations_agree_on_the_first_losses(small, impl):
     steps = ("trainer.limit_train_batches=20", "trainer.limit_val_batches=1")
     chosen, device = implementation(impl)
-    reference = [float(loss) for loss in small("impl=reference", device, *steps).losses]
-    losses = [float(loss) for loss in small(chosen, device, *steps).losses]
+    runs = [small(each, device, *steps) for each in ("impl=reference", chosen)]
+    assert all(done.exit_code == 0 for done in runs), runs[-1].err
+    reference, losses = ([float(loss) for loss in done.losses] for done in runs)
     assert len(losses) == 20
     assert losses == pytest.approx(reference, rel=1e-3)
 
