@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 import hoconv
 from datamodules.coco import on_device, shapes
+from tests.training.recorded_graph import RecordingCPU
+from training.capture import steps
 
 METRICS = {
     "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
@@ -103,12 +105,22 @@ def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monk
     assert [float(loss) for loss in moved.losses] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_steps_can_be_captured(small, task, monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(steps, "Gpu", RecordingCPU)
+    less = ("trainer.limit_train_batches=10", "trainer.limit_val_batches=1")
+    done = small("impl=reference", f"trainer={device}", "+optimizer.fused=true", *less)
+    assert done.exit_code == 0, done.err
+    assert done.results["capture"]["captures"] > 0, done.results["capture"]["eager_steps"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_implementations_agree_on_the_first_losses(small, impl):
-    steps = ("trainer.limit_train_batches=20", "trainer.limit_val_batches=1")
+    less = ("trainer.limit_train_batches=20", "trainer.limit_val_batches=1")
     chosen, device = implementation(impl)
-    runs = [small(each, device, *steps) for each in ("impl=reference", chosen)]
+    runs = [small(each, device, *less) for each in ("impl=reference", chosen)]
     assert all(done.exit_code == 0 for done in runs), runs[-1].err
     reference, losses = ([float(loss) for loss in done.losses] for done in runs)
     assert len(losses) == 20

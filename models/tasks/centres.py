@@ -186,9 +186,16 @@ def _cell(twice_the_centre: Tensor, step: float, count: int) -> Tensor:
 def _generalised_overlap(one: Tensor, other: Tensor) -> Tensor:
     """Returns the GIoU of boxes (B, 4, h, w): left, top, right and bottom."""
     low, high = torch.maximum(one[:, :2], other[:, :2]), torch.minimum(one[:, 2:], other[:, 2:])
-    both = (high - low).clamp(min=0).prod(1)
-    either = (one[:, 2:] - one[:, :2]).prod(1) + (other[:, 2:] - other[:, :2]).prod(1) - both
-    around = (
+    both = _area((high - low).clamp(min=0))
+    either = _area(one[:, 2:] - one[:, :2]) + _area(other[:, 2:] - other[:, :2]) - both
+    around = _area(
         torch.maximum(one[:, 2:], other[:, 2:]) - torch.minimum(one[:, :2], other[:, :2])
-    ).prod(1)
+    )
     return both / either.clamp(min=1e-6) - (around - either) / around.clamp(min=1e-6)
+
+
+def _area(sizes: Tensor) -> Tensor:
+    """Returns the products of widths and heights (B, 2, h, w). Unlike the gradient of `prod`, that
+    of these does not wait for the GPU."""
+    widths, heights = sizes.unbind(1)
+    return widths * heights
