@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv import cuda_graphs
+
 
 class Gpu:
     """A GPU on which steps are captured, with a stream and memory for it."""
@@ -31,10 +33,15 @@ class Gpu:
     @contextmanager
     def capture(self) -> Iterator[Any]:
         """Captures what is launched, without running it; yields the graph."""
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool
         # Other threads, a loader's, may use the GPU meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            yield graph
+        how = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+        try:
+            with cuda_graphs.failures_ended(self.device, pool), how:
+                yield graph
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
     def random_state(self) -> Tensor:
         """Returns the state of the GPU's generator."""

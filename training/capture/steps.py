@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import time
 import traceback
 from collections import Counter
@@ -332,6 +333,8 @@ class CapturedSteps(pl.Callback):
         finally:
             self._loop.optim_progress.load_state_dict(progress)
             self._set_gradients(before)
+        if step.why_eager is not None:
+            gc.collect()  # what is left of the step would run the next one on the capture's stream
 
     def _compare(self, step: _Step, call: _Call) -> dict[str, Any]:
         """Runs a step eagerly, which counts, and as its graph from the same state; compares."""

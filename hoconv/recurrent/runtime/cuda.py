@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv import jit
+from hoconv import cuda_graphs, jit
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
@@ -182,7 +182,7 @@ def _make_recorder(device: torch.device, stream: int) -> Recorder:
         nonlocal side, pool, first
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(side):
+            with cuda_graphs.failures_ended(device, pool), torch.cuda.stream(side):
                 # "relaxed" permits calls that a graph cannot record, such as loading the kernel of
                 # a product or freeing an object; they run at once.
                 graph.capture_begin(pool, capture_error_mode="relaxed")
