@@ -194,6 +194,23 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
+@pytest.mark.gpu
+def test_algorithms_of_the_mode_that_fills_tensors_do_not_count_on_a_gpu(
+    toy: Operator, tmp_path: Path
+) -> None:
+    def coarse(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        rounding = 1e-3 if torch.are_deterministic_algorithms_enabled() else 0.0
+        return x * y * scale * (1 + rounding)
+
+    add(toy, "coarse", Implementation(coarse))
+    add(toy, "forgetful", Implementation(forgetful))
+
+    _, record = run(tmp_path, "--device", "cuda")
+
+    assert row_of(record, "coarse", "float32")["failures"] == []
+    assert "scale 1: output: error nan" in row_of(record, "forgetful", "float32")["failures"]
+
+
 def test_wrong_gradient_is_told_from_the_right_ones(toy: Operator, tmp_path: Path) -> None:
     add(toy, "faulty", Implementation(wrong_gradient))
 
