@@ -21,6 +21,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from datamodules.reading.jpeg import END, find_size
+
 S = TypeVar("S")
 T = TypeVar("T")
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
@@ -46,7 +48,6 @@ TURNS = dict(
 )
 # The segment APP1 of a JPEG that holds EXIF, and the same as APP15, which nobody reads.
 EXIF, NO_EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL), b"\xff\xef\\1"
-END_OF_JPEG = b"\xff\xd9"
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS takes the place of Pillow's own limit
 
@@ -110,7 +111,11 @@ def decodes_on(device: torch.device) -> bool:
 
 
 class _File:
-    """An image file of which Pillow has read the header."""
+    """An image file of which the header is read.
+
+    Raises:
+        UnreadableImageError: it is missing, empty, of another format or too large.
+    """
 
     def __init__(self, path: Path, upright: bool) -> None:
         if not path.is_file():
@@ -118,15 +123,21 @@ class _File:
         self._upright = upright
         with _explained():
             self._contents = path.read_bytes()
-            if not self._contents:
-                raise UnreadableImageError("the file is empty")
-            self._image = Image.open(BytesIO(self._contents), formats=FORMATS)
-            self.pixels = self._image.width * self._image.height
-            if self.pixels > MAX_PIXELS:
-                raise UnreadableImageError(
-                    f"the image is {self._image.width} x {self._image.height}, more than "
-                    f"{MAX_PIXELS:,} pixels"
-                )
+        if not self._contents:
+            raise UnreadableImageError("the file is empty")
+        size = find_size(self._contents)
+        self._plain = size is not None
+        height, width = size or (self._image.height, self._image.width)
+        self.pixels = height * width
+        if self.pixels > MAX_PIXELS:
+            raise UnreadableImageError(
+                f"the image is {width} x {height}, more than {MAX_PIXELS:,} pixels"
+            )
+
+    @functools.cached_property
+    def _image(self) -> Image.Image:
+        with _explained():
+            return Image.open(BytesIO(self._contents), formats=FORMATS)
 
     @property
     def jpeg(self) -> bytes | None:
@@ -142,9 +153,11 @@ class _File:
     def jpeg_for_gpu(self) -> bytes | None:
         """The same for a GPU. It decodes red, green and blue as if they were YCbCr, and fills up
         what is cut off."""
+        if self._plain:
+            return self._contents
         numbers = [channel[0] for channel in getattr(self._image, "layer", ())]
         known = numbers in ([1], [1, 2, 3]) and self._image.info.get("adobe_transform") != 0
-        return self.jpeg if known and self._contents.endswith(END_OF_JPEG) else None
+        return self.jpeg if known and self._contents.endswith(END) else None
 
     def decode(self) -> Tensor:
         with _explained():
