@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# While a thread reads a file or waits for the GPU, others have Python's lock: with more than three
-# threads there is always one that waits for it.
-THREADS = 3
+# While a thread reads a file or waits for the GPU, another has Python's lock. With a third one, one
+# always waits for it, and so does the thread that trains.
+THREADS = 2
 AHEAD = THREADS + 1  # batches that are prepared, or ready, before they are asked for
 
 Made = tuple[Any, torch.cuda.Event | None]  # a batch, and when the GPU has it
