@@ -84,7 +84,9 @@ def _choose_streams(device: torch.device) -> Callable[[], None]:
 
 @functools.cache  # memory that a stream has used is for that stream
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(THREADS))
+    # PyTorch gives out 32 streams of a priority in turns: with the priority of all others, one of
+    # these could be that in which a graph is captured.
+    return tuple(torch.cuda.Stream(device, priority=-1) for _ in range(THREADS))
 
 
 def _is_gpu(device: torch.device) -> bool:
