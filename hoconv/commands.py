@@ -116,18 +116,25 @@ def hardware(measured: dict[str, Any]) -> str:
     return f"{environment['cpu']}, {environment['threads']} threads"
 
 
-def write_json(path: Path, contents: Any) -> None:
-    write(path, lambda partial: partial.write_text(json.dumps(contents, indent=2) + "\n"))
+def write_json(path: Path, contents: Any, *, say: bool = True) -> None:
+    """Writes JSON whole or not at all.
+
+    Args:
+        say: whether to print the path; not where more is measured and the file is written again.
+    """
+    write(path, lambda partial: partial.write_text(json.dumps(contents, indent=2) + "\n"), say=say)
 
 
-def write(path: Path, write_to: Callable[[Path], Any]) -> None:
+def write(path: Path, write_to: Callable[[Path], Any], *, say: bool = True) -> None:
     """Writes a file whole or not at all: a reader never sees half of one.
 
     Args:
         write_to: writes the file under the temporary name that it is given.
+        say: whether to print the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     write_to(partial)
     os.replace(partial, path)
-    print(path)
+    if say:
+        print(path)

@@ -33,7 +33,7 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,16 +116,19 @@ def _run(
     head: dict[str, Any],
 ) -> bool:
     """Measures one operator; returns whether an implementation failed."""
-    measured = head | measure(operator, device, dtype, arguments)
+    path = arguments.out / f"op_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    measured = head
+    for contents in measure(operator, device, dtype, arguments):
+        measured = head | contents
+        write_json(path, measured, say=False)  # it stays if a later size ends the process
     for table in _tables(measured):
         show(table)
+    print(path)
     for impl, reason in measured["unavailable"].items():
         print(f"{impl}: {reason}")
     failed = [row for row in measured["rows"] if row["error"]]
     for row in failed:
         print(f"{row['contender']} at {row['size']}: {row['error']}")
-    path = arguments.out / f"op_{operator.name}_{device}_{dtype_name(dtype)}.json"
-    write_json(path, measured)
     if find_spec("matplotlib"):
         from hoconv.benchmarking.charts import draw
 
@@ -136,8 +139,11 @@ def _run(
 
 def measure(
     operator: Operator, device_type: str, dtype: torch.dtype, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Times one operator on one device in one dtype; returns the contents of its JSON."""
+) -> Iterator[dict[str, Any]]:
+    """Times one operator on one device in one dtype.
+
+    Yields the contents of its JSON after each size, with the rows so far.
+    """
     device = torch.device(device_type)
     sizes = arguments.sizes or operator.benchmark.sizes
     repeats = REPEATS[device_type]
@@ -146,7 +152,19 @@ def measure(
     functions, unavailable = _functions(operator, device_type)
     bandwidth = copy_bandwidth(device, repeats)
     peak = matmul_peak(device, dtype, False, repeats)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    contents = {
+        "method": method(APART, [device_type]),
+        "package": package(operator),
+        "operator": operator.name,
+        "device": device_type,
+        "dtype": dtype_name(dtype),
+        "axis": operator.benchmark.axis,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "matmul_tflop_per_s": peak / 1e12,
+        "unavailable": unavailable,
+        "rows": rows,
+    }
     title = f"{operator.name} {device_type} {dtype_name(dtype)}"
     steps = len(sizes) * len(functions) * (repeats + 1)
     with (
@@ -181,19 +199,8 @@ def measure(
                     "least_memory_bytes": least_memory,
                     "error": contender.error,
                 })  # fmt: skip
+            yield contents
         progress.update(task, completed=steps, description=title)
-    return {
-        "method": method(APART, [device_type]),
-        "package": package(operator),
-        "operator": operator.name,
-        "device": device_type,
-        "dtype": dtype_name(dtype),
-        "axis": operator.benchmark.axis,
-        "copy_gb_per_s": bandwidth / 1e9,
-        "matmul_tflop_per_s": peak / 1e12,
-        "unavailable": unavailable,
-        "rows": rows,
-    }
 
 
 def _functions(

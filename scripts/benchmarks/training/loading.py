@@ -67,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     """Measures, shows and writes the results."""
     for device in arguments.device:
+        path = arguments.out / f"loading_{device}.json"
         measured = head | {
             "method": METHOD,
             "device": device,
@@ -83,8 +84,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                             continue
                         row = _row(experiment, batch_size, source, device, folder, arguments)
                         measured["rows"].append(row)
-                        write_json(arguments.out / f"loading_{device}.json", measured)
+                        write_json(path, measured, say=False)
         show(_table(measured["rows"]))
+        print(path)
 
 
 def _repeat(source: Path, folder: Path, images: int) -> None:
