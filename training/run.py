@@ -51,10 +51,6 @@ USER_ERRORS = (
 # Exit codes, as a shell has them: 128 and the number of the signal.
 INTERRUPTED, TERMINATED = 130, 143
 
-# Threads that decode images on a GPU have their own connections to it. The graph of a training step
-# takes all 8 of the default, and they would wait until it ends. CUDA reads this when it starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 register()  # here, since a process that runs one job of a sweep imports nothing before this
 
 failed_jobs: list[Path] = []  # of this process; a sweep goes on after them
