@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from datamodules.augmented import AugmentedImages
-from datamodules.coco.pixels import in_threads
 from datamodules.images import DataNotFoundError, ImageDataModule
 from datamodules.memory import Batch, LabelledImages, TrainingBatches
 from datamodules.reading.cache import Entry, find_or_make
@@ -22,6 +21,7 @@ from datamodules.reading.decoding import FORMATS, UnreadableImageError, decode
 from datamodules.reading.files import find_images
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
+from datamodules.reading.threads import in_threads
 from datamodules.sampling import SeededShuffle, get_rank
 
 FORMAT = 1  # version of the entries; part of their keys in the cache

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from datamodules.coco import augmentation
 from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.pixels import Images
+from datamodules.reading.threads import FileSet
 
 PAD, START, END, UNKNOWN = range(4)
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>", "<unk>")
@@ -109,7 +109,7 @@ class CaptionItem(NamedTuple):
     references: list[str]
 
 
-class CaptionSet(Dataset[CaptionItem]):
+class CaptionSet(FileSet[CaptionItem]):
     """An item for each caption; or, with `per_image`, for each image with its first caption.
 
     Images without captions are left out. With `augment`, an item that is asked for as (index, seed)

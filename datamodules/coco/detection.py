@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from datamodules.coco import augmentation
 from datamodules.coco.annotations.boxes import Boxes, ImageBoxes
 from datamodules.coco.augmentation import CROWD, NOTHING
 from datamodules.coco.pixels import Images
+from datamodules.reading.threads import FileSet
 
 
 class Truth:
@@ -55,7 +55,7 @@ class DetectionItem(NamedTuple):
     number: int
 
 
-class DetectionSet(Dataset[DetectionItem]):
+class DetectionSet(FileSet[DetectionItem]):
     """Images that can be decoded, with or without objects.
 
     With `augment`, an item that is asked for as (index, seed) is a random crop of at least half the

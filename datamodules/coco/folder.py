@@ -14,7 +14,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from datamodules.coco.pixels import Images
@@ -31,6 +31,7 @@ from datamodules.reading.decoding import (
 from datamodules.reading.files import find_images
 from datamodules.reading.pixels import normalise, resize_all
 from datamodules.reading.skipped import report
+from datamodules.reading.threads import FileSet
 from datamodules.sampling import EvenBatches, loader_options
 
 
@@ -52,7 +53,7 @@ class FolderBatch(NamedTuple):
     skipped: list[tuple[str, str]]
 
 
-class FolderSet(Dataset[FolderBatch]):
+class FolderSet(FileSet[FolderBatch]):
     """The image files of a folder. An item is a batch of one image, or of none where the file
     cannot be read."""
 
@@ -89,7 +90,7 @@ class FolderSet(Dataset[FolderBatch]):
         return FolderBatch(images.view(len(names), *self.image_shape), sizes, names, names, skipped)
 
 
-class SplitSet(Dataset[FolderBatch]):
+class SplitSet(FileSet[FolderBatch]):
     """The images of a split that can be decoded, by their index in it, as batches of one."""
 
     def __init__(self, images: Images, numbers: np.ndarray) -> None:

@@ -11,15 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
@@ -32,8 +28,8 @@ from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode, decode_on
 from datamodules.reading.pixels import find_nearest, resize, resize_all
 from datamodules.reading.skipped import Skipped
+from datamodules.reading.threads import in_threads
 
-T = TypeVar("T")
 FORMAT = 2  # version of the entries; part of their keys in the cache
 
 
@@ -234,16 +230,3 @@ class LabelMaps:
         for _ in in_threads(draw_into, len(self.instances), f"Drawing {self.instances.path.stem}"):
             pass
         labels.flush()
-
-
-def in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
-    """Yields `visit` of 0, ..., count - 1, in order; shows a bar in a terminal, a line elsewhere.
-
-    Threads run in parallel here, since decoding releases Python's global lock.
-    """
-    terminal = Console().is_terminal
-    if not terminal:
-        print(f"{title}: {count:,}", flush=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(visit, range(count))
-        yield from track(results, title, total=count, disable=not terminal)

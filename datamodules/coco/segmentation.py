@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from datamodules.coco import augmentation
 from datamodules.coco.pixels import Images, LabelMaps
+from datamodules.reading.threads import FileSet
 
 
 class SegmentationBatch(NamedTuple):
@@ -23,7 +23,7 @@ class SegmentationBatch(NamedTuple):
     labels: Tensor
 
 
-class SegmentationSet(Dataset[SegmentationBatch]):
+class SegmentationSet(FileSet[SegmentationBatch]):
     """Images that can be decoded; one without instances is all background.
 
     An item is an image (3, S, S) and its labels (S, S), both uint8. With `augment`, an item that is

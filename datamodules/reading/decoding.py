@@ -142,6 +142,8 @@ class _File:
     @property
     def jpeg(self) -> bytes | None:
         """What torchcodec is to decode; None where that is work for Pillow."""
+        if self._plain:
+            return self._contents
         if self._image.format != "JPEG" or self._image.mode not in ("RGB", "L"):
             return None
         if self._upright and _find_turn(self._image) is not None:
@@ -154,7 +156,7 @@ class _File:
         """The same for a GPU. It decodes red, green and blue as if they were YCbCr, and fills up
         what is cut off."""
         if self._plain:
-            return self._contents
+            return self.jpeg
         numbers = [channel[0] for channel in getattr(self._image, "layer", ())]
         known = numbers in ([1], [1, 2, 3]) and self._image.info.get("adobe_transform") != 0
         return self.jpeg if known and self._contents.endswith(END) else None
