@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +36,13 @@ class LayerMarks:
     The device enters a layer before its forward, and when the gradient of its output is ready. It
     leaves after the forward, and when the last gradient of its inputs and parameters is ready.
     Autograd runs in the reverse order of the forward, so nothing else runs in between.
+
+    Args:
+        set_mark: marks the point at which it is called, and returns the mark.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, model: nn.Module, set_mark: Callable[[], Any]) -> None:
+        self._set_mark = set_mark
         self._spans: list[tuple[str, list[Any]]] = []  # operator; the device entered, it left
         self._handles: list[Any] = []
         watched: list[str] = []
@@ -56,27 +60,34 @@ class LayerMarks:
         for handle in self._handles:
             handle.remove()
 
-    def milliseconds(self) -> dict[str, float]:
-        """Returns the time in the layers of each operator since `clear`.
+    def spans(self) -> dict[str, list[tuple[Any, Any]]]:
+        """Returns the marks around the layers of each operator that were set since `clear`.
 
         An operator is left out where the end of one of its calls was not seen: that of a layer
         which is called twice in a step, with an input that needs no gradient.
         """
-        found: dict[str, float] = {}
+        found: dict[str, list[tuple[Any, Any]]] = {}
         unseen = {operator for operator, (_, end) in self._spans if end is None}
         for operator, (begin, end) in self._spans:
             if operator not in unseen:
-                found[operator] = found.get(operator, 0.0) + milliseconds_between(begin, end)
+                found.setdefault(operator, []).append((begin, end))
         return found
+
+    def milliseconds(self) -> dict[str, float]:
+        """Returns the time in the layers of each operator of `spans`, whose marks are of `mark`."""
+        return {
+            operator: sum(milliseconds_between(*span) for span in spans)
+            for operator, spans in self.spans().items()
+        }
 
     def _watch(self, layer: Any) -> None:
         def enter() -> list[Any]:
-            span = [mark(self._device), None]
+            span = [self._set_mark(), None]
             self._spans.append((layer.operator.name, span))
             return span
 
         def leave(span: list[Any]) -> None:
-            span[1] = mark(self._device)  # each gradient replaces it; the last one stays
+            span[1] = self._set_mark()  # each gradient replaces it; the last one stays
 
         current: list[Any] = [None, None]  # the span in which the layer is, or was last
 

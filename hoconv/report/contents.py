@@ -173,13 +173,12 @@ def _of_the_step(each: Group, share: Share | None) -> dict[str, Any]:
     busy = None
     if times and times["idle_ms"] is not None:
         busy = 1 - (times["idle_ms"] + (times["wait_ms"] or 0.0)) / times["step_ms"]
-    captured = [run.results.get("capture", {}).get("replays", 0) > 0 for run in runs]
     return {
         "parts": times,
         "epoch_s": estimate(epochs.values()),
         "gpu_busy": busy,
-        "launches": 1 if captured and all(captured) else share and share.launches,
-        "captured": bool(captured) and all(captured),
+        "launches": 1 if each.captured() else share and share.launches,
+        "captured": each.captured(),
         "problems": [
             f"{run.folder}: {problem}"
             for run in (*runs, *each.unfinished)

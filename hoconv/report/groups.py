@@ -30,6 +30,11 @@ class Group:
     def finished(self) -> list[Run]:
         return [run for runs in self.runs.values() for run in runs]
 
+    def captured(self) -> bool:
+        """Whether the steps of all finished runs were CUDA graphs."""
+        runs = self.finished()
+        return bool(runs) and all(r.results.get("capture", {}).get("replays", 0) > 0 for r in runs)
+
     def throughput(self, name: str) -> Values:
         """Returns the mean over the runs of each seed of what results.json calls `name`."""
         return self._means("throughput", name)

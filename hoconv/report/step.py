@@ -22,8 +22,10 @@ class Share:
 
     Attributes:
         device: its type.
-        step_ms, operator_ms: without gaps in which the device waits for the host or for data.
-        launches: kernels that the host launches in a step; None where that was not counted.
+        step_ms, operator_ms: without gaps in which the device waits for the host or for data. Those
+            of a CUDA graph are without what it saves at each launch.
+        launches: kernels that the host launches in a step that is no graph; None where that was not
+            counted.
         source: what measured it.
     """
 
@@ -45,14 +47,23 @@ def find_share(found: Found, operator: str, group: Group) -> Share | None:
         if any(settings.get(name) != others.get(name) for name in fixed):
             continue
         if (times := contents["operators"].get(operator)) is not None:
-            return Share(
-                contents["device"],
-                contents["step_ms"]["median_ms"],
-                times["median_ms"],
-                contents["launches"],
-                f"LayerShares, {contents['step_ms']['repeats']} steps",
-            )
+            step_ms, operator_ms = contents["step_ms"]["median_ms"], times["median_ms"]
+            launches = contents["launches"]
+            counted = (contents.get("operator_launches") or {}).get(operator)
+            if counted is not None and group.captured() and (computing := _computing(group)):
+                saved_a_launch = max(0.0, step_ms - computing) / launches
+                step_ms -= saved_a_launch * launches
+                operator_ms = max(0.0, operator_ms - saved_a_launch * counted)
+            source = f"LayerShares, {contents['step_ms']['repeats']} steps"
+            return Share(contents["device"], step_ms, operator_ms, launches, source)
     return _share_of_network(found, group)
+
+
+def _computing(group: Group) -> float | None:
+    """Returns the milliseconds of a mean step in which it does not wait for data."""
+    step_ms = estimate(group.throughput("step_ms").values())["mean"]
+    wait = estimate(group.throughput("data_wait_fraction").values())["mean"]
+    return step_ms and step_ms * (1 - (wait or 0.0))
 
 
 def _share_of_network(found: Found, group: Group) -> Share | None:
@@ -87,13 +98,12 @@ def parts(each: Group, share: Share | None) -> dict[str, Any] | None:
         ``other_ms``, what the device computes otherwise, or without a share ``undivided_ms``;
         ``idle_ms``, in which a GPU waits for the host, at least; and ``shares`` of the step. Where
         the steps of the run take the device another time than those that were measured layer by
-        layer, as those of a CUDA graph or of a busier CPU do, the operator's part changes alike.
+        layer, as those of a busier CPU do, the operator's part changes alike.
     """
-    step_ms = estimate(each.throughput("step_ms").values())["mean"]
-    if not step_ms:
+    step_ms, left = estimate(each.throughput("step_ms").values())["mean"], _computing(each)
+    if not step_ms or left is None:
         return None
     wait = estimate(each.throughput("data_wait_fraction").values())["mean"]
-    left = step_ms * (1 - (wait or 0.0))
     found: dict[str, float | None] = dict.fromkeys(PARTS)
     found["wait_ms"] = None if wait is None else step_ms - left
     if share is None:

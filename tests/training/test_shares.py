@@ -26,5 +26,8 @@ def test_the_share_of_each_operator_is_measured(
     assert times["repeats"] == shares["step_ms"]["repeats"] == 5
     assert 0 < times["median_ms"] < shares["step_ms"]["median_ms"]
     assert times["p20_ms"] <= times["median_ms"] <= times["p80_ms"]
-    assert (shares["launches"] or 0) > 0 if device == "gpu" else shares["launches"] is None
+    if device == "gpu":
+        assert 0 < shares["operator_launches"]["high_order_layer"] < shares["launches"]
+    else:
+        assert (shares["launches"], shares["operator_launches"]) == (None, None)
     assert len(done.losses) == 15 + (device == "gpu")  # the fit ended after these steps

@@ -24,6 +24,7 @@ cross-entropy, the backward pass and the optimizer, on one fixed batch. Writes::
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -216,7 +217,7 @@ def _time_steps(
     seconds = _step_s(step, device)
     captured = network.batch / _step_s(_capture(step), device) if device.type == "cuda" else None
 
-    marks = LayerMarks(model, device)
+    marks = LayerMarks(model, functools.partial(mark, device))
     steps_ms, layers_ms = [], []
     for _ in range(MARKED_STEPS):
         _keep_busy(2e3 * seconds, device)

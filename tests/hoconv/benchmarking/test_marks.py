@@ -61,19 +61,17 @@ class Outer(nn.Module):
 
 
 NAME = HighOrderConv2d.operator.name
-CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "mark", lambda device: Clock.now)
+def now() -> float:
+    return Clock.now
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_layers_are_marked_forward_and_backward(first: bool) -> None:
     modules = [Module(100, 200), Layer(1, 2), Module(1000, 2000), Layer(10, 20), Module(5, 5)]
     model = nn.Sequential(*modules[first:])  # the first layer's input has a gradient, or not
-    marked = marks.LayerMarks(model, CPU)
+    marked = marks.LayerMarks(model, now)
     for _ in range(2):
         marked.clear()
         model(torch.ones(3)).sum().backward()
@@ -86,14 +84,14 @@ def test_layers_are_marked_forward_and_backward(first: bool) -> None:
 
 def test_a_layer_within_a_layer_counts_once() -> None:
     model = nn.Sequential(Module(100, 200), Outer())
-    marked = marks.LayerMarks(model, CPU)
+    marked = marks.LayerMarks(model, now)
     model(torch.ones(3)).sum().backward()
     assert marked.milliseconds() == {NAME: 1e3 * (3 + 4)}
 
 
 def test_a_layer_that_is_called_twice() -> None:
     layer, between = Layer(1, 2), Module(100, 200)
-    marked = marks.LayerMarks(layer, CPU)
+    marked = marks.LayerMarks(layer, now)
     x = torch.ones(3, requires_grad=True)
     layer(between(layer(x))).sum().backward()
     assert marked.milliseconds() == {NAME: 1e3 * (1 + 2) * 2}
@@ -101,7 +99,7 @@ def test_a_layer_that_is_called_twice() -> None:
 
 def test_a_call_whose_end_is_not_seen_leaves_its_operator_out() -> None:
     layer = Layer(1, 2)
-    marked = marks.LayerMarks(layer, CPU)
+    marked = marks.LayerMarks(layer, now)
     x = torch.ones(3)  # without a gradient, only the parameters' is seen, once for both calls
     (layer(x) + layer(x)).sum().backward()
     assert marked.milliseconds() == {}

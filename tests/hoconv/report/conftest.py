@@ -52,7 +52,13 @@ class Files:
         return folder
 
     def share(
-        self, impl: str, step_ms: float, operator_ms: float, device: str = "cpu", **others: Any
+        self,
+        impl: str,
+        step_ms: float,
+        operator_ms: float,
+        device: str = "cpu",
+        operator_launches: int = 5,  # of 7
+        **others: Any,
     ) -> None:
         """What the callback LayerShares leaves, beside the results.json of its run."""
 
@@ -64,6 +70,7 @@ class Files:
             "method": "marks", "device": device, "step_ms": times(step_ms),
             "operators": {OPERATOR: times(operator_ms)},
             "launches": 7 if device == "cuda" else None,
+            "operator_launches": {OPERATOR: operator_launches} if device == "cuda" else None,
         })  # fmt: skip
         self.json(f"{folder}/results.json", {
             "impl": impl, "model": "cnn", "data": "digits", "seed": 0, "status": "finished",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import json
 import time
 from pathlib import Path
@@ -20,7 +23,7 @@ METHOD = (
     "layers of an operator, forward and backward: CUDA events, or time.perf_counter on a CPU. A "
     "GPU's steps are queued behind a wait that outlasts their launch: their times exclude gaps in "
     "which it waits for the host or for data. Median, 20th and 80th percentiles. Launches: "
-    "those of one more step, counted by torch.profiler."
+    "those of one more step, and those within the layers, counted by torch.profiler."
 )
 
 
@@ -36,6 +39,7 @@ class LayerShares(pl.Callback):
         operators            name -> the same, of all its layers together; left out where a layer
                              was called in a way that marks cannot follow
         launches             kernels that the host launches in a step; null on a CPU
+        operator_launches    name -> those of all its layers; null on a CPU
 
     Args:
         path: of the JSON.
@@ -53,6 +57,7 @@ class LayerShares(pl.Callback):
         self._marks: LayerMarks | None = None
         self._profiler: Any = None
         self._launches: int | None = None
+        self._operator_launches: dict[str, int] | None = None
         self._step = 0
         self._host_ms = 0.0  # of the last step of the warm-up
         self._step_ms: list[float] = []
@@ -66,11 +71,12 @@ class LayerShares(pl.Callback):
         if self._step <= self.warmup_steps:
             return
         if len(self._step_ms) == self.steps:
+            self._marks = LayerMarks(pl_module, _ProfilerMarks())
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
             return
         if self._marks is None:
-            self._marks = LayerMarks(pl_module, self._device)
+            self._marks = LayerMarks(pl_module, functools.partial(mark, self._device))
         self._marks.clear()
         if self._device.type == "cuda":
             torch.cuda._sleep(int(3 * self._host_ms * CYCLES_A_MS))
@@ -102,10 +108,24 @@ class LayerShares(pl.Callback):
             disk.attempt(self.path, self._write, again=True)
 
     def _count_launches(self) -> None:
+        assert self._marks is not None
         torch.cuda.synchronize()
         self._profiler.stop()
-        names = [event.name for event in self._profiler.events()]
-        self._launches = sum(any(part in name for part in LAUNCHES) for name in names)
+        self._marks.remove()
+        begin = {event.name: event.time_range.start for event in self._profiler.events()}
+        launches = sorted(
+            event.time_range.start
+            for event in self._profiler.events()
+            if any(part in event.name for part in LAUNCHES)
+        )
+        self._launches = len(launches)
+        self._operator_launches = {
+            operator: sum(
+                bisect.bisect(launches, begin[end]) - bisect.bisect(launches, begin[start])
+                for start, end in spans
+            )
+            for operator, spans in self._marks.spans().items()
+        }
         self._profiler = None
 
     def _write(self) -> None:
@@ -119,9 +139,22 @@ class LayerShares(pl.Callback):
                 for name in sorted(operators)
             },
             "launches": self._launches,
+            "operator_launches": self._operator_launches,
         }
         with disk.replaced(self.path) as file:
             file.write((json.dumps(contents, indent=2) + "\n").encode())
+
+
+class _ProfilerMarks:
+    """Marks points by events of the profiler that runs; a mark is the name of its event."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(self) -> str:
+        name = f"{type(self).__qualname__} {next(self._numbers)}"
+        with torch.profiler.record_function(name):
+            return name
 
 
 def _percentiles(times: list[float]) -> dict[str, float]:
