@@ -10,6 +10,9 @@ from datamodules.reading.decoding import decodes_on
 DEVICES = ("auto", "gpu", "cpu")
 # The most of a GPU's free memory that a data set takes by itself: the model comes after it.
 MOST_OF_FREE = 0.1
+# Photographs a second that a GPU decodes beside a training (docs/results/loading_cuda.json, captions
+# in batches of 64), and each process of a loader (the same with data.num_workers=4 and 6: 276, 299).
+GPU_RATE, PROCESS_RATE = 2300, 290
 
 
 class DataDeviceError(ValueError):
@@ -48,13 +51,18 @@ def is_resident(device: str, nbytes: int, training: torch.device) -> bool:
     return device == "gpu" or (device == "auto" and _fits(nbytes, training))
 
 
-def is_decoded(device: str, training: torch.device) -> bool:
-    """Whether files are to be decoded by the GPU that trains; arguments as of `is_resident`.
+def is_decoded(device: str, training: torch.device, num_workers: int) -> bool:
+    """Whether files are to be decoded by the GPU that trains.
+
+    Args:
+        device, training: as of `is_resident`.
+        num_workers: processes of a loader that would decode them instead. Where they are enough, a
+            step is shorter than beside a GPU that decodes.
 
     Raises:
         DataDeviceError: `device` is ``"gpu"`` and the run has none, or none that decodes.
     """
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and num_workers * PROCESS_RATE >= GPU_RATE):
         return False
     if training.type == "cuda" and not decodes_on(training):
         if device == "gpu":

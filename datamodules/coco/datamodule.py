@@ -273,9 +273,10 @@ class COCO(pl.LightningDataModule):
     def fetching(self, trainer: pl.Trainer) -> tuple[str, str]:
         """Returns where the batches of a trainer come from, and why; for the start-up table."""
         device = trainer.strategy.root_device
-        if self._on_device.decodes(device):
-            return "files, decoded by the GPU", "torchcodec can; data.device=cpu for the CPU"
         count, why = choose_workers(self.num_workers, trainer)
+        if self._on_device.decodes(device, count):
+            few = f"{count} processes would decode fewer"
+            return "files, decoded by the GPU", "data.device" if self.device == "gpu" else few
         how = "the cache" if self.cache_images else "decoded files"
         where = f"{count} processes" if count else "the process that trains"
         if self.cache_images and device.type == "cuda" and self.device != "cpu":
@@ -316,12 +317,17 @@ class COCO(pl.LightningDataModule):
 
     def _find_on_device(self, data: TaskSet) -> DeviceSet | None:
         """Returns data on the GPU that trains; None where a loader is to give it."""
-        return self._on_device.find(data, get_training_device(self.trainer))
+        return self._on_device.find(data, *self._find_means())
 
     def _find_decoder(self) -> torch.device | None:
         """Returns the GPU that decodes files; None where they are kept, or a loader reads them."""
-        device = get_training_device(self.trainer)
-        return device if self._on_device.decodes(device) else None
+        device, num_workers = self._find_means()
+        return device if self._on_device.decodes(device, num_workers) else None
+
+    def _find_means(self) -> tuple[torch.device, int]:
+        """Returns the device that trains, and how many processes can fetch batches."""
+        count, _ = choose_workers(self.num_workers, self.trainer)
+        return get_training_device(self.trainer), count
 
     def _options(self, data: TaskSet) -> dict[str, Any]:
         options = loader_options(self.trainer, self.num_workers)

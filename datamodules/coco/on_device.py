@@ -175,13 +175,13 @@ class DeviceSets:
         self._sources: dict[tuple[Images | LabelMaps, torch.device], Source] = {}
         self._made: dict[tuple[TaskSet, torch.device], DeviceSet] = {}
 
-    def decodes(self, device: torch.device) -> bool:
-        """Whether the device that trains is to decode files."""
-        return not self.kept and is_decoded(self.device, device)
+    def decodes(self, device: torch.device, num_workers: int) -> bool:
+        """Whether the device that trains is to decode files, instead of so many processes."""
+        return not self.kept and is_decoded(self.device, device, num_workers)
 
-    def find(self, data: TaskSet, device: torch.device) -> DeviceSet | None:
+    def find(self, data: TaskSet, device: torch.device, num_workers: int) -> DeviceSet | None:
         """Returns a data set on the device that trains, where it is made once; None where it is to
-        stay on the host."""
+        stay on the host, of which so many processes can fetch it."""
         stores: list[Images | LabelMaps] = [data.images]
         if isinstance(data, SegmentationSet):
             stores.append(data.label_maps)
@@ -189,7 +189,7 @@ class DeviceSets:
             new = (s for s in stores if (s, device) not in self._sources)
             if not is_resident(self.device, sum(s.kept.nbytes for s in new), device):
                 return None
-        elif not self.decodes(device):
+        elif not self.decodes(device, num_workers):
             return None
         if (data, device) not in self._made:
             sources = [self._find_source(store, device) for store in stores]

@@ -187,6 +187,16 @@ def test_a_loader_decodes_where_the_gpu_cannot(
         data.train_dataloader()
 
 
+def test_a_gpu_decodes_where_too_few_processes_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "decodes_on", lambda device: True)
+    gpu = torch.device("cuda", 0)
+    assert placement.is_decoded("auto", gpu, num_workers=2)
+    assert not placement.is_decoded("auto", gpu, num_workers=16)
+    assert placement.is_decoded("gpu", gpu, num_workers=16)
+    assert not placement.is_decoded("cpu", gpu, num_workers=2)
+    assert not placement.is_decoded("auto", torch.device("cpu"), num_workers=2)
+
+
 def test_a_set_takes_at_most_a_tenth_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     gpu = torch.device("cuda", 0)
