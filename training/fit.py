@@ -47,7 +47,8 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
         callbacks.append(InitialWeights(start.path, start.state_dict))
-    description = functools.partial(describe, config, results.identity, data)
+    # Each checkpoint has it; to resolve the configuration takes longer than to write a small one.
+    description = functools.cache(functools.partial(describe, config, results.identity, data))
     trainer = make_trainer(config, run_dir, callbacks, description)
 
     results.environment["implementations"] = show_implementations(model, trainer, data)
