@@ -10,8 +10,9 @@ from datamodules.reading.decoding import decodes_on
 DEVICES = ("auto", "gpu", "cpu")
 # The most of a GPU's free memory that a data set takes by itself: the model comes after it.
 MOST_OF_FREE = 0.1
-# Photographs a second that a GPU decodes beside a training (docs/results/loading_cuda.json, captions
-# in batches of 64), and each process of a loader (the same with data.num_workers=4 and 6: 276, 299).
+# Photographs a second that a GPU decodes beside a training, and each process of a loader: captions
+# in batches of 64, docs/results/loading_cuda.json; the same with data.num_workers=4 and 6, 276 and
+# 299 each.
 GPU_RATE, PROCESS_RATE = 2300, 290
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,13 @@ class FileSet(Dataset[T_co]):
         threads = min(torch.get_num_threads(), len(items))
         if threads <= 1:
             return [self[item] for item in items]
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(self.__getitem__, items))
+        return list(_pool(threads, os.getpid()).map(self.__getitem__, items))
+
+
+@functools.cache  # new threads take longer than they save: each allocates memory of its own
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Returns threads of a process; one that it forks has none of them."""
+    return ThreadPoolExecutor(threads, "reading")
 
 
 def in_threads(visit: Callable[[int], T], count: int, title: str) -> Iterator[T]:
