@@ -28,8 +28,12 @@ _WHOLE = "one kernel for all steps"
 _BATCHES = (64, 128, 256, 512, 1024, 4096)
 
 
-def explain(plan: Plan) -> str:
-    """Says what is hoisted, what a step costs, what is saved, and what runs on which device."""
+def explain(plan: Plan, directions: int = 1) -> str:
+    """Says what is hoisted, what a step costs, what is saved, and what runs on which device.
+
+    Args:
+        plan: of one direction of a layer that has so many.
+    """
     forward, backward = plan.forward, plan.backward
     lines = [
         f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
@@ -41,14 +45,14 @@ def explain(plan: Plan) -> str:
     lines += [f"  combined into one product: {names}" for names in _list_combined(forward)]
     lines.append(f"  saved for backward: {_list_saved(forward)}")
     lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
-    lines += [f"  cuda: {said}" for said in _explain_gpu(plan)]
+    lines += [f"  cuda: {said}" for said in _explain_gpu(plan, directions)]
     return "\n".join(lines)
 
 
-def _explain_gpu(plan: Plan) -> Iterable[str]:
+def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
     """Says what `cuda` runs and why; the same with and without a GPU."""
     if plan.persistent and products(plan.forward):
-        yield from _explain_clusters(plan)
+        yield from _explain_clusters(plan, directions)
     chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
     if plan.cudnn:
         name = plan.cudnn.function
@@ -72,14 +76,15 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
         yield "{}; backwards {}".format(*ways)
 
 
-def _explain_clusters(plan: Plan) -> Iterable[str]:
+def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
     """Says how an H200 keeps the weights on the chip, or why it does not."""
+    one = "one kernel" if directions == 1 else "one kernel for both directions at once"
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
         clusters = Clusters(program, always=plan.schedule == "persistent")
-        found = {B: clusters.choose(B, H200) for B in _BATCHES}
+        found = {B: clusters.choose(B, H200, directions) for B in _BATCHES}
         fitting = {B: layout for B, layout in found.items() if not isinstance(layout, str)}
         if not fitting:
-            yield f"{name}: not one kernel, since {found[_BATCHES[0]]}"
+            yield f"{name}: not {one}, since {found[_BATCHES[0]]}"
             continue
         B, layout = next(iter(fitting.items()))
         rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
@@ -91,7 +96,7 @@ def _explain_clusters(plan: Plan) -> Iterable[str]:
         waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
         limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
         yield (
-            f"{name}: one kernel where blocks form clusters (compute capability "
+            f"{name}: {one} where blocks form clusters (compute capability "
             f"{'.'.join(map(str, CAPABILITY))} and later); for {B} rows on an H200 clusters of "
             f"{rows} and {blocks}, {kept}, {waits}{limit}"
         )
