@@ -86,100 +86,94 @@ __device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* f
   }
 }
 
-// Lanes that reduce a row together, and the rounds in which threads reduce all rows.
-constexpr int REDUCING = 8;
-template <int THREADS, int ROWS>
-constexpr int ROUNDS = (ROWS * REDUCING + THREADS - 1) / THREADS;
+// Rounds in which threads reduce all rows of all vectors: LANES lanes each.
+template <int THREADS, int JOBS, int LANES>
+constexpr int ROUNDS = (JOBS * LANES + THREADS - 1) / THREADS;
 
-// Reduces `columns` numbers of each row, COLUMNS apart, in a fixed order.
-template <int THREADS, int ROWS, int COLUMNS, typename A, typename F>
-__device__ __forceinline__ void reduce_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                            int columns, A neutral, F combine) {
+// Combines what LANES neighbouring lanes have, in a fixed order; each gets the result.
+template <int LANES, typename A, typename F>
+__device__ __forceinline__ A reduce_lanes(A value, F combine) {
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  return value;
+}
+
+// Reduces `columns` numbers of each row of each vector, (N, ROWS, COLUMNS), and writes the result
+// to (ROWS, STRIDE), that of vector n to column n.
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int COLUMNS, typename A, typename F>
+__device__ __forceinline__ void reduce_rows(const A* from, int columns, A* to, A neutral,
+                                            F combine) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
     A value = neutral;
-    for (int column = at % REDUCING; column < columns; column += REDUCING)
-      value = combine(value, from[row * COLUMNS + column]);
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    values[round] = value;
+    for (int column = at % LANES; column < columns; column += LANES)
+      value = combine(value, from[job * COLUMNS + column]);
+    value = reduce_lanes<LANES>(value, combine);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[job % ROWS * STRIDE + job / ROWS] = value;
   }
 }
 
-// Adds up the squares of what `columns` numbers of each row deviate from their mean.
-template <int THREADS, int ROWS, int COLUMNS, typename A>
-__device__ __forceinline__ void spread_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                            int columns) {
-  reduce_rows<THREADS, ROWS, COLUMNS>(values, from, columns, A(0), [](A a, A b) { return a + b; });
+// The same for the sum of the numbers, column 2 n, and for their spread, column 2 n + 1: the sum of
+// the squares of what they deviate from their mean.
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int COLUMNS, typename A>
+__device__ __forceinline__ void spread_rows(const A* from, int columns, A* to) {
+  const auto add = [](A a, A b) { return a + b; };
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
-    const A mean = values[round] / A(max(columns, 1));
-    A value = 0;
-    for (int column = at % REDUCING; column < columns; column += REDUCING) {
-      const A deviation = from[row * COLUMNS + column] - mean;
-      value += deviation * deviation;
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    A sum = 0, spread = 0;
+    for (int column = at % LANES; column < columns; column += LANES)
+      sum += from[job * COLUMNS + column];
+    sum = reduce_lanes<LANES>(sum, add);
+    const A mean = sum / A(max(columns, 1));
+    for (int column = at % LANES; column < columns; column += LANES) {
+      const A deviation = from[job * COLUMNS + column] - mean;
+      spread += deviation * deviation;
     }
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    values[round] = value;
-  }
-}
-
-// Pushes what rows have been reduced to to every block, at `to` in its memory, (C senders, ROWS).
-template <int C, int THREADS, int ROWS, typename A>
-__device__ __forceinline__ void push_reduced(const Exchanges& exchanges,
-                                             const A (&values)[ROUNDS<THREADS, ROWS>], A* to) {
-#pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = at / REDUCING;
-    if (row >= ROWS) break;
-    if constexpr (C == 1) {
-      if (at % REDUCING == 0) to[row] = values[round];
-    } else {
-      const uint32_t place = shared_address(to + cluster_rank() * ROWS + row);
-      for (int c = at % REDUCING; c < C; c += REDUCING)
-        push<sizeof(A)>(address_in(place, c), address_in(exchanges.barrier(), c), &values[round]);
+    spread = reduce_lanes<LANES>(spread, add);
+    if (at % LANES == 0 && at / LANES < N * ROWS) {
+      A* const place = to + job % ROWS * STRIDE + job / ROWS * 2;
+      place[0] = sum, place[1] = spread;
     }
   }
 }
 
-// Combines what the C blocks have reduced rows to, (C, ROWS), and writes it to (ROWS).
-template <int C, int THREADS, int ROWS, typename A, typename F>
-__device__ __forceinline__ void combine_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                             A* to, A neutral, F combine) {
+// Combines what the C blocks have reduced rows of N vectors to, (C, ROWS, STRIDE), and writes it to
+// (ROWS, STRIDE).
+template <int C, int THREADS, int ROWS, int N, int LANES, int STRIDE, typename A, typename F>
+__device__ __forceinline__ void combine_rows(const A* from, A* to, A neutral, F combine) {
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    const int place = job / N * STRIDE + job % N;
     A value = neutral;
-    for (int k = at % REDUCING; k < C; k += REDUCING) value = combine(value, from[k * ROWS + row]);
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    values[round] = value;
-    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+    for (int k = at % LANES; k < C; k += LANES)
+      value = combine(value, from[k * ROWS * STRIDE + place]);
+    value = reduce_lanes<LANES>(value, combine);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[place] = value;
   }
 }
 
-// The same of spreads, given the sums of all blocks' features, and of each block's own in `parts`.
-template <int C, int THREADS, int ROWS, int UNITS, int SIZE, typename A>
-__device__ __forceinline__ void combine_spreads(const A (&totals)[ROUNDS<THREADS, ROWS>],
-                                                const A* from, const A* parts, A* to) {
+// The same of sums and spreads; a block has UNITS of SIZE features, the last ones fewer.
+template <int C, int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, int SIZE,
+          typename A>
+__device__ __forceinline__ void combine_spreads(const A* from, A* to) {
+  const auto add = [](A a, A b) { return a + b; };
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
-    A value = 0;
-    for (int k = at % REDUCING; k < C; k += REDUCING) {
-      const int place = k * ROWS + row, count = max(min(UNITS, SIZE - k * UNITS), 0);
-      value += combine_spread(from[place], parts[place], count, totals[round], SIZE);
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    const int place = job / N * STRIDE + job % N * 2;
+    A sum = 0, spread = 0;
+    for (int k = at % LANES; k < C; k += LANES) sum += from[k * ROWS * STRIDE + place];
+    sum = reduce_lanes<LANES>(sum, add);
+    for (int k = at % LANES; k < C; k += LANES) {
+      const A* own = from + k * ROWS * STRIDE + place;
+      spread += combine_spread(own[1], own[0], max(min(UNITS, SIZE - k * UNITS), 0), sum, SIZE);
     }
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+    spread = reduce_lanes<LANES>(spread, add);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[place] = sum, to[place + 1] = spread;
   }
 }
 

@@ -70,7 +70,7 @@ class _Writer:
             element = self.exchanges.element(gathered, f"({feature(value)} + {start})")
             yield f"{register} = {element};"
         elif value in shared.reductions:
-            yield f"{register} = {self.exchanges.whole(value)}[r];"
+            yield f"{register} = {self.exchanges.whole(value)};"
         else:
             # A cast takes sums of products as they are.
             name = self.threads.register if op.kind == "cast" else self.threads.typed
@@ -208,9 +208,12 @@ class _Writer:
             yield self.exchanges.multiply(index, f"x{index}", self.layout.operand_stride(index))
         if scattered:
             yield "__syncthreads();"
-        yield from self.exchanges.reduce(k)
-        pushes = list(self.exchanges.pushes(k))
-        yield from pushes
+        yield from self.exchanges.pushes(k)
+        reduced = list(self.exchanges.reduce(k))
+        yield from reduced
+        if reduced:
+            yield "__syncthreads();"
+        yield from self.exchanges.push_reduced(k)
         yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
         if k + 1 == self.shared.exchanges:
             yield "if (i + 1 < T) {"
@@ -223,8 +226,6 @@ class _Writer:
                 if waits
                 else "cluster_sync();"
             )
-        elif pushes:
-            yield "__syncthreads();"
 
     def advance(self, n: int) -> Iterator[str]:
         """Moves the next states, and what was loaded for the next step, to their registers."""

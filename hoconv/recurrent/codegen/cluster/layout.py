@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
 from hoconv.recurrent.ir.program import BYTES, Value
 from hoconv.recurrent.passes.distribute import COLUMNS, Distribution, Gathered, SharedProduct
-from hoconv.recurrent.passes.sums import SPREAD
 
 # Features of a block: whole vectors of 16 bytes, so that pushes are wide.
 _UNITS = 8
@@ -104,6 +104,7 @@ class ClusterLayout:
         tiled: whether tensor cores multiply.
         loops: the sizes of vectors over which a thread loops; 1 for values of one feature, which
             every block computes.
+        reductions: of rows, by exchange.
         arrays: in shared memory, in order; after them come weights.
         slices: of the weights, for each product.
     """
@@ -115,6 +116,7 @@ class ClusterLayout:
         self.wide = shared.program.states[0].value.type.dtype
         self.tiled = any(p.op.values[0].type.dtype != self.wide for p in shared.products)
         self.loops = (1, *shared.sizes)
+        self.reductions = find_reductions(shared, self.wide)
         # Shared memory has room for arrays first: where these are depends on the slices' sizes.
         self.slices = self._slice_weights(0, 0)
         self.arrays: list[Array] = []
@@ -179,8 +181,9 @@ class ClusterLayout:
             for part in product.parts
             if product.gathered is None and product.exchange == exchange
         )
-        reduced = sum(at == exchange for at in self.shared.reductions.values())
-        return rows * ((blocks - 1) * gathered + blocks * (sums + reduced) * BYTES[self.wide])
+        reduced = self.reductions[exchange].stride if exchange in self.reductions else 0
+        gathered += reduced * BYTES[self.wide]
+        return rows * ((blocks - 1) * gathered + blocks * sums * BYTES[self.wide])
 
     # Features
 
@@ -272,6 +275,10 @@ class ClusterLayout:
         dtype = self.shared.products[index].op.values[0].type.dtype
         return self.slices[index].columns + _PADDING[dtype]
 
+    def reduced_stride(self, group: ReductionGroup) -> int:
+        """The elements of a row of a block's own features that are reduced."""
+        return self.units(group.size) + group.lanes(self.shape.rows, self.shape.threads)
+
     def count_partial(self, product: SharedProduct) -> int:
         """The sums that all blocks push to one."""
         return self.shape.rows * sum(self.width(part.value.type.size) for part in product.parts)
@@ -290,14 +297,14 @@ class ClusterLayout:
                 self._place(f"x{index}", dtype, rows * self.operand_stride(index))
                 copies = self.copies(product.exchange, product.exchange + 1)
                 self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
-        for index, (value, exchange) in enumerate(shared.reductions.items()):
-            if shared.made[value].kind != SPREAD:  # which reads the rows of the sum
-                # Two: a warp may still read what another writes for the next step.
-                units = self.units(shared.made[value].values[0].type.size)
-                self._place(f"rows{index}", self.wide, 2 * rows * units)
-            copies = self.copies(exchange, exchange + 1)
-            self._place(f"reduced{index}", self.wide, copies * self.shape.blocks * rows)
-            self._place(f"whole{index}", self.wide, rows)
+        for exchange, reductions in self.reductions.items():
+            for group in reductions.groups:
+                count = len(group.vectors) * rows * self.reduced_stride(group)
+                self._place(group.name, self.wide, count)
+            count = self.copies(exchange, exchange + 1) * self.shape.blocks * rows
+            self._place(f"reduced{exchange}", self.wide, count * reductions.stride)
+            if self.shape.blocks > 1:
+                self._place(f"whole{exchange}", self.wide, rows * reductions.stride)
 
     def _place(self, name: str, dtype: str, count: int) -> None:
         self.arrays.append(Array(name, dtype, self.array_bytes))
