@@ -205,27 +205,33 @@ __device__ constexpr int count_copies(int turns) {
 // SPLIT sums over parts of K, for x (ROWS, stride). Each warp holds tiles of 16 rows and a part of
 // K as operands of the tensor cores: HELD slices of 32 columns in registers, KEPT in shared memory,
 // at `rest`, and the others in global memory, at `far`, where they stay in the L2 cache: a thread
-// reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT.
+// reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT; SPLIT divides the
+// warps. A warp reads a part of x once for all of its tiles: reading x takes as long as multiplying
+// where each warp has one tile of all of K.
 template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
 struct Product {
-  static constexpr int WARPS = THREADS / 32, TILES = M / 16, JOBS = TILES * SPLIT;
-  static constexpr int EACH = (JOBS + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
+  static constexpr int WARPS = THREADS / 32 / SPLIT, TILES = M / 16;  // of a part of K
+  static constexpr int EACH = (TILES + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
   static constexpr int FAR = SLICES - HELD - KEPT;
-  static constexpr int COLUMN_TILES = (ROWS + 7) / 8, CHAINS = COLUMN_TILES == 1 ? 4 : 2;
+  static constexpr int COLUMN_TILES = (ROWS + 7) / 8, SUMS = EACH * COLUMN_TILES;
+  static constexpr int CHAINS = SUMS < 2 ? 4 : SUMS < 4 ? 2 : 1;  // sums that do not wait in turn
   uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
+
+  static __device__ __forceinline__ int tile(int e) { return threadIdx.x / 32 % WARPS + e * WARPS; }
+  static __device__ __forceinline__ int split() { return threadIdx.x / 32 / WARPS; }
 
   // row(m) and column(k) are where an element of the slice is in the weights, or -1.
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const T* weights, int64_t row_stride, int64_t column_stride,
                                        R row, K_ column, uint4* rest, uint4* far) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-      const int job = warp + e * WARPS, m = job % TILES * 16 + lane / 4;
-      const int first = job < JOBS ? row(m) : -1, second = job < JOBS ? row(m + 8) : -1;
+      const int m = tile(e) * 16 + lane / 4;
+      const int first = m < M ? row(m) : -1, second = m < M ? row(m + 8) : -1;
       const T* const upper = first < 0 ? nullptr : weights + first * row_stride;
       const T* const lower = second < 0 ? nullptr : weights + second * row_stride;
-      const int k = job / TILES * SLICES * 32 + lane % 4 * 2;
+      const int k = split() * SLICES * 32 + lane % 4 * 2;
 #pragma unroll
       for (int s = 0; s < HELD; ++s) {
         const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
@@ -246,58 +252,75 @@ struct Product {
   template <int X_STRIDE, int Y_STRIDE>
   __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest,
                                            const uint4* far) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
+    if (tile(0) >= TILES) return;
+    uint4 coming[AHEAD][2];
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      const int job = warp + e * WARPS, split = job / TILES;
-      if (job >= JOBS) break;
-      uint4 coming[AHEAD][2];
+    for (int f = 0; f < AHEAD && f < FAR * EACH; ++f)
+      read(coming[f], far + at<FAR>(f % EACH, f / EACH));
+    float sums[EACH][COLUMN_TILES][CHAINS][4] = {};
+    uint32_t b[COLUMN_TILES][4];
+    const auto take = [&](int s) {
 #pragma unroll
-      for (int s = 0; s < AHEAD && s < FAR; ++s) read(coming[s], far + at<FAR>(e, s));
-      float sums[COLUMN_TILES][CHAINS][4] = {};
-      // `chain` is a constant wherever loops are unrolled: sums stay in registers.
-      const auto turn = [&](const uint32_t (&a)[2][4], int s, int chain) {
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
+        load_tiles(b[n], x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
+                             (split() * SLICES + s) * 32);
+      }
+    };
+    // `e` and `chain` are constants wherever loops are unrolled: sums stay in registers.
+    const auto turn = [&](const uint32_t (&a)[2][4], int e, int chain) {
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n) {
-          const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
-          const T* from = x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
-                          (split * SLICES + s) * 32;
-          uint32_t b[4];
-          load_tiles(b, from);
-          multiply_tile(sums[n][chain * 2 % CHAINS], a[0], b[0], b[1], T());
-          multiply_tile(sums[n][(chain * 2 + 1) % CHAINS], a[1], b[2], b[3], T());
-        }
-      };
-      const auto turn_of = [&](const uint4(&v)[2], int s, int chain) {
-        const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w},
-                                  {v[1].x, v[1].y, v[1].z, v[1].w}};
-        turn(a, s, chain);
-      };
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int s = 0; s < HELD; ++s) turn(held[e][s], s, s);
+        for (int n = 0; n < COLUMN_TILES; ++n)
+          multiply_tile(sums[e][n][(chain * 2 + half) % CHAINS], a[half], b[n][half * 2],
+                        b[n][half * 2 + 1], T());
+    };
+    const auto turn_of = [&](const uint4(&v)[2], int e, int chain) {
+      const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w}};
+      turn(a, e, chain);
+    };
+#pragma unroll
+    for (int s = 0; s < HELD; ++s) {
+      take(s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) turn(held[e][s], e, s);
+    }
 #pragma unroll(count_copies(KEPT))
-      for (int s = 0; s < KEPT; ++s) {
+    for (int s = 0; s < KEPT; ++s) {
+      take(HELD + s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
         const uint4* place = rest + at<KEPT>(e, s);
         const uint4 v[2] = {place[0], place[32]};
-        turn_of(v, HELD + s, s);
+        turn_of(v, e, s);
       }
+    }
 #pragma unroll(count_copies(FAR))
-      for (int s = 0; s < FAR; ++s) {
-        const uint4 v[2] = {coming[s % AHEAD][0], coming[s % AHEAD][1]};
-        if (s + AHEAD < FAR) read(coming[s % AHEAD], far + at<FAR>(e, s + AHEAD));
-        turn_of(v, HELD + KEPT + s, s);
+    for (int s = 0; s < FAR; ++s) {
+      take(HELD + KEPT + s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int f = s * EACH + e, next = f + AHEAD;
+        const uint4 v[2] = {coming[f % AHEAD][0], coming[f % AHEAD][1]};
+        if (next < FAR * EACH) read(coming[f % AHEAD], far + at<FAR>(next % EACH, next / EACH));
+        turn_of(v, e, s);
       }
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
         for (int z = 0; z < 4; ++z) {
           const int row = n * 8 + lane % 4 * 2 + z % 2;
-          float sum = sums[n][0][z] + sums[n][1][z];
-          if (CHAINS == 4) sum += sums[n][CHAINS - 2][z] + sums[n][CHAINS - 1][z];
-          if (row < ROWS)
-            y[(split * ROWS + row) * Y_STRIDE + job % TILES * 16 + lane / 4 + z / 2 * 8] = sum;
+          float sum = sums[e][n][0][z];
+#pragma unroll
+          for (int chain = 1; chain < CHAINS; ++chain) sum += sums[e][n][chain][z];
+          if (row < ROWS && tile(e) < TILES)
+            y[(split() * ROWS + row) * Y_STRIDE + tile(e) * 16 + lane / 4 + z / 2 * 8] = sum;
         }
-    }
   }
 
   // Where a lane's part of a slice is, of COUNT slices of each job.

@@ -24,6 +24,7 @@ _SUM_PADDING = 4
 # which each further row and feature of a thread takes some.
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
 _AHEAD = 40  # registers for weights that are read from global memory ahead of their use
+_SUMS = 32  # registers that a product needs for sums in any case
 _MOST_SPLITS = 8
 # The shared memory of a block of compute capability 9.0.
 SHARED_BYTES = 232448
@@ -217,13 +218,22 @@ class ClusterLayout:
 
     def _slice_tiles(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
-        tiles, splits, warps = m // _TILE, 1, self.shape.warps
-        while 2 * splits * tiles <= warps and k // COLUMNS % (2 * splits) == 0:
-            splits *= 2
+        tiles, warps = m // _TILE, self.shape.warps
+        splits = self._choose_splits(tiles, k // COLUMNS)
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
-        held = max(0, min(turns, registers // (8 * each)))
+        sums = 4 * each * -(-self.shape.rows // _TILE_COLUMNS)
+        held = max(0, min(turns, (registers - max(0, sums - _SUMS)) // (8 * each)))
         own = each * warps * _TILE * COLUMNS * 2
         return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
+
+    def _choose_splits(self, tiles: int, columns: int) -> int:
+        """The parts of K of which warps have tiles: the fewest that give no warp more than need be.
+
+        Sums of more parts are written and read again.
+        """
+        warps = self.shape.warps
+        possible = [n for n in (1, 2, 4, 8) if warps % n == 0 and columns % n == 0]
+        return min(possible, key=lambda n: -(-tiles * n // warps) * (columns // n))
 
     def _slice(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of plain multiply-adds: a turn is 4 columns of the rows of a thread."""
