@@ -80,7 +80,14 @@ def deep(x: Any, h: Any) -> Any:
     return h, dict(h=h)
 
 
-OWN: list[Cell] = [heads, scalars, shifted, deep]
+@rnn.cell(state={"h": "hidden_size", "old": 1, "new": 1})
+def delayed(x: Any, h: Any, old: Any, new: Any) -> Any:
+    """States of one feature, which vectors read two steps later; they divide by one, too."""
+    h, gate = rnn.tanh(rnn.linear("h", x, h) * old), rnn.sigmoid(rnn.linear("gate", x, h, size=1))
+    return h / (1 + gate * gate), dict(h=h, old=new, new=gate)
+
+
+OWN: list[Cell] = [heads, scalars, shifted, deep, delayed]
 
 
 def of(cell: Cell, hidden_size: int = 4) -> BoundCell:

@@ -62,6 +62,10 @@ class _Writer:
         shared, register = self.shared, self.threads.register(value, n)
         if value in shared.loads or value not in shared.made:
             return  # loaded before the phase
+        if value.type.size < n:
+            if value in shared.scalars:
+                yield f"{register} = scalar{shared.scalars.index(value)}[r];"
+            return
         op = shared.made[value]
         if value in shared.parts:
             yield from self._read_part(value, n, register)
@@ -107,6 +111,10 @@ class _Writer:
             given = f"{self.wide}(c.{buffer.name}[{feature(value)} + {start}])"
             self.threads.once[n].setdefault(name, f"{name}[p] = {given};")
             yield f"{register} += {self.threads.declare(self.wide, name, n)};"
+
+    def share(self, value: Value) -> str:
+        """Writes a value of one feature to where threads that compute vectors read it."""
+        return f"scalar{self.shared.scalars.index(value)}[r] = {self.threads.register(value, 1)};"
 
     # Memory of the call
 
@@ -189,12 +197,15 @@ class _Writer:
             yield "__syncthreads();"
         values = self.shared.phases[k]
         last = k == self.shared.exchanges
-        yield from self.threads.all_loops(
-            lambda n: (
+        for n in self.threads.loops:
+            body = [
                 line for v in values if n in self.threads.loops_of(v) for line in self.compute(v, n)
-            ),
-            lambda n: () if last else self.exchanges.publish(k, n),
-        )
+            ]
+            scalars = [v for v in values if n == 1 and v in self.shared.scalars]
+            stores = [*map(self.share, scalars), *(() if last else self.exchanges.publish(k, n))]
+            yield from self.threads.loop(n, body, stores)
+            if scalars:
+                yield "__syncthreads();"
         if last:
             yield from self.threads.all_loops(lambda _: (), lambda n: self.store(k, n))
         else:

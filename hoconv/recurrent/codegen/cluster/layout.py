@@ -104,7 +104,7 @@ class ClusterLayout:
         wide: the dtype in which products and reductions are summed.
         tiled: whether tensor cores multiply.
         loops: the sizes of vectors over which a thread loops; 1 for values of one feature, which
-            every block computes.
+            every block computes, and whose threads share them with those of vectors.
         reductions: of rows, by exchange.
         arrays: in shared memory, in order; after them come weights.
         slices: of the weights, for each product.
@@ -164,6 +164,10 @@ class ClusterLayout:
     def pushed_bytes(self) -> int:
         """What a block gets from others in a step."""
         return sum(map(self.expected_bytes, range(self.shared.exchanges)))
+
+    def register_dtype(self, value: Value) -> str:
+        """The dtype in which a thread holds a value: parts of products are as they are summed."""
+        return self.wide if value in self.shared.parts else value.type.dtype
 
     def expected_bytes(self, exchange: int) -> int:
         """What is pushed to a block in an exchange."""
@@ -307,6 +311,8 @@ class ClusterLayout:
                 self._place(f"x{index}", dtype, rows * self.operand_stride(index))
                 copies = self.copies(product.exchange, product.exchange + 1)
                 self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
+        for index, value in enumerate(shared.scalars):
+            self._place(f"scalar{index}", self.register_dtype(value), rows)
         for exchange, reductions in self.reductions.items():
             for group in reductions.groups:
                 count = len(group.vectors) * rows * self.reduced_stride(group)
