@@ -19,7 +19,7 @@ from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource,
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Group, Program, flat
-from hoconv.recurrent.passes.distribute import distribute, refuse
+from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps

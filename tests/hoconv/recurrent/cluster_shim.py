@@ -19,7 +19,7 @@ from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cluster.kernel import ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.passes.distribute import distribute
+from hoconv.recurrent.passes.cluster.distribute import distribute
 from hoconv.recurrent.runtime.clusters import launch_runs
 from hoconv.recurrent.runtime.interpret import GroupLoops, LoopRun, Tensors
 from hoconv.recurrent.runtime.workspace import as_argument

@@ -17,7 +17,7 @@ from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.passes.distribute import distribute, refuse
+from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.cpp import obstacle

@@ -12,8 +12,8 @@ from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup
 from hoconv.recurrent.codegen.cluster.threads import Threads
 from hoconv.recurrent.codegen.expressions import initial, reduced
 from hoconv.recurrent.ir.program import Op, Value
-from hoconv.recurrent.passes.distribute import Gathered, SharedProduct
-from hoconv.recurrent.passes.sums import SPREAD
+from hoconv.recurrent.passes.cluster.distribute import Gathered, SharedProduct
+from hoconv.recurrent.passes.cluster.sums import SPREAD
 
 
 class Exchanges:

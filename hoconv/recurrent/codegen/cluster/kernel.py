@@ -1,7 +1,7 @@
 """Writes a loop as one CUDA kernel whose blocks keep the weights on the chip for all steps.
 
 The blocks of a cluster share some rows of the batch. Each computes a slice of the features of every
-vector (passes/distribute.py, layout.py): a thread has the same features of the same rows at
+vector (passes/cluster/distribute.py, layout.py): a thread has the same features of the same rows at
 every step, so that states and what only their own features read stay in its registers. The order
 of the steps is an argument: one launch may run both directions of a layer.
 

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
 from hoconv.recurrent.ir.program import BYTES, Value
-from hoconv.recurrent.passes.distribute import COLUMNS, Distribution, Gathered, SharedProduct
+from hoconv.recurrent.passes.cluster.distribute import (
+    COLUMNS,
+    Distribution,
+    Gathered,
+    SharedProduct,
+)
 
 # Features of a block: whole vectors of 16 bytes, so that pushes are wide.
 _UNITS = 8

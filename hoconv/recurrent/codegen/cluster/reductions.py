@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from hoconv.recurrent.ir.program import BYTES, Op, Value
-from hoconv.recurrent.passes.distribute import Distribution
-from hoconv.recurrent.passes.sums import SPREAD
+from hoconv.recurrent.passes.cluster.distribute import Distribution
+from hoconv.recurrent.passes.cluster.sums import SPREAD
 
 # Lanes that reduce a row of a vector together: many, unless threads then take turns.
 _LANES = (8, 4)

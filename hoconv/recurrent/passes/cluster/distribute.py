@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
-from hoconv.recurrent.passes.sums import SPREAD, shorten_sums
+from hoconv.recurrent.passes.cluster.sums import SPREAD, shorten_sums
 
 # A product reads part of a vector in place where the part begins and ends at multiples of this.
 COLUMNS = 32
