@@ -99,17 +99,19 @@ __device__ __forceinline__ A reduce_lanes(A value, F combine) {
   return value;
 }
 
-// Reduces `columns` numbers of each row of each vector, (N, ROWS, COLUMNS), and writes the result
-// to (ROWS, STRIDE), that of vector n to column n.
-template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int COLUMNS, typename A, typename F>
+// Reduces `columns` numbers, UNITS in most blocks, of each row of each vector, (N, ROWS, UNITS +
+// LANES), and writes the result to (ROWS, STRIDE), that of vector n to column n.
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, typename A, typename F>
 __device__ __forceinline__ void reduce_rows(const A* from, int columns, A* to, A neutral,
                                             F combine) {
 #pragma unroll
   for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
     const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
     A value = neutral;
-    for (int column = at % LANES; column < columns; column += LANES)
-      value = combine(value, from[job * COLUMNS + column]);
+#pragma unroll
+    for (int first = 0; first < UNITS; first += LANES)
+      if (const int column = first + at % LANES; column < columns)
+        value = combine(value, from[job * (UNITS + LANES) + column]);
     value = reduce_lanes<LANES>(value, combine);
     if (at % LANES == 0 && at / LANES < N * ROWS) to[job % ROWS * STRIDE + job / ROWS] = value;
   }
@@ -117,20 +119,26 @@ __device__ __forceinline__ void reduce_rows(const A* from, int columns, A* to, A
 
 // The same for the sum of the numbers, column 2 n, and for their spread, column 2 n + 1: the sum of
 // the squares of what they deviate from their mean.
-template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int COLUMNS, typename A>
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, typename A>
 __device__ __forceinline__ void spread_rows(const A* from, int columns, A* to) {
   const auto add = [](A a, A b) { return a + b; };
 #pragma unroll
   for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
     const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
     A sum = 0, spread = 0;
-    for (int column = at % LANES; column < columns; column += LANES)
-      sum += from[job * COLUMNS + column];
+    A values[UNITS / LANES];
+#pragma unroll
+    for (int z = 0; z < UNITS / LANES; ++z) {
+      const int column = z * LANES + at % LANES;
+      values[z] = from[job * (UNITS + LANES) + column];
+      if (column < columns) sum += values[z];
+    }
     sum = reduce_lanes<LANES>(sum, add);
     const A mean = sum / A(max(columns, 1));
-    for (int column = at % LANES; column < columns; column += LANES) {
-      const A deviation = from[job * COLUMNS + column] - mean;
-      spread += deviation * deviation;
+#pragma unroll
+    for (int z = 0; z < UNITS / LANES; ++z) {
+      const A deviation = values[z] - mean;
+      if (z * LANES + at % LANES < columns) spread += deviation * deviation;
     }
     spread = reduce_lanes<LANES>(spread, add);
     if (at % LANES == 0 && at / LANES < N * ROWS) {
@@ -170,7 +178,8 @@ __device__ __forceinline__ void combine_spreads(const A* from, A* to) {
     sum = reduce_lanes<LANES>(sum, add);
     for (int k = at % LANES; k < C; k += LANES) {
       const A* own = from + k * ROWS * STRIDE + place;
-      spread += combine_spread(own[1], own[0], max(min(UNITS, SIZE - k * UNITS), 0), sum, SIZE);
+      const int count = C * UNITS == SIZE ? UNITS : max(min(UNITS, SIZE - k * UNITS), 0);
+      spread += combine_spread(own[1], own[0], count, sum, SIZE);
     }
     spread = reduce_lanes<LANES>(spread, add);
     if (at % LANES == 0 && at / LANES < N * ROWS) to[place] = sum, to[place + 1] = spread;

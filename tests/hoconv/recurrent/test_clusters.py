@@ -16,8 +16,10 @@ from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
-from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.ir.program import Program, Value, flat
+from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
+from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.cpp import obstacle
@@ -265,6 +267,23 @@ def test_a_step_has_as_many_exchanges_as_products_and_sums_follow_each_other() -
     assert exchanges(bound("minimal_gated")) == exchanges(bound("projected_lstm")) == (2, 2)
     assert exchanges(bound("layernorm_lstm")) == (3, 3)  # h, sums of gates, sums of c
     assert exchanges(of(deep))[0] == 4
+
+
+@pytest.mark.parametrize("which", ["layernorm_lstm", *range(12)])
+def test_vectors_are_multiplied_by_reciprocals(which: str | int) -> None:
+    case = cell_case(which)
+    made = plan(case.cell, torch.float64, "combined", training=True)
+    forward, backward = map(take_reciprocals, (made.forward, made.backward))
+    divisions = [op for p in (forward, backward) for op in flat(p.step) if op.kind == "div"]
+    assert not any(
+        op.result.type.size > 1 and isinstance(by, Value) and by.type.size == 1
+        for op in divisions
+        for by in op.inputs[1:]
+    )
+    assert divisions or which != "layernorm_lstm"
+    for changed in (forward, backward):
+        verify(changed)
+    case.check(take_reciprocals(made.inference))
 
 
 def test_blocks_send_the_smaller_of_operand_and_result() -> None:

@@ -110,7 +110,7 @@ class Exchanges:
             mine = f"{self._reduced(k)} + {group.column}"
             if self.shape.blocks > 1:
                 mine += f" + rank * {self._count_reduced(k)}"
-            sizes = f"{self._sizes(k, group)}, {self.layout.reduced_stride(group)}"
+            sizes = f"{self._sizes(k, group)}, {units}"
             given = f"{group.name}, {own}, {mine}"
             if group.op.kind == SPREAD:
                 yield f"spread_rows<{sizes}>({given});"

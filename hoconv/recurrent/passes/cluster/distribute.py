@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
+from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
 from hoconv.recurrent.passes.cluster.sums import SPREAD, shorten_sums
 
 # A product reads part of a vector in place where the part begins and ends at multiples of this.
@@ -148,7 +149,7 @@ def distribute(program: Program, alone: bool = False) -> Distribution:
         program: one that :func:`refuse` does not refuse.
         alone: whether the cluster is a single block.
     """
-    return _Distributing(shorten_sums(program), alone).shared
+    return _Distributing(take_reciprocals(shorten_sums(program)), alone).shared
 
 
 class _Distributing:
