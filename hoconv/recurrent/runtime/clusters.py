@@ -87,6 +87,18 @@ class Clusters:
         """The layout for a batch on a chip, or why there is none; `runs` as of :meth:`find`."""
         if self._refusal:
             return self._refusal
+        found = self._choose(B, chip, runs)
+        if found is None:
+            return f"what {_BLOCKS[-1]} multiprocessors exchange does not fit their shared memory"
+        time, layout = found
+        if time > runs * _estimate_graph(self.program, B) and not self.always:
+            return "graphs are faster for so many rows"
+        if runs > 1 and (alone := self._choose(B, chip, 1)) and time > runs * alone[0]:
+            return "one after the other is faster"
+        return layout
+
+    def _choose(self, B: int, chip: Chip, runs: int) -> tuple[float, ClusterLayout] | None:
+        """The layout that takes the least time, and about how many microseconds a step takes."""
         found: list[tuple[float, ClusterLayout]] = []
         for blocks, resident in chip.resident:
             if not resident:
@@ -97,12 +109,7 @@ class Clusters:
                 if layout.shared_bytes <= chip.shared_bytes:
                     rounds = math.ceil(runs * math.ceil(B / rows) / resident)
                     found.append((rounds * _estimate(layout), layout))
-        if not found:
-            return f"what {_BLOCKS[-1]} multiprocessors exchange does not fit their shared memory"
-        fastest, layout = min(found, key=lambda each: each[0])
-        if fastest > runs * _estimate_graph(self.program, B) and not self.always:
-            return "graphs are faster for so many rows"
-        return layout
+        return min(found, key=lambda each: each[0], default=None)
 
     def run(
         self, layout: ClusterLayout, runs: Sequence[LoopRun], device: torch.device

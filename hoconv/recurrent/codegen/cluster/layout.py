@@ -31,6 +31,7 @@ _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
 _AHEAD = 40  # registers for weights that are read from global memory ahead of their use
 _SUMS = 32  # registers that a product needs for sums in any case
 _MOST_SPLITS = 8
+_MOST_BATCH = 8  # rows whose sums, without tensor cores, fit registers
 # The shared memory of a block of compute capability 9.0.
 SHARED_BYTES = 232448
 
@@ -162,7 +163,9 @@ class ClusterLayout:
     @property
     def plain_products(self) -> int:
         """The multiply-adds of a thread in a step, without tensor cores."""
-        count = 4 * self.shape.rows * sum(each.each * each.turns for each in self.slices)
+        passes = -(-self.shape.rows // _MOST_BATCH)
+        rows = passes * -(-self.shape.rows // passes)
+        count = 4 * rows * sum(each.each * each.turns for each in self.slices)
         return count * (not self.tiled)
 
     @functools.cached_property
