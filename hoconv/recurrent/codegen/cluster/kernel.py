@@ -353,22 +353,30 @@ class _Writer:
             strides = strides[::-1]
         return [
             f"product{index}.load(c.{buffer.name}, {', '.join(strides)},",
-            f"    [=](int m) {{ return {row}; }},",
-            f"    [=](int k) {{ return {column}; }}, rest{index}, far{index});",
+            f"    [=](int m) {{ {row} }},",
+            f"    [=](int k) {{ {column} }}, rest{index}, far{index});",
         ]
 
     def _find(self, ranges: Sequence[tuple[int, int]], at: str, whole: bool) -> str:
-        """The feature at a place among ranges, of each a block's own part or the whole; else -1."""
-        ends, end = [], 0
+        """Statements that return the feature at a place among ranges; -1 where none is there.
+
+        They do not branch: loads of many places are on their way at the same time.
+
+        Args:
+            whole: whether all features of each range are there, and not only the block's own.
+        """
+        lines, begin = ["int found = -1;"], 0
         for start, n in ranges:
-            own = "" if whole or n == 1 else f"rank * {self.layout.units(n)} + "
-            place = f"{own}{at} - {end}"
-            end += self.layout.width(n) if whole else self.layout.units(n)
-            ends.append((end, f"({place} < {n} ? {start} + {place} : -1)"))
-        found = "-1"
-        for end, place in reversed(ends):
-            found = f"{at} < {end} ? {place} : {found}"
-        return found
+            units = self.layout.units(n)
+            alone = whole or n == 1
+            own = "0" if alone else f"rank * {units}"
+            count = f"{n}u" if alone else f"unsigned(max(min({units}, {n} - {own}), 0))"
+            place = f"{at} - {begin}"
+            lines.append(
+                f"found = unsigned({place}) < {count} ? {start} + {own} + {place} : found;"
+            )
+            begin += self.layout.width(n) if whole else units
+        return " ".join((*lines, "return found;"))
 
 
 def _indent(*lines: str) -> Iterator[str]:
