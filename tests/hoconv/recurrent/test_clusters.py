@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -186,6 +187,26 @@ def test_tensor_cores_multiply_what_they_should(
         torch.testing.assert_close(found, exact, rtol=3e-2, atol=3e-2)
         torch.testing.assert_close(final, last, rtol=3e-2, atol=3e-2)
         drawn |= exact
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nothing_is_written_beside_a_buffer(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cell_case("layernorm_lstm", reverse=reverse)
+    made = plan(case.cell, torch.float64, "persistent", **case.options)
+    loops = shim_clusters(programs(made), ClusterShape(2, 2, 2))
+    beside, empty, width = [], torch.empty, 256
+
+    def make(shape: tuple[int, ...], **options: Any) -> Tensor:
+        whole = empty(math.prod(shape) + 2 * width, **options).fill_(1)
+        beside.extend((whole[:width], whole[-width:]))
+        return whole[width:-width].view(shape)
+
+    monkeypatch.setattr("hoconv.recurrent.runtime.buffers.torch.empty", make)
+    by_program = {program: loops[name] for name, program in programs(made).items()}
+    case.check_plan(made, by_program.get)
+    assert len(beside) > 20
+    assert all(bool((t == 1).all()) for t in beside)
 
 
 @pytest.fixture
