@@ -93,7 +93,7 @@ class Op:
         flat = _flatten(args) if self.takes_lists else args
         if not is_eager(*flat):
             return self.overload(*args)
-        run = self.kernel if self.kernel and _is_plain(flat) else self.overload
+        run = self.kernel if self.kernel and is_plain(flat) else self.overload
         if self.gradient and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return self.gradient(args, functools.partial(_run_below_autograd, run))
         return _run_below_autograd(run, *args)
@@ -104,7 +104,7 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)
 
 
-def _is_plain(args: Iterable[Any]) -> bool:
+def is_plain(args: Iterable[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own."""
     return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
 

@@ -86,100 +86,103 @@ __device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* f
   }
 }
 
-// Lanes that reduce a row together, and the rounds in which threads reduce all rows.
-constexpr int REDUCING = 8;
-template <int THREADS, int ROWS>
-constexpr int ROUNDS = (ROWS * REDUCING + THREADS - 1) / THREADS;
+// Rounds in which threads reduce all rows of all vectors: LANES lanes each.
+template <int THREADS, int JOBS, int LANES>
+constexpr int ROUNDS = (JOBS * LANES + THREADS - 1) / THREADS;
 
-// Reduces `columns` numbers of each row, COLUMNS apart, in a fixed order.
-template <int THREADS, int ROWS, int COLUMNS, typename A, typename F>
-__device__ __forceinline__ void reduce_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                            int columns, A neutral, F combine) {
+// Combines what LANES neighbouring lanes have, in a fixed order; each gets the result.
+template <int LANES, typename A, typename F>
+__device__ __forceinline__ A reduce_lanes(A value, F combine) {
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  return value;
+}
+
+// Reduces `columns` numbers, UNITS in most blocks, of each row of each vector, (N, ROWS, UNITS +
+// LANES), and writes the result to (ROWS, STRIDE), that of vector n to column n.
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, typename A, typename F>
+__device__ __forceinline__ void reduce_rows(const A* from, int columns, A* to, A neutral,
+                                            F combine) {
+#pragma unroll
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
     A value = neutral;
-    for (int column = at % REDUCING; column < columns; column += REDUCING)
-      value = combine(value, from[row * COLUMNS + column]);
 #pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    values[round] = value;
+    for (int first = 0; first < UNITS; first += LANES)
+      if (const int column = first + at % LANES; column < columns)
+        value = combine(value, from[job * (UNITS + LANES) + column]);
+    value = reduce_lanes<LANES>(value, combine);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[job % ROWS * STRIDE + job / ROWS] = value;
   }
 }
 
-// Adds up the squares of what `columns` numbers of each row deviate from their mean.
-template <int THREADS, int ROWS, int COLUMNS, typename A>
-__device__ __forceinline__ void spread_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                            int columns) {
-  reduce_rows<THREADS, ROWS, COLUMNS>(values, from, columns, A(0), [](A a, A b) { return a + b; });
+// The same for the sum of the numbers, column 2 n, and for their spread, column 2 n + 1: the sum of
+// the squares of what they deviate from their mean.
+template <int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, typename A>
+__device__ __forceinline__ void spread_rows(const A* from, int columns, A* to) {
+  const auto add = [](A a, A b) { return a + b; };
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
-    const A mean = values[round] / A(max(columns, 1));
-    A value = 0;
-    for (int column = at % REDUCING; column < columns; column += REDUCING) {
-      const A deviation = from[row * COLUMNS + column] - mean;
-      value += deviation * deviation;
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    A sum = 0, spread = 0;
+    A values[UNITS / LANES];
+#pragma unroll
+    for (int z = 0; z < UNITS / LANES; ++z) {
+      const int column = z * LANES + at % LANES;
+      values[z] = from[job * (UNITS + LANES) + column];
+      if (column < columns) sum += values[z];
     }
+    sum = reduce_lanes<LANES>(sum, add);
+    const A mean = sum / A(max(columns, 1));
 #pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    values[round] = value;
-  }
-}
-
-// Pushes what rows have been reduced to to every block, at `to` in its memory, (C senders, ROWS).
-template <int C, int THREADS, int ROWS, typename A>
-__device__ __forceinline__ void push_reduced(const Exchanges& exchanges,
-                                             const A (&values)[ROUNDS<THREADS, ROWS>], A* to) {
-#pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = at / REDUCING;
-    if (row >= ROWS) break;
-    if constexpr (C == 1) {
-      if (at % REDUCING == 0) to[row] = values[round];
-    } else {
-      const uint32_t place = shared_address(to + cluster_rank() * ROWS + row);
-      for (int c = at % REDUCING; c < C; c += REDUCING)
-        push<sizeof(A)>(address_in(place, c), address_in(exchanges.barrier(), c), &values[round]);
+    for (int z = 0; z < UNITS / LANES; ++z) {
+      const A deviation = values[z] - mean;
+      if (z * LANES + at % LANES < columns) spread += deviation * deviation;
+    }
+    spread = reduce_lanes<LANES>(spread, add);
+    if (at % LANES == 0 && at / LANES < N * ROWS) {
+      A* const place = to + job % ROWS * STRIDE + job / ROWS * 2;
+      place[0] = sum, place[1] = spread;
     }
   }
 }
 
-// Combines what the C blocks have reduced rows to, (C, ROWS), and writes it to (ROWS).
-template <int C, int THREADS, int ROWS, typename A, typename F>
-__device__ __forceinline__ void combine_rows(A (&values)[ROUNDS<THREADS, ROWS>], const A* from,
-                                             A* to, A neutral, F combine) {
+// Combines what the C blocks have reduced rows of N vectors to, (C, ROWS, STRIDE), and writes it to
+// (ROWS, STRIDE).
+template <int C, int THREADS, int ROWS, int N, int LANES, int STRIDE, typename A, typename F>
+__device__ __forceinline__ void combine_rows(const A* from, A* to, A neutral, F combine) {
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    const int place = job / N * STRIDE + job % N;
     A value = neutral;
-    for (int k = at % REDUCING; k < C; k += REDUCING) value = combine(value, from[k * ROWS + row]);
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    values[round] = value;
-    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+    for (int k = at % LANES; k < C; k += LANES)
+      value = combine(value, from[k * ROWS * STRIDE + place]);
+    value = reduce_lanes<LANES>(value, combine);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[place] = value;
   }
 }
 
-// The same of spreads, given the sums of all blocks' features, and of each block's own in `parts`.
-template <int C, int THREADS, int ROWS, int UNITS, int SIZE, typename A>
-__device__ __forceinline__ void combine_spreads(const A (&totals)[ROUNDS<THREADS, ROWS>],
-                                                const A* from, const A* parts, A* to) {
+// The same of sums and spreads; a block has UNITS of SIZE features, the last ones fewer.
+template <int C, int THREADS, int ROWS, int N, int LANES, int STRIDE, int UNITS, int SIZE,
+          typename A>
+__device__ __forceinline__ void combine_spreads(const A* from, A* to) {
+  const auto add = [](A a, A b) { return a + b; };
 #pragma unroll
-  for (int round = 0; round < ROUNDS<THREADS, ROWS>; ++round) {
-    const int at = round * THREADS + threadIdx.x, row = min(at / REDUCING, ROWS - 1);
-    A value = 0;
-    for (int k = at % REDUCING; k < C; k += REDUCING) {
-      const int place = k * ROWS + row, count = max(min(UNITS, SIZE - k * UNITS), 0);
-      value += combine_spread(from[place], parts[place], count, totals[round], SIZE);
+  for (int round = 0; round < ROUNDS<THREADS, N * ROWS, LANES>; ++round) {
+    const int at = round * THREADS + threadIdx.x, job = min(at / LANES, N * ROWS - 1);
+    const int place = job / N * STRIDE + job % N * 2;
+    A sum = 0, spread = 0;
+    for (int k = at % LANES; k < C; k += LANES) sum += from[k * ROWS * STRIDE + place];
+    sum = reduce_lanes<LANES>(sum, add);
+    for (int k = at % LANES; k < C; k += LANES) {
+      const A* own = from + k * ROWS * STRIDE + place;
+      const int count = C * UNITS == SIZE ? UNITS : max(min(UNITS, SIZE - k * UNITS), 0);
+      spread += combine_spread(own[1], own[0], count, sum, SIZE);
     }
-#pragma unroll
-    for (int lanes = REDUCING / 2; lanes > 0; lanes /= 2)
-      value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    if (at % REDUCING == 0 && at / REDUCING < ROWS) to[row] = value;
+    spread = reduce_lanes<LANES>(spread, add);
+    if (at % LANES == 0 && at / LANES < N * ROWS) to[place] = sum, to[place + 1] = spread;
   }
 }
 
@@ -211,27 +214,33 @@ __device__ constexpr int count_copies(int turns) {
 // SPLIT sums over parts of K, for x (ROWS, stride). Each warp holds tiles of 16 rows and a part of
 // K as operands of the tensor cores: HELD slices of 32 columns in registers, KEPT in shared memory,
 // at `rest`, and the others in global memory, at `far`, where they stay in the L2 cache: a thread
-// reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT.
+// reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT; SPLIT divides the
+// warps. A warp reads a part of x once for all of its tiles: reading x takes as long as multiplying
+// where each warp has one tile of all of K.
 template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
 struct Product {
-  static constexpr int WARPS = THREADS / 32, TILES = M / 16, JOBS = TILES * SPLIT;
-  static constexpr int EACH = (JOBS + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
+  static constexpr int WARPS = THREADS / 32 / SPLIT, TILES = M / 16;  // of a part of K
+  static constexpr int EACH = (TILES + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
   static constexpr int FAR = SLICES - HELD - KEPT;
-  static constexpr int COLUMN_TILES = (ROWS + 7) / 8, CHAINS = COLUMN_TILES == 1 ? 4 : 2;
+  static constexpr int COLUMN_TILES = (ROWS + 7) / 8, SUMS = EACH * COLUMN_TILES;
+  static constexpr int CHAINS = SUMS < 2 ? 4 : SUMS < 4 ? 2 : 1;  // sums that do not wait in turn
   uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
+
+  static __device__ __forceinline__ int tile(int e) { return threadIdx.x / 32 % WARPS + e * WARPS; }
+  static __device__ __forceinline__ int split() { return threadIdx.x / 32 / WARPS; }
 
   // row(m) and column(k) are where an element of the slice is in the weights, or -1.
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const T* weights, int64_t row_stride, int64_t column_stride,
                                        R row, K_ column, uint4* rest, uint4* far) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-      const int job = warp + e * WARPS, m = job % TILES * 16 + lane / 4;
-      const int first = job < JOBS ? row(m) : -1, second = job < JOBS ? row(m + 8) : -1;
+      const int m = tile(e) * 16 + lane / 4;
+      const int first = m < M ? row(m) : -1, second = m < M ? row(m + 8) : -1;
       const T* const upper = first < 0 ? nullptr : weights + first * row_stride;
       const T* const lower = second < 0 ? nullptr : weights + second * row_stride;
-      const int k = job / TILES * SLICES * 32 + lane % 4 * 2;
+      const int k = split() * SLICES * 32 + lane % 4 * 2;
 #pragma unroll
       for (int s = 0; s < HELD; ++s) {
         const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
@@ -252,58 +261,75 @@ struct Product {
   template <int X_STRIDE, int Y_STRIDE>
   __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest,
                                            const uint4* far) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
+    if (tile(0) >= TILES) return;
+    uint4 coming[AHEAD][2];
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      const int job = warp + e * WARPS, split = job / TILES;
-      if (job >= JOBS) break;
-      uint4 coming[AHEAD][2];
+    for (int f = 0; f < AHEAD && f < FAR * EACH; ++f)
+      read(coming[f], far + at<FAR>(f % EACH, f / EACH));
+    float sums[EACH][COLUMN_TILES][CHAINS][4] = {};
+    uint32_t b[COLUMN_TILES][4];
+    const auto take = [&](int s) {
 #pragma unroll
-      for (int s = 0; s < AHEAD && s < FAR; ++s) read(coming[s], far + at<FAR>(e, s));
-      float sums[COLUMN_TILES][CHAINS][4] = {};
-      // `chain` is a constant wherever loops are unrolled: sums stay in registers.
-      const auto turn = [&](const uint32_t (&a)[2][4], int s, int chain) {
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
+        load_tiles(b[n], x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
+                             (split() * SLICES + s) * 32);
+      }
+    };
+    // `e` and `chain` are constants wherever loops are unrolled: sums stay in registers.
+    const auto turn = [&](const uint32_t (&a)[2][4], int e, int chain) {
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n) {
-          const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
-          const T* from = x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
-                          (split * SLICES + s) * 32;
-          uint32_t b[4];
-          load_tiles(b, from);
-          multiply_tile(sums[n][chain * 2 % CHAINS], a[0], b[0], b[1], T());
-          multiply_tile(sums[n][(chain * 2 + 1) % CHAINS], a[1], b[2], b[3], T());
-        }
-      };
-      const auto turn_of = [&](const uint4(&v)[2], int s, int chain) {
-        const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w},
-                                  {v[1].x, v[1].y, v[1].z, v[1].w}};
-        turn(a, s, chain);
-      };
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int s = 0; s < HELD; ++s) turn(held[e][s], s, s);
+        for (int n = 0; n < COLUMN_TILES; ++n)
+          multiply_tile(sums[e][n][(chain * 2 + half) % CHAINS], a[half], b[n][half * 2],
+                        b[n][half * 2 + 1], T());
+    };
+    const auto turn_of = [&](const uint4(&v)[2], int e, int chain) {
+      const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w}};
+      turn(a, e, chain);
+    };
+#pragma unroll
+    for (int s = 0; s < HELD; ++s) {
+      take(s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) turn(held[e][s], e, s);
+    }
 #pragma unroll(count_copies(KEPT))
-      for (int s = 0; s < KEPT; ++s) {
+    for (int s = 0; s < KEPT; ++s) {
+      take(HELD + s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
         const uint4* place = rest + at<KEPT>(e, s);
         const uint4 v[2] = {place[0], place[32]};
-        turn_of(v, HELD + s, s);
+        turn_of(v, e, s);
       }
+    }
 #pragma unroll(count_copies(FAR))
-      for (int s = 0; s < FAR; ++s) {
-        const uint4 v[2] = {coming[s % AHEAD][0], coming[s % AHEAD][1]};
-        if (s + AHEAD < FAR) read(coming[s % AHEAD], far + at<FAR>(e, s + AHEAD));
-        turn_of(v, HELD + KEPT + s, s);
+    for (int s = 0; s < FAR; ++s) {
+      take(HELD + KEPT + s);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int f = s * EACH + e, next = f + AHEAD;
+        const uint4 v[2] = {coming[f % AHEAD][0], coming[f % AHEAD][1]};
+        if (next < FAR * EACH) read(coming[f % AHEAD], far + at<FAR>(next % EACH, next / EACH));
+        turn_of(v, e, s);
       }
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
         for (int z = 0; z < 4; ++z) {
           const int row = n * 8 + lane % 4 * 2 + z % 2;
-          float sum = sums[n][0][z] + sums[n][1][z];
-          if (CHAINS == 4) sum += sums[n][CHAINS - 2][z] + sums[n][CHAINS - 1][z];
-          if (row < ROWS)
-            y[(split * ROWS + row) * Y_STRIDE + job % TILES * 16 + lane / 4 + z / 2 * 8] = sum;
+          float sum = sums[e][n][0][z];
+#pragma unroll
+          for (int chain = 1; chain < CHAINS; ++chain) sum += sums[e][n][chain][z];
+          if (row < ROWS && tile(e) < TILES)
+            y[(split() * ROWS + row) * Y_STRIDE + tile(e) * 16 + lane / 4 + z / 2 * 8] = sum;
         }
-    }
   }
 
   // Where a lane's part of a slice is, of COUNT slices of each job.

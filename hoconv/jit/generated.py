@@ -54,8 +54,9 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
     Raises:
         BuildError: there is no NVRTC, or it failed.
     """
-    # Division in float32 to two units in the last place: the exact one branches.
-    flags = [f"--gpu-architecture={architecture}", "--std=c++17", "--prec-div=false"]
+    # Division in float32 to two units in the last place, square roots to one: exact ones branch.
+    precision = ["--prec-div=false", "--prec-sqrt=false"]
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *precision]
     includes = [f"--include-path={folder}" for folder in _FOLDERS]
 
     def make(folder: Path) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from hoconv.recurrent.codegen.cluster.layout import ClusterLayout
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, flat
@@ -28,8 +29,12 @@ _WHOLE = "one kernel for all steps"
 _BATCHES = (64, 128, 256, 512, 1024, 4096)
 
 
-def explain(plan: Plan) -> str:
-    """Says what is hoisted, what a step costs, what is saved, and what runs on which device."""
+def explain(plan: Plan, directions: int = 1) -> str:
+    """Says what is hoisted, what a step costs, what is saved, and what runs on which device.
+
+    Args:
+        plan: of one direction of a layer that has so many.
+    """
     forward, backward = plan.forward, plan.backward
     lines = [
         f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
@@ -41,14 +46,14 @@ def explain(plan: Plan) -> str:
     lines += [f"  combined into one product: {names}" for names in _list_combined(forward)]
     lines.append(f"  saved for backward: {_list_saved(forward)}")
     lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
-    lines += [f"  cuda: {said}" for said in _explain_gpu(plan)]
+    lines += [f"  cuda: {said}" for said in _explain_gpu(plan, directions)]
     return "\n".join(lines)
 
 
-def _explain_gpu(plan: Plan) -> Iterable[str]:
+def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
     """Says what `cuda` runs and why; the same with and without a GPU."""
     if plan.persistent and products(plan.forward):
-        yield from _explain_clusters(plan)
+        yield from _explain_clusters(plan, directions)
     chip = f"keeps the weights on the chip in float32 with up to {SMALL} hidden units"
     if plan.cudnn:
         name = plan.cudnn.function
@@ -72,29 +77,35 @@ def _explain_gpu(plan: Plan) -> Iterable[str]:
         yield "{}; backwards {}".format(*ways)
 
 
-def _explain_clusters(plan: Plan) -> Iterable[str]:
+def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
     """Says how an H200 keeps the weights on the chip, or why it does not."""
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
         clusters = Clusters(program, always=plan.schedule == "persistent")
-        found = {B: clusters.choose(B, H200) for B in _BATCHES}
-        fitting = {B: layout for B, layout in found.items() if not isinstance(layout, str)}
-        if not fitting:
-            yield f"{name}: not one kernel, since {found[_BATCHES[0]]}"
-            continue
-        B, layout = next(iter(fitting.items()))
-        rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
-        kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
-        if layout.kept_bytes:
-            kept += f", {layout.kept_bytes >> 10} KiB in shared memory"
-        if layout.far_bytes:
-            kept += f", {layout.far_bytes >> 10} KiB read from the L2 cache at every step"
-        waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
-        limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
-        yield (
-            f"{name}: one kernel where blocks form clusters (compute capability "
-            f"{'.'.join(map(str, CAPABILITY))} and later); for {B} rows on an H200 clusters of "
-            f"{rows} and {blocks}, {kept}, {waits}{limit}"
-        )
+        for runs in range(directions, 0, -1):
+            one = "one kernel" if runs == 1 else "one kernel for both directions at once"
+            found = {B: clusters.choose(B, H200, runs) for B in _BATCHES}
+            fitting = {B: layout for B, layout in found.items() if not isinstance(layout, str)}
+            if fitting:
+                yield f"{name}: {one} {_describe_clusters(fitting)}"
+                break
+            yield f"{name}: not {one}, since {found[_BATCHES[0]]}"
+
+
+def _describe_clusters(fitting: Mapping[int, ClusterLayout]) -> str:
+    """Says what clusters there are, given the layout for each number of rows that has one."""
+    B, layout = next(iter(fitting.items()))
+    rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
+    kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
+    if layout.kept_bytes:
+        kept += f", {layout.kept_bytes >> 10} KiB in shared memory"
+    if layout.far_bytes:
+        kept += f", {layout.far_bytes >> 10} KiB read from the L2 cache at every step"
+    waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
+    limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
+    return (
+        f"where blocks form clusters (compute capability {'.'.join(map(str, CAPABILITY))} and "
+        f"later); for {B} rows on an H200 clusters of {rows} and {blocks}, {kept}, {waits}{limit}"
+    )
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:

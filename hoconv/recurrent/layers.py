@@ -19,13 +19,14 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from hoconv.implementations import check_name, resolve
+from hoconv.recurrent.directions import run_directions
 from hoconv.recurrent.explain import explain
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import Declaration, trace
 from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.operator import OPERATOR
-from hoconv.recurrent.ops import RUNS, Call
+from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.registration import autocasts
@@ -234,11 +235,11 @@ class RNN(nn.Module):
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
-            outputs = []
             if valid is not None:
                 # Past its end a sequence repeats its first step: padding, which may be NaN, must
                 # not reach a gradient, and the first step is an input that the cell can take.
                 x = torch.where(valid, x, x[:1])
+            calls = []
             for direction in range(directions):
                 at = layer * directions + direction
                 traced, reverse = self._traced[at], direction == 1
@@ -249,10 +250,14 @@ class RNN(nn.Module):
                                begins is not None, reverse, self.recompute)  # fmt: skip
                 call = Call(self.runs[at][0], traced.names, plan, x, first[at], parameters[at],
                             valid, resets[direction], self.training, seed, reverse)  # fmt: skip
-                name = resolve(OPERATOR.name, self.impl, x.device.type, plan, call.program)
-                output, *following = RUNS[name](call)
-                outputs.append(output)
-                final.append(following)
+                calls.append(call)
+            names = [
+                resolve(OPERATOR.name, self.impl, x.device.type, call.plan, call.program)
+                for call in calls
+            ]
+            found = run_directions(names[0], calls)
+            outputs = [output for output, *_ in found]
+            final += [following for _, *following in found]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x, [
             each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
@@ -382,7 +387,7 @@ class RNN(nn.Module):
             recompute=self.recompute,
         )  # fmt: skip
         return "\n".join(
-            f"layer {layer}: {explain(made(bound))}"
+            f"layer {layer}: {explain(made(bound), directions)}"
             for layer, (bound, _) in enumerate(self.runs[::directions])
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.recurrent.runtime.interpret import in_dtype, interpret
+from hoconv.recurrent.runtime.interpret import Loop, Run, Tensors, in_dtype, interpret
 from hoconv.recurrent.runtime.packing import pack, unpack
 from hoconv.registration import (
     Op,
@@ -57,25 +57,46 @@ def _run(
 ) -> list[Tensor]:
     """Runs a program. Gradients may share memory; other results and states do not."""
     made = find_plan(plan)
-    program = made.program(which)
-    named = _name_parameters(made, parameters)
     device_type = sequences[0].device.type
-    loop = made.loop(which, impl, device_type)
+    inputs = Inputs(sequences, states, parameters, seed)
     with without_autocast(device_type):  # the program chooses its dtypes itself
-        results, final = interpret(
-            program,
-            pack(program, named),
-            _name_sequences(program, sequences),
-            _name_states(program, states),
-            seed,
-            loop,
-        )
+        loop = made.loop(which, impl, device_type)
+        run = start(made, made.program(which), inputs, loop)
+        return finish(made, which, inputs, run, *run.run_steps())
+
+
+class Inputs(NamedTuple):
+    """The tensors of a run: ``recurrent.compiled`` says which."""
+
+    sequences: Sequence[Tensor]
+    states: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    seed: Tensor | None
+
+
+def start(made: CompiledPlan, program: Program, inputs: Inputs, loop: Loop | None) -> Run:
+    """Runs what a program has before its loop."""
+    params = pack(program, _name_parameters(made, inputs.parameters))
+    states = _name_states(program, inputs.states)
+    sequences = _name_sequences(program, inputs.sequences)
+    return Run(program, params, sequences, states, inputs.seed, loop)
+
+
+def finish(
+    made: CompiledPlan, which: str, inputs: Inputs, run: Run, written: Tensors,
+    final: list[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Runs what a program has after its loop, which returned `written` and `final`."""
+    sequences, states, parameters, _ = inputs
+    program = run.steps.program
+    results, last = run.finish(written, final)
     if which == "backward":
         rows = results.get("d_x")
         x = torch.zeros_like(sequences[0]) if rows is None else rows
-        return [x, *unpack(program, results, named).values(), *final.values()]
-    found = [*results.values(), *final.values()]
-    if loop and _are_of_loop(program):
+        unpacked = unpack(program, results, _name_parameters(made, parameters))
+        return [x, *unpacked.values(), *last.values()]
+    found = [*results.values(), *last.values()]
+    if run.loop and _are_of_loop(program):
         return found
     return _separate(found, (*sequences, *states, *parameters))
 
@@ -163,39 +184,48 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     states, saved = saved[:n_states], saved[n_states:]
     parameters, saved = saved[:n_parameters], saved[n_parameters:]
     seed, *results = saved
-    made = find_plan(ctx.plan)
-    d_output = grads[0]
+    made, inputs = find_plan(ctx.plan), Inputs(sequences, states, parameters, seed)
     d_states = grads[len(grads) - n_states :]
     if torch.is_grad_enabled():
-        d_x, d_initial, d_parameters = _differentiate_again(
-            made, sequences, states, parameters, seed, d_output, d_states
+        d_x, d_initial, d_parameters = differentiate_again(
+            made, made.plan.definition, inputs, grads[0], d_states
         )
     else:
-        forward, backward = made.plan.forward, made.plan.backward
-        read = _name_sequences(forward, sequences)
-        read |= dict(zip((name for name, _ in forward.results), results, strict=True))
-        read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
-        zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, states)]
-        d_x, *found = compiled_op(
-            [read[name] for name, _ in backward.sequences], zeroed, parameters, seed, ctx.plan,
-            "backward", ctx.impl,
-        )  # fmt: skip
+        given = read_backward(made, inputs, results, grads[0], d_states)
+        d_x, *found = compiled_op(*given, ctx.plan, "backward", ctx.impl)
         d_parameters, d_initial = found[:n_parameters], found[n_parameters:]
     d_sequences = [d_x, *(None for _ in sequences[1:])]
     return d_sequences, d_initial, d_parameters, None, None, None, None
 
 
-def _differentiate_again(
+def read_backward(
+    made: CompiledPlan, inputs: Inputs, results: Sequence[Tensor], d_output: Tensor | None,
+    d_states: Sequence[Tensor | None],
+) -> Inputs:  # fmt: skip
+    """What the program ``backward`` reads, given inputs and results of ``forward``."""
+    forward, backward = made.plan.forward, made.plan.backward
+    read = _name_sequences(forward, inputs.sequences)
+    read |= dict(zip((name for name, _ in forward.results), results, strict=True))
+    read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
+    zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, inputs.states)]
+    sequences = [read[name] for name, _ in backward.sequences]
+    return Inputs(sequences, zeroed, inputs.parameters, inputs.seed)
+
+
+def differentiate_again(
     made: CompiledPlan,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    seed: Tensor | None,
+    program: Program,
+    inputs: Inputs,
     d_output: Tensor | None,
     d_states: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """The gradients of x, states and parameters, which autograd can differentiate again."""
-    program, n = made.plan.definition, len(states)
+    """The gradients of x, states and parameters, which autograd can differentiate again.
+
+    Args:
+        program: the plan's definition, of the direction of `inputs`.
+    """
+    sequences, states, parameters, seed = inputs
+    n = len(states)
 
     def run(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, final = interpret(
@@ -241,8 +271,9 @@ class _CudnnFunction(torch.autograd.Function):
         states, parameters = tensors[: ctx.n_states], tensors[ctx.n_states :]
         if torch.is_grad_enabled():
             with without_autocast(x.device.type):
-                d_x, d_states, d_parameters = _differentiate_again(
-                    ctx.made, [x], states, parameters, None, grads[0], grads[1:]
+                inputs = Inputs([x], states, parameters, None)
+                d_x, d_states, d_parameters = differentiate_again(
+                    ctx.made, ctx.made.plan.definition, inputs, grads[0], grads[1:]
                 )
             return None, None, d_x, *d_states, *d_parameters
         pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
@@ -299,6 +330,19 @@ class Call:
         inputs = (self.x, *self.states, *self.parameters)
         return "forward" if hidden or any(t.requires_grad for t in inputs) else "inference"
 
+    @property
+    def inputs(self) -> Inputs:
+        """What the program reads; it keeps states in the dtype of sums."""
+        wide = accumulate_dtype(self.x.dtype)
+        sequences = [s for s in (self.x, self.reset, self.valid) if s is not None]
+        states = [in_dtype(s, wide) for s in self.states]
+        return Inputs(sequences, states, self.parameters, self.seed)
+
+    def select(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """The output and the final states, in the dtype of x, of what the program returns."""
+        final = found[len(found) - len(self.states) :]
+        return [found[0], *(in_dtype(s, self.x.dtype) for s in final)]
+
 
 def run_reference(call: Call) -> list[Tensor]:
     """Calls the cell at every step; returns the output and the final states."""
@@ -312,14 +356,8 @@ def run_reference(call: Call) -> list[Tensor]:
 
 def run_compiled(impl: str, call: Call) -> list[Tensor]:
     """Runs a program of the plan in C++ or CUDA; returns the output and the final states."""
-    x, states = call.x, call.states
-    wide = accumulate_dtype(x.dtype)
-    sequences = [s for s in (x, call.reset, call.valid) if s is not None]
-    found = compiled_op(
-        sequences, [in_dtype(s, wide) for s in states], call.parameters, call.seed, call.plan,
-        call.program, impl,
-    )  # fmt: skip
-    return [found[0], *(in_dtype(s, x.dtype) for s in found[len(found) - len(states) :])]
+    found = compiled_op(*call.inputs, call.plan, call.program, impl)
+    return call.select(found)
 
 
 def run_cuda(call: Call) -> list[Tensor]:

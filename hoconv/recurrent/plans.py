@@ -7,6 +7,7 @@ program needs neither the cell nor its module.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,10 @@ class CompiledPlan:
         )
         self.names = tuple(d.name for d in self.plan.declarations)
         self.reverse = r.options["reverse"]
-        self._cuda_loop = functools.cache(self._cuda)
+        self.cuda_loop = functools.cache(self._cuda)
+        # Of a program, as of `program`, and the same program in the other direction. They share
+        # their values, so that one kernel can run both.
+        self.both = functools.cache(self._both)
         self._cpp_loops = functools.cache(self._cpp)
 
     def program(self, which: str) -> Program:
@@ -98,20 +102,26 @@ class CompiledPlan:
             hoconv.jit.BuildError: there is no compiler, or it failed.
         """
         if impl == "cuda":
-            return self._cuda_loop(which)
+            return self.cuda_loop(which)
         return self._cpp_loops(which != "inference")[which] if device_type == "cpu" else None
 
-    def keeps_weights(self, which: str, x: Tensor) -> bool:
+    def keeps_weights(self, which: str, x: Tensor, directions: int = 1) -> bool:
         """Whether one kernel keeps the weights on the GPU of x, for its batch, in a program.
 
         Args:
             which: as of :meth:`program`; with ``forward`` also in ``backward``.
             x: (T, B, n).
+            directions: 2 for those of both directions.
         """
         programs = (which, "backward") if which == "forward" else (which,)
         return x.is_cuda and all(
-            self._cuda_loop(name).keeps_weights(x.shape[1], x.device) for name in programs
+            self.cuda_loop(name).keeps_weights(x.shape[1], x.device, directions)
+            for name in programs
         )
+
+    def _both(self, which: str) -> tuple[Program, Program]:
+        program = self.program(which)
+        return program, replace(program, reverse=not program.reverse)
 
     def _cuda(self, which: str) -> CudaLoop:
         program, always = self.program(which), self.plan.schedule == "persistent"

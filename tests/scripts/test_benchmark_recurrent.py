@@ -113,6 +113,21 @@ def test_library_cells_are_timed_against_pytorchs_at_every_shape(
     assert (tmp_path / f"recurrent_library_{device}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_directions_are_timed_against_one(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "directions", device=device)
+
+    check_rows(record["rows"])
+    names = ("ours, one direction", "ours, both", "nn.LSTM, both")
+    found = [(row["T"], row["B"], row["contender"]) for row in record["rows"]]
+    precisions = 2 if device == "cuda" else 1
+    assert sorted(found) == sorted(
+        (*tb, name) for tb in ((3, 2), (2, 5)) for name in names for _ in range(precisions)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_schedule_is_timed_with_one_layer_and_four(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +17,20 @@ from torch import Tensor
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
-from hoconv.recurrent.codegen.storage import Buffer
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Group, Program, flat
-from hoconv.recurrent.passes.distribute import distribute, refuse
+from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
+from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
-from hoconv.recurrent.runtime.workspace import describe_call
+from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
+from hoconv.recurrent.runtime.workspace import as_argument, describe_call
 
 # The first compute capability whose blocks form clusters.
 CAPABILITY = (9, 0)
 _BLOCKS = (1, 2, 4, 8, 16)
 _WARPS = (8, 12)
 # Rows of a cluster: a kernel is compiled for each number, so there are few.
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 19, 22)
 _PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
 
 
@@ -69,58 +70,94 @@ class Clusters:
         self._load = functools.cache(lambda source, name: _load_cubin(source.text, name))
         self._found = functools.cache(self._find)
 
-    def find(self, B: int, device: torch.device) -> ClusterLayout | str:
-        """The layout for a batch on a GPU, or why there is none."""
-        return self._found(B, device)
+    def find(self, B: int, device: torch.device, runs: int = 1) -> ClusterLayout | str:
+        """The layout for a batch on a GPU, or why there is none.
 
-    def _find(self, B: int, device: torch.device) -> ClusterLayout | str:
+        Args:
+            runs: the number of runs that share the GPU, of a batch each.
+        """
+        return self._found(B, device, runs)
+
+    def _find(self, B: int, device: torch.device, runs: int) -> ClusterLayout | str:
         if torch.cuda.get_device_capability(device) < CAPABILITY:
             return "its blocks form no clusters"
-        return self.choose(B, _describe(device))
+        return self.choose(B, _describe(device), runs)
 
-    def choose(self, B: int, chip: Chip) -> ClusterLayout | str:
-        """The layout for a batch on a chip, or why there is none."""
+    def choose(self, B: int, chip: Chip, runs: int = 1) -> ClusterLayout | str:
+        """The layout for a batch on a chip, or why there is none; `runs` as of :meth:`find`."""
         if self._refusal:
             return self._refusal
+        found = self._choose(B, chip, runs)
+        if found is None:
+            return f"what {_BLOCKS[-1]} multiprocessors exchange does not fit their shared memory"
+        time, layout = found
+        if time > runs * _estimate_graph(self.program, B) and not self.always:
+            return "graphs are faster for so many rows"
+        if runs > 1 and (alone := self._choose(B, chip, 1)) and time > runs * alone[0]:
+            return "one after the other is faster"
+        return layout
+
+    def _choose(self, B: int, chip: Chip, runs: int) -> tuple[float, ClusterLayout] | None:
+        """The layout that takes the least time, and about how many microseconds a step takes."""
         found: list[tuple[float, ClusterLayout]] = []
         for blocks, resident in chip.resident:
             if not resident:
                 continue
-            rows = next((n for n in _ROWS if n * resident >= B), _ROWS[-1])
+            rows = next((n for n in _ROWS if runs * math.ceil(B / n) <= resident), _ROWS[-1])
             for warps in _WARPS:
                 layout = self._lay_out(ClusterShape(blocks, rows, warps), chip.shared_bytes)
                 if layout.shared_bytes <= chip.shared_bytes:
-                    rounds = math.ceil(B / rows / resident)
+                    rounds = math.ceil(runs * math.ceil(B / rows) / resident)
                     found.append((rounds * _estimate(layout), layout))
-        if not found:
-            return f"what {_BLOCKS[-1]} multiprocessors exchange does not fit their shared memory"
-        fastest, layout = min(found, key=lambda each: each[0])
-        if fastest > _estimate_graph(self.program, B) and not self.always:
-            return "graphs are faster for so many rows"
-        return layout
-
-    def emit(self, layout: ClusterLayout) -> ClusterSource:
-        """The kernel of a layout."""
-        return self._emit(layout)
+        return min(found, key=lambda each: each[0], default=None)
 
     def run(
-        self, source: ClusterSource, T: int, B: int, seed: Tensor | None,
-        tensors: Mapping[Buffer, Tensor], device: torch.device,
-    ) -> None:  # fmt: skip
-        """Launches a kernel for all steps; the current device is `device`."""
-        layout, shape = source.layout, source.layout.shape
-        clusters = -(-B // shape.rows)
-        scratch = None
-        if layout.far_bytes:
-            bytes = clusters * shape.blocks * layout.far_bytes
-            scratch = torch.empty(bytes, dtype=torch.uint8, device=device)
-        call = describe_call(source.storage, T, B, seed, tensors, scratch)
-        self._load(source, _architecture(device)).launch_clusters(
-            NAME, clusters, shape.blocks, shape.threads, layout.shared_bytes, call
-        )
+        self, layout: ClusterLayout, runs: Sequence[LoopRun], device: torch.device
+    ) -> list[tuple[Tensors, list[Tensor]]]:
+        """Launches one kernel for all steps of runs of the program, forwards or backwards in time.
+
+        Args:
+            layout: of :meth:`find`, for so many runs.
+            runs: of the same T and B.
+            device: the current one.
+        """
+        source, shape = self._emit(layout, len(runs)), layout.shape
+
+        def launch(calls: list[int], clusters: int) -> None:
+            self._load(source, _architecture(device)).launch_clusters(
+                NAME, (clusters, len(runs)), shape.blocks, shape.threads, layout.shared_bytes,
+                as_argument(calls),
+            )  # fmt: skip
+
+        return launch_runs(source, runs, launch)
 
     def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
         return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
+
+
+def launch_runs(
+    source: ClusterSource, runs: Sequence[LoopRun], launch: Callable[[list[int], int], None]
+) -> list[tuple[Tensors, list[Tensor]]]:
+    """Gives the kernel of some runs its memory, launches it and returns what it has written.
+
+    Args:
+        launch: given the fields of all calls, and the number of clusters of a run.
+    """
+    layout, storage, calls, bound = source.layout, source.storage, [], []
+    T, B = count_steps(runs[0].program, runs[0].values)
+    clusters = -(-B // layout.shape.rows)
+    for run in runs:
+        tensors = bind(run.program, storage, run.values, run.initial, {})
+        bytes = clusters * layout.shape.blocks * layout.far_bytes
+        scratch = run.initial[0].new_empty(bytes, dtype=torch.uint8) if bytes else None
+        first = T - 1 if run.program.reverse else 0
+        calls += describe_call(storage, T, B, run.seed, tensors, scratch, first)
+        bound.append((tensors, scratch))
+    launch(calls, clusters)
+    return [
+        results(run.program, storage, tensors, T)
+        for run, (tensors, _) in zip(runs, bound, strict=True)
+    ]
 
 
 def _estimate(layout: ClusterLayout) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.clusters import Clusters
 from hoconv.recurrent.runtime.driver import Cubin
-from hoconv.recurrent.runtime.interpret import Tensors, count_steps
+from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
 
 # Workspaces that a program keeps: one for each batch size, stream and precision of products.
@@ -88,10 +88,8 @@ class CudaLoop:
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
             with torch.cuda.device(device):
-                source = self.clusters.emit(found)
-                tensors = bind(program, source.storage, values, initial, {})
-                self.clusters.run(source, T, B, seed, tensors, device)
-                return results(program, source.storage, tensors, T)
+                runs = [LoopRun(program, values, initial, seed)]
+                return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
             with torch.cuda.device(device):
                 tensors = bind(program, storage, values, initial, {})
@@ -111,9 +109,25 @@ class CudaLoop:
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
 
-    def keeps_weights(self, B: int, device: torch.device) -> bool:
-        """Whether one kernel keeps the weights on a GPU for a batch."""
-        return self.clusters is not None and not isinstance(self.clusters.find(B, device), str)
+    def run_together(self, runs: Sequence[LoopRun]) -> list[tuple[Tensors, list[Tensor]]]:
+        """Runs both directions of the program in one kernel; returns what each call would.
+
+        Args:
+            runs: for whose batch and number the loop keeps the weights on the GPU.
+        """
+        assert self.clusters is not None
+        device = runs[0].initial[0].device
+        _, B = count_steps(runs[0].program, runs[0].values)
+        layout = self.clusters.find(B, device, len(runs))
+        assert not isinstance(layout, str), layout
+        with torch.cuda.device(device):
+            return self.clusters.run(layout, runs, device)
+
+    def keeps_weights(self, B: int, device: torch.device, runs: int = 1) -> bool:
+        """Whether one kernel keeps the weights on a GPU, for some runs of a batch each."""
+        if self.clusters is None:
+            return False
+        return not isinstance(self.clusters.find(B, device, runs), str)
 
     def prepare(self) -> None:
         """Compiles the kernels for the GPUs here.

@@ -39,12 +39,13 @@ class _Configuration(ctypes.Structure):
 
 @functools.lru_cache(_KEPT)
 def _configure(
-    clusters: int, blocks: int, threads: int, shared_bytes: int, stream: int | None
+    clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int, stream: int | None
 ) -> _Configuration:
     attribute = _Attribute(id=_CLUSTER_DIMENSION, cluster=(blocks, 1, 1))
     return _Configuration(
-        grid=(clusters * blocks, 1, 1), block=(threads, 1, 1), shared_bytes=shared_bytes,
-        stream=stream, attributes=ctypes.pointer(attribute), attribute_count=1,
+        grid=(clusters[0] * blocks, clusters[1], 1), block=(threads, 1, 1),
+        shared_bytes=shared_bytes, stream=stream,
+        attributes=ctypes.pointer(attribute), attribute_count=1,
     )  # fmt: skip
 
 
@@ -78,9 +79,10 @@ class Cubin:
         )
 
     def launch_clusters(
-        self, name: str, clusters: int, blocks: int, threads: int, shared_bytes: int, argument: Any
-    ) -> None:
-        """Launches a kernel in clusters of blocks that run at the same time."""
+        self, name: str, clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int,
+        argument: Any,
+    ) -> None:  # fmt: skip
+        """Launches a kernel in a grid of clusters of blocks that run at the same time."""
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         given = _configure(clusters, blocks, threads, shared_bytes, self.stream())
         self._check(
@@ -95,7 +97,7 @@ class Cubin:
     def count_clusters(self, name: str, blocks: int, threads: int, shared_bytes: int) -> int:
         """The number of clusters of a kernel that the GPU runs at the same time."""
         count = ctypes.c_int()
-        given = _configure(1, blocks, threads, shared_bytes, None)
+        given = _configure((1, 1), blocks, threads, shared_bytes, None)
         self._check(
             self.driver.cuOccupancyMaxActiveClusters(
                 ctypes.byref(count),

@@ -6,6 +6,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -18,6 +19,16 @@ from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopRun:
+    """What a :class:`Loop` is called with."""
+
+    program: Program
+    values: Tensors
+    initial: list[Tensor]
+    seed: Tensor | None
 
 
 class Loop(Protocol):
@@ -54,49 +65,85 @@ def interpret(
     seed: Tensor | None = None,
     loop: Loop | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Runs a program.
+    """Runs a program; arguments and what is returned are those of :class:`Run`.
+
+    Args:
+        loop: runs the steps; without one they run op by op, and autograd records every op.
+    """
+    run = Run(program, params, sequences, states, seed, loop)
+    return run.finish(*run.run_steps())
+
+
+class Run:
+    """A run of a program: what is before the loop, and, to :meth:`finish`, what is after it.
 
     Args:
         params: the tensors of ``program.params``, see :mod:`hoconv.recurrent.runtime.packing`.
         sequences: what the program reads, by name: (T, B, n); (n,) if made of parameters alone.
         states: (B, n) before the first step, by name.
         seed: int64 scalar, of the random masks.
-        loop: runs the steps; without one they run op by op, and autograd records every op.
+        loop: as of :func:`interpret`.
 
-    Returns:
-        The program's results, and the states after the last step, by name.
+    Attributes:
+        steps: what the loop is called with.
     """
-    values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
-    values |= {value: sequences[name] for name, value in program.sequences}
-    like = next(iter(states.values()))
-    multiply = products if loop else evaluate
-    groups: GroupLoops = loop.groups if loop else {}
 
-    def run(region: Iterable[Op | Group]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        params: Sequence[Tensor],
+        sequences: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        seed: Tensor | None,
+        loop: Loop | None,
+    ) -> None:
+        values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
+        values |= {value: sequences[name] for name, value in program.sequences}
+        like = next(iter(states.values()))
+        self._device = like.device
+        self.loop = loop
+        self._multiply = products if loop else evaluate
+        self._groups: GroupLoops = loop.groups if loop else {}
+        self._compute(program.before, values)
+        initial = [
+            in_dtype(states[s.name], DTYPES[s.value.type.dtype])
+            if s.total is None
+            else like.new_zeros((), dtype=DTYPES[s.value.type.dtype]).expand(
+                like.shape[0], s.value.type.size
+            )
+            for s in program.states
+        ]
+        self.steps = LoopRun(program, values, initial, seed)
+
+    def run_steps(self) -> tuple[Tensors, list[Tensor]]:
+        """Runs the loop alone; returns what that does."""
+        steps = self.steps
+        return (self.loop or _steps)(steps.program, steps.values, steps.initial, steps.seed)
+
+    def finish(
+        self, written: Tensors, final: list[Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the program's results, and the states after the last step, by name.
+
+        Args:
+            written, final: what the loop returned.
+        """
+        program, values = self.steps.program, self.steps.values
+        values |= written
+        last = dict(zip(program.states, final, strict=True))
+        values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
+        self._compute(program.after, values)
+        results = {name: values[value] for name, value in program.results}
+        return results, {s.name: state for s, state in last.items() if s.total is None}
+
+    def _compute(self, region: Iterable[Op | Group], values: Tensors) -> None:
         for item in region:
             group = isinstance(item, Group)
-            if group and item in groups and _run_group(*groups[item], values):
+            if group and item in self._groups and _run_group(*self._groups[item], values):
                 continue
             for op in item.ops if group else (item,):
                 operands = [values[i] if isinstance(i, Value) else i for i in op.inputs]
-                values[op.result] = _evaluate(op, operands, like.device, multiply=multiply)
-
-    run(program.before)
-    initial = [
-        in_dtype(states[s.name], DTYPES[s.value.type.dtype])
-        if s.total is None
-        else like.new_zeros((), dtype=DTYPES[s.value.type.dtype]).expand(
-            like.shape[0], s.value.type.size
-        )
-        for s in program.states
-    ]
-    written, final = (loop or _steps)(program, values, initial, seed)
-    values |= written
-    last = dict(zip(program.states, final, strict=True))
-    values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
-    run(program.after)
-    results = {name: values[value] for name, value in program.results}
-    return results, {s.name: state for s, state in last.items() if s.total is None}
+                values[op.result] = _evaluate(op, operands, self._device, multiply=self._multiply)
 
 
 def count_steps(program: Program, values: Tensors) -> tuple[int, int]:

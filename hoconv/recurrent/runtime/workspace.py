@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,22 @@ CHUNK = 32
 
 def describe_call(
     storage: Storage, T: int, B: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor],
-    scratch: Tensor | None = None,
-) -> Any:  # fmt: skip
-    """The ``Call`` of a kernel, from its first step on."""
+    scratch: Tensor | None = None, begin: int = 0,
+) -> list[int]:  # fmt: skip
+    """The fields of a kernel's ``Call``.
+
+    Args:
+        begin: the third field.
+    """
     addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in storage.buffers]
     last = 0 if scratch is None else scratch.data_ptr()
     strides = (stride for b in storage.strided for stride in tensors[b].stride())
-    given = (T, B, 0, 0 if seed is None else seed.data_ptr(), *addresses, last, *strides)
-    return (ctypes.c_int64 * len(given))(*given)
+    return [T, B, begin, 0 if seed is None else seed.data_ptr(), *addresses, last, *strides]
+
+
+def as_argument(fields: Sequence[int]) -> Any:
+    """An argument of a kernel that consists of these int64."""
+    return (ctypes.c_int64 * len(fields))(*fields)
 
 
 def run_whole(
@@ -47,7 +55,7 @@ def run_whole(
     assert whole is not None
     scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
     call = describe_call(source.steps.storage, T, B, seed, tensors, scratch)
-    launcher(whole.name, B, whole.blocks, whole.threads, call)
+    launcher(whole.name, B, whole.blocks, whole.threads, as_argument(call))
 
 
 class Workspace:
@@ -116,10 +124,9 @@ class Workspace:
             left -= size
 
     def _start(self, T: int, seed: Tensor | None, tensors: Mapping[Buffer, Tensor]) -> None:
-        self._once(
-            "start",
-            describe_call(self.source.steps.storage, T, self.B, seed, tensors, self.scratch),
-        )
+        storage = self.source.steps.storage
+        call = describe_call(storage, T, self.B, seed, tensors, self.scratch)
+        self._once("start", as_argument(call))
         for launch in self.source.before:
             self._launch(launch, 0)
 

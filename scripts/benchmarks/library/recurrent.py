@@ -9,6 +9,7 @@ Input and states of a layer have H features. The sections, in float32 and on a G
 - ``library``: LSTM and GRU against nn.LSTM and nn.GRU. On a GPU also with schedule ``graph``, which
   keeps no weights on the chip, and in float32 with TF32.
 - ``ladder``: an LSTM with every schedule, against nn.LSTM, in float32.
+- ``directions``: an LSTM in one direction, in both, and nn.LSTM in both.
 - ``lengths``: an LSTM on sequences of lengths uniform in 1 to T, against nn.LSTM on the same
   sequences, packed, and on all steps of the padded ones.
 - ``latency``: the first calls of a new process, with an empty cache and with a full one.
@@ -153,13 +154,13 @@ Timeable = tuple[nn.Module, Callable[[Tensor], Tensor]]
 Way = Callable[[Case, torch.device, torch.dtype], Timeable]
 
 
-def ours(impl: str, schedule: str = "auto") -> Way:
+def ours(impl: str, schedule: str = "auto", bidirectional: bool = False) -> Way:
     """Returns the way to make our layer with an implementation and a schedule."""
 
     def make(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
         layer = rnn.RNN(
-            find_cell(case.cell), case.H, case.H, case.layers, schedule=schedule, impl=impl,
-            device=device, dtype=dtype,
+            find_cell(case.cell), case.H, case.H, case.layers, bidirectional, schedule=schedule,
+            impl=impl, device=device, dtype=dtype,
         )  # fmt: skip
         return layer, lambda x: layer(x)[0]
 
@@ -170,8 +171,11 @@ def find_cell(name: str) -> rnn.Cell:
     return next((cell for cell in PUBLISHED if cell.name == name), None) or getattr(rnn, name)
 
 
-def make_pytorch(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
-    layer = NN[case.cell](case.H, case.H, case.layers, device=device, dtype=dtype)
+def make_pytorch(
+    case: Case, device: torch.device, dtype: torch.dtype, bidirectional: bool = False
+) -> Timeable:
+    sizes = {"bidirectional": bidirectional, "device": device, "dtype": dtype}
+    layer = NN[case.cell](case.H, case.H, case.layers, **sizes)
     return layer, lambda x: layer(x)[0]
 
 
@@ -234,6 +238,16 @@ def ladder(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, 
             yield Case("lstm", *TYPICAL, layers), rungs | {"nn.LSTM": make_pytorch}
 
 
+def directions(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    ways: dict[str, Way] = {
+        "ours, one direction": ours(IMPLS[device]),
+        "ours, both": ours(IMPLS[device], bidirectional=True),
+        "nn.LSTM, both": functools.partial(make_pytorch, bidirectional=True),
+    }
+    for shape in () if precision.tf32 else SHAPES[device]:
+        yield Case("lstm", *shape), ways
+
+
 def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
     ways = {
         "nn.LSTM, packed": make_packed,
@@ -247,7 +261,7 @@ def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str,
 DRAWN = {"library": draw_library, "ladder": draw_ladder}
 SECTIONS = {
     "cells": cells, "published": published, "library": library, "ladder": ladder,
-    "lengths": lengths,
+    "directions": directions, "lengths": lengths,
 }  # fmt: skip
 LATENCY = "latency"
 KEY = "cell", "layers", "precision", "contender"

@@ -10,9 +10,8 @@ it may.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from hoconv import jit
@@ -20,10 +19,10 @@ from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cluster.kernel import ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.passes.distribute import distribute
-from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import describe_call
+from hoconv.recurrent.passes.cluster.distribute import distribute
+from hoconv.recurrent.runtime.clusters import launch_runs
+from hoconv.recurrent.runtime.interpret import GroupLoops, LoopRun, Tensors
+from hoconv.recurrent.runtime.workspace import as_argument
 
 _HEADER = """
 #include <ucontext.h>
@@ -38,6 +37,7 @@ _HEADER = """
 #include "recurrent/math.h"
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
@@ -75,7 +75,7 @@ struct Block {
   int64_t arrivals = 0;
 };
 struct Cluster { std::vector<Block> blocks; int64_t arrivals = 0; };
-struct Index { unsigned x; };
+struct Index { unsigned x, y; };
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -209,12 +209,12 @@ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 }
 
 // Runs the clusters of a launch, one after another.
-inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, bool reversed,
-                         std::function<void()> kernel) {
+inline void run_clusters(int clusters, int runs, int blocks, int threads, int64_t bytes,
+                         bool reversed, std::function<void()> kernel) {
   static std::function<void()> body;
   body = kernel;
   threads_of_block = threads, late = reversed;
-  for (int c = 0; c < clusters; ++c) {
+  for (int c = 0; c < clusters * runs; ++c) {
     Cluster own;
     own.blocks.resize(blocks);
     for (Block& block : own.blocks) {
@@ -227,7 +227,8 @@ inline void run_clusters(int clusters, int blocks, int threads, int64_t bytes, b
       Fiber& f = fibers[i];
       const int place = reversed ? blocks * threads - 1 - i : i;
       f.rank = place / threads;
-      f.thread.x = place % threads, f.block.x = c * blocks + f.rank;
+      f.thread.x = place % threads;
+      f.block = {unsigned(c % clusters * blocks + f.rank), unsigned(c / clusters)};
       f.stack.reset(new char[1 << 17]);
       f.ready = [] { return true; };
       getcontext(&f.context);
@@ -259,7 +260,7 @@ _MEMORY = "extern __shared__ __align__(128) char shared[];"
 
 def shim_clusters(
     programs: Mapping[str, Program], shape: ClusterShape, reversed: bool = False,
-    most_shared_bytes: int = SHARED_BYTES,
+    most_shared_bytes: int = SHARED_BYTES, runs: int = 1,
 ) -> dict[str, ShimClusters]:  # fmt: skip
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of kernels of clusters."""
 
@@ -267,7 +268,7 @@ def shim_clusters(
         shared = distribute(program, shape.blocks == 1)
         return ClusterLayout(shared, shape, most_shared_bytes)
 
-    sources = {name: emit_cluster(lay_out(program)) for name, program in programs.items()}
+    sources = {name: emit_cluster(lay_out(program), runs) for name, program in programs.items()}
     functions = (jit.CSRC / "recurrent/cluster.cuh").read_text()
     assert _INSTRUCTIONS in functions
     functions = functions.replace(_INSTRUCTIONS, "").replace("#pragma once", "")
@@ -290,9 +291,9 @@ def _namespace(name: str, source: ClusterSource) -> str:
 namespace {name} {{
 {body}
 }}
-extern "C" void launch_{name}(const {name}::Call* call, int clusters, bool reversed) {{
-  hoconv::recurrent::run_clusters(clusters, {sizes}, reversed,
-                                  [=] {{ {name}::run_cluster(*call); }});
+extern "C" void launch_{name}(const {name}::Calls* calls, int clusters, bool reversed) {{
+  hoconv::recurrent::run_clusters(clusters, {source.runs}, {sizes}, reversed,
+                                  [=] {{ {name}::run_cluster(*calls); }});
 }}
 """
 
@@ -310,13 +311,12 @@ class ShimClusters:
     def __call__(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
     ) -> tuple[Tensors, list[Tensor]]:
-        T, B = count_steps(program, values)
-        storage = self.source.storage
-        tensors = bind(program, storage, values, initial, {})
-        layout = self.source.layout
-        clusters = -(-B // layout.shape.rows)
-        bytes = clusters * layout.shape.blocks * layout.far_bytes
-        scratch = torch.empty(bytes, dtype=torch.uint8)
-        call = describe_call(storage, T, B, seed, tensors, scratch)
-        self.launch(ctypes.byref(call), clusters, ctypes.c_bool(self.reversed))
-        return results(program, storage, tensors, T)
+        return self.run_together([LoopRun(program, values, initial, seed)])[0]
+
+    def run_together(self, runs: Sequence[LoopRun]) -> list[tuple[Tensors, list[Tensor]]]:
+        def launch(calls: list[int], clusters: int) -> None:
+            given = ctypes.byref(as_argument(calls))
+            self.launch(given, clusters, ctypes.c_bool(self.reversed))
+
+        assert len(runs) == self.source.runs
+        return launch_runs(self.source, runs, launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,11 @@ from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
-from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.passes.distribute import distribute, refuse
+from hoconv.recurrent.ir.program import Program, Value, flat
+from hoconv.recurrent.ir.verify import verify
+from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
+from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
+from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.cuda import CudaLoop
@@ -79,7 +83,14 @@ def deep(x: Any, h: Any) -> Any:
     return h, dict(h=h)
 
 
-OWN: list[Cell] = [heads, scalars, shifted, deep]
+@rnn.cell(state={"h": "hidden_size", "old": 1, "new": 1})
+def delayed(x: Any, h: Any, old: Any, new: Any) -> Any:
+    """States of one feature, which vectors read two steps later; they divide by one, too."""
+    h, gate = rnn.tanh(rnn.linear("h", x, h) * old), rnn.sigmoid(rnn.linear("gate", x, h, size=1))
+    return h / (1 + gate * gate), dict(h=h, old=new, new=gate)
+
+
+OWN: list[Cell] = [heads, scalars, shifted, deep, delayed]
 
 
 def of(cell: Cell, hidden_size: int = 4) -> BoundCell:
@@ -178,6 +189,95 @@ def test_tensor_cores_multiply_what_they_should(
         drawn |= exact
 
 
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nothing_is_written_beside_a_buffer(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cell_case("layernorm_lstm", reverse=reverse)
+    made = plan(case.cell, torch.float64, "persistent", **case.options)
+    loops = shim_clusters(programs(made), ClusterShape(2, 2, 2))
+    beside, empty, width = [], torch.empty, 256
+
+    def make(shape: tuple[int, ...], **options: Any) -> Tensor:
+        whole = empty(math.prod(shape) + 2 * width, **options).fill_(1)
+        beside.extend((whole[:width], whole[-width:]))
+        return whole[width:-width].view(shape)
+
+    monkeypatch.setattr("hoconv.recurrent.runtime.buffers.torch.empty", make)
+    by_program = {program: loops[name] for name, program in programs(made).items()}
+    case.check_plan(made, by_program.get)
+    assert len(beside) > 20
+    assert all(bool((t == 1).all()) for t in beside)
+
+
+@pytest.fixture
+def _both_on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers with two directions run both in one kernel, on a stand-in for a GPU."""
+
+    def make(made: CompiledPlan, which: str) -> Any:
+        shape = ClusterShape(2, 2, 2)
+        return shim_clusters({which: made.program(which)}, shape, which == "backward", runs=2)[
+            which
+        ]
+
+    find_plan.cache_clear()
+    monkeypatch.setattr(CompiledPlan, "_cuda", make)
+    monkeypatch.setattr(CompiledPlan, "keeps_weights", lambda _, which, x, directions: True)
+    monkeypatch.setattr("hoconv.recurrent.layers.resolve", lambda name, impl, *_: impl)
+    yield
+    find_plan.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_both_on_a_stand_in")
+@pytest.mark.parametrize(
+    ("name", "layers", "recompute"),
+    [("lstm", 2, False), ("projected_lstm", 1, False), ("minimal_gated", 1, True)],
+)
+def test_both_directions_in_one_kernel_equal_the_definition(
+    name: str, layers: int, recompute: bool
+) -> None:
+    cell, options = READY[name]
+    found = []
+    torch.manual_seed(0)
+    T, B = 4, 3
+    x, reset = torch.randn(T, B, 3, dtype=torch.float64), torch.rand(T, B) < 0.3
+    for impl in ("reference", "cuda"):
+        made = rnn.RNN(cell, 3, 20, layers, True, impl=impl, recompute=recompute, **options)
+        made = made.double()
+        sizes = made.runs[0][0].state_sizes.values()
+        torch.manual_seed(1)
+        made.reset_parameters()
+        states = tuple(torch.randn(2 * layers, B, n, dtype=torch.float64) for n in sizes)
+        given = states if len(states) > 1 else states[0]
+        found.append(gradients(made, x, given, [3, 1, 4], reset=reset))
+        with torch.no_grad():
+            found[-1].append(made(x)[0])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_both_on_a_stand_in")
+def test_both_directions_in_one_kernel_have_noise_of_their_own_and_gradients_of_gradients() -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x: Any, h: Any) -> Any:
+        h = rnn.tanh(rnn.linear("i", rnn.dropout(x, 0.3), rnn.dropout(h, 0.5)))
+        return h, dict(h=h)
+
+    x = torch.ones(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for impl in ("reference", "cuda"):
+        torch.manual_seed(2)
+        made = rnn.RNN(noisy, 3, 6, bidirectional=True, impl=impl, dtype=torch.float64)
+        output, state = made(x)
+        leaves = [x, *made.parameters()]
+        loss = output.sin().sum() + state.sum()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True, create_graph=True)
+        once = torch.autograd.grad(output[0].sum(), leaves, retain_graph=True)  # a part of it
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        found.append([output, *first, *once, *second])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 def exchanges(cell: BoundCell) -> tuple[int, int]:
     made = plan(cell, torch.float32)
     return distribute(made.forward).exchanges, distribute(made.backward).exchanges
@@ -188,6 +288,23 @@ def test_a_step_has_as_many_exchanges_as_products_and_sums_follow_each_other() -
     assert exchanges(bound("minimal_gated")) == exchanges(bound("projected_lstm")) == (2, 2)
     assert exchanges(bound("layernorm_lstm")) == (3, 3)  # h, sums of gates, sums of c
     assert exchanges(of(deep))[0] == 4
+
+
+@pytest.mark.parametrize("which", ["layernorm_lstm", *range(12)])
+def test_vectors_are_multiplied_by_reciprocals(which: str | int) -> None:
+    case = cell_case(which)
+    made = plan(case.cell, torch.float64, "combined", training=True)
+    forward, backward = map(take_reciprocals, (made.forward, made.backward))
+    divisions = [op for p in (forward, backward) for op in flat(p.step) if op.kind == "div"]
+    assert not any(
+        op.result.type.size > 1 and isinstance(by, Value) and by.type.size == 1
+        for op in divisions
+        for by in op.inputs[1:]
+    )
+    assert divisions or which != "layernorm_lstm"
+    for changed in (forward, backward):
+        verify(changed)
+    case.check(take_reciprocals(made.inference))
 
 
 def test_blocks_send_the_smaller_of_operand_and_result() -> None:
@@ -210,6 +327,21 @@ def test_weights_lie_in_registers_where_they_fit() -> None:
         assert layout.shared_bytes <= H200.shared_bytes
     for layout in choose(plan(rnn.lstm.bind(32, 32, {}), torch.bfloat16), 64):
         assert layout.shape.blocks == 1
+
+
+def test_two_directions_share_the_chip() -> None:
+    made, strict = (
+        Clusters(plan(rnn.lstm.bind(512, 512, {}), dtype).forward, always=False)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    for B in (1, 16, 64):
+        alone, both = (made.choose(B, H200, runs) for runs in (1, 2))
+        assert not isinstance(alone, str)
+        assert not isinstance(both, str)
+        assert 2 * -(-B // both.shape.rows) <= dict(H200.resident)[both.shape.blocks]
+        assert (both.shape == alone.shape) == (B == 1)
+    # One direction has the chip at work.
+    assert strict.choose(64, H200, 2) == "one after the other is faster"
 
 
 def test_it_is_said_why_a_kernel_cannot_keep_the_weights_or_should_not() -> None:
@@ -247,6 +379,11 @@ def test_explain_says_what_a_block_keeps_and_when() -> None:
         "64 rows on an H200 clusters of 10 rows and 16 blocks, 128 KiB of weights a block in "
         "registers, 1 exchange a step; for up to" in said
     )
+    both = rnn.RNN(rnn.lstm, 512, 512, dtype=torch.bfloat16, bidirectional=True).explain()
+    assert (
+        "forward: one kernel for both directions at once where blocks form clusters (compute "
+        "capability 9.0 and later); for 64 rows on an H200 clusters of 22 rows and 16 blocks"
+    ) in both
     large = rnn.RNN(rnn.lstm, 1024, 1024, dtype=torch.bfloat16, schedule="persistent")
     assert re.search("KiB in shared memory, [0-9]+ KiB read from the L2 cache", large.explain())
     said = rnn.RNN(rnn.lstm, 2048, 2048).explain()
@@ -357,8 +494,73 @@ def test_a_callers_graph_replays_the_kernel_for_new_inputs() -> None:
 
 @pytest.mark.gpu
 @needs_clusters
-def test_kernels_of_several_streams_share_a_busy_gpu() -> None:
-    made = rnn.RNN(rnn.lstm, 512, 512, impl="cuda", device="cuda", dtype=torch.bfloat16)
+@pytest.mark.usefixtures("_strict")
+@pytest.mark.parametrize("which", READY)
+def test_both_directions_at_once_equal_the_definition_on_a_gpu(which: str) -> None:
+    cell, options = READY[which]
+    found = []
+    x, reset = torch.randn(5, 9, 3).double().cuda(), torch.rand(5, 9).cuda() < 0.3
+    for impl in ("reference", "cuda"):
+        torch.manual_seed(1)
+        made = rnn.RNN(cell, 3, 20, 2, True, impl=impl, schedule="persistent", **options)
+        made = made.double().cuda()
+        lengths = [5, 1, 4, 2, 3, 5, 5, 1, 2]
+        found.append(both(made, x, None, lengths, reset) + both(made, x))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@needs_clusters
+@pytest.mark.parametrize(("name", "dtype", "T", "B", "H"), SIZED)
+def test_both_directions_at_once_give_what_they_give_one_after_the_other(
+    name: str, dtype: torch.dtype, T: int, B: int, H: int
+) -> None:
+    cell, options = READY[name]
+    made = rnn.RNN(
+        cell, H, H, bidirectional=True, schedule="persistent", impl="cuda", device="cuda",
+        dtype=dtype, **options,
+    )  # fmt: skip
+    x = torch.randn(T, B, H, device="cuda", dtype=dtype)
+    got = both(made, x)
+    assert all(map(torch.equal, got, both(made, x)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hoconv.recurrent.directions._find_plan", lambda *_: None)
+        alone = both(made, x)
+    # Blocks and warps, and so the order of sums, may be others for two.
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    assert error(got, [t.double() for t in alone]) < limit
+
+
+@pytest.mark.gpu
+@needs_clusters
+def test_a_callers_graph_replays_both_directions_of_a_training_step() -> None:
+    made = rnn.RNN(rnn.lstm, 64, 64, 2, True, impl="cuda", device="cuda")
+    x, parameters = torch.randn(9, 6, 64, device="cuda"), tuple(made.parameters())
+    leaf = x.clone().requires_grad_()
+    both(made, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = made(leaf)[0]
+        found = torch.autograd.grad(output.square().sum(), (leaf, *parameters))
+        output = output.detach()
+    with torch.no_grad():
+        leaf.copy_(torch.randn_like(x))
+    graph.replay()
+    fresh = leaf.detach().clone().requires_grad_()
+    expected = made(fresh)[0]
+    wanted = torch.autograd.grad(expected.square().sum(), (fresh, *parameters))
+    assert torch.equal(output, expected)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.gpu
+@needs_clusters
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_kernels_of_several_streams_share_a_busy_gpu(bidirectional: bool) -> None:
+    made = rnn.RNN(
+        rnn.lstm, 512, 512, bidirectional=bidirectional, impl="cuda", device="cuda",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
     x = torch.randn(20, 64, 512, device="cuda", dtype=torch.bfloat16)
     busy = torch.randn(4096, 4096, device="cuda")
     with torch.no_grad():

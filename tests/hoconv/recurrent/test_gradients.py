@@ -177,11 +177,11 @@ def test_of_a_library_s_function_are_those_of_the_definition(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU it is PyTorch's own function, whose second derivative PyTorch has."""
-    from hoconv.recurrent import layers, match, ops
+    from hoconv.recurrent import match, ops
 
     monkeypatch.setattr(match, "fastest", lambda program: True)
     monkeypatch.setattr("hoconv.recurrent.schedule.fastest", lambda program: True)
-    monkeypatch.setitem(layers.RUNS, "cpp", ops.run_cuda)
+    monkeypatch.setitem(ops.RUNS, "cpp", ops.run_cuda)
     find_plan.cache_clear()
     made = layer(name)
     x = sequence(4, 2, 3).requires_grad_()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup
 from hoconv.recurrent.codegen.cluster.threads import Threads
 from hoconv.recurrent.codegen.expressions import initial, reduced
 from hoconv.recurrent.ir.program import Op, Value
-from hoconv.recurrent.passes.distribute import Gathered, SharedProduct
-from hoconv.recurrent.passes.sums import SPREAD
+from hoconv.recurrent.passes.cluster.distribute import Gathered, SharedProduct
+from hoconv.recurrent.passes.cluster.sums import SPREAD
 
 
 class Exchanges:
@@ -60,23 +61,21 @@ class Exchanges:
                     place = f"r * {layout.operand_stride(index)} + {before} + unit"
                     yield f"x{index}[{place}] = {self.threads.typed(segment.value, n)};"
                 before += layout.units(segment.value.type.size)
-        for index, op in self._reduced(phase):
-            if op.values[0].type.size == n and op.kind != SPREAD:
-                place = f"i % 2 * {self._count_units(n)} + r * {layout.units(n)} + unit"
-                yield f"rows{index}[{place}] = {self.threads.register(op.values[0], n)};"
+        for group in self._groups(phase):
+            for index, vector in enumerate(group.vectors):
+                if vector.type.size == n:
+                    place = f"({index} * ROWS + r) * {layout.reduced_stride(group)} + unit"
+                    yield f"{group.name}[{place}] = {self.threads.register(vector, n)};"
 
     def scattered(self, exchange: int) -> list[tuple[int, SharedProduct]]:
         """The products of which blocks add up partial results in an exchange."""
         found = enumerate(self.shared.products)
         return [(i, p) for i, p in found if p.gathered is None and p.exchange == exchange]
 
-    def _reduced(self, exchange: int) -> list[tuple[int, Op]]:
+    def _groups(self, exchange: int) -> tuple[ReductionGroup, ...]:
         """The reductions of rows in an exchange."""
-        found = enumerate(self.shared.reductions.items())
-        return [(i, self.shared.made[value]) for i, (value, at) in found if at == exchange]
-
-    def _count_units(self, n: int) -> int:
-        return self.shape.rows * self.layout.units(n)
+        found = self.layout.reductions.get(exchange)
+        return found.groups if found else ()
 
     def multiply(self, index: int, x: str, x_stride: int) -> str:
         strides = f"{x_stride}, {self.layout.slices[index].stride}"
@@ -102,51 +101,61 @@ class Exchanges:
                 given = f"C, THREADS, ROWS, {sizes}, {layout.count_sums(index)}"
                 to = f"sums{index} + {copy} + {row * self.shape.rows}"
                 yield f"push_sums<{given}>(exchanges, y{index} + {row}, {to});"
-        for index, op in self._reduced(k):
-            to = self._parts(op.result)
-            yield f"push_reduced<C, THREADS, ROWS>(exchanges, totals{index}, {to});"
 
     def reduce(self, k: int) -> Iterator[str]:
-        """Reduces a block's own features of rows, before any is sent: they do not wait in turn."""
-        values = list(self.shared.reductions)
-        for index, op in self._reduced(k):
-            n = op.values[0].type.size
-            units = self.layout.units(n)
-            own = f"min({units}, {n} - rank * {units})"
-            rows = f"rows{values.index(op.values[1]) if op.kind == SPREAD else index}"
-            given = f"totals{index}, {rows} + i % 2 * {self._count_units(n)}, {own}"
-            yield f"{self.wide} totals{index}[ROUNDS<THREADS, ROWS>];"
-            if op.kind == SPREAD:
-                yield f"spread_rows<THREADS, ROWS, {units}>({given});"
-                continue
-            given += f", {initial(op)}, {self._function(op)}"
-            yield f"reduce_rows<THREADS, ROWS, {units}>({given});"
+        """Reduces a block's own features of rows."""
+        for group in self._groups(k):
+            units = self.layout.units(group.size)
+            own = f"min({units}, {group.size} - rank * {units})"
+            mine = f"{self._reduced(k)} + {group.column}"
+            if self.shape.blocks > 1:
+                mine += f" + rank * {self._count_reduced(k)}"
+            sizes = f"{self._sizes(k, group)}, {units}"
+            given = f"{group.name}, {own}, {mine}"
+            if group.op.kind == SPREAD:
+                yield f"spread_rows<{sizes}>({given});"
+            else:
+                given += f", {initial(group.op)}, {self._function(group.op)}"
+                yield f"reduce_rows<{sizes}>({given});"
+
+    def push_reduced(self, k: int) -> Iterator[str]:
+        """What a block sends of that."""
+        if k in self.layout.reductions and self.shape.blocks > 1:
+            stride = self.layout.reductions[k].stride
+            mine = f"{self._reduced(k)} + rank * {self._count_reduced(k)}"
+            yield f"push_rows<C, THREADS, ROWS, {stride}, {stride}>(exchanges, {mine});"
 
     def combine(self, k: int) -> Iterator[str]:
         """Combines what blocks have reduced their own features of rows to in an exchange."""
-        values = list(self.shared.reductions)
-        for index, op in self._reduced(k) if self.shape.blocks > 1 else ():
-            parts, whole = self._parts(op.result), self.whole(op.result)
-            if op.kind == SPREAD:
-                x, total = op.values
-                sizes = f"C, THREADS, ROWS, {self.layout.units(x.type.size)}, {x.type.size}"
-                given = f"totals{values.index(total)}, {parts}, {self._parts(total)}, {whole}"
-                yield f"combine_spreads<{sizes}>({given});"
-                continue
-            given = f"totals{index}, {parts}, {whole}, {initial(op)}, {self._function(op)}"
-            yield f"combine_rows<C, THREADS, ROWS>({given});"
+        for group in self._groups(k) if self.shape.blocks > 1 else ():
+            parts, whole = f"{self._reduced(k)} + {group.column}", f"whole{k} + {group.column}"
+            if group.op.kind == SPREAD:
+                sizes = f"{self._sizes(k, group)}, {self.layout.units(group.size)}, {group.size}"
+                yield f"combine_spreads<C, {sizes}>({parts}, {whole});"
+            else:
+                given = f"{parts}, {whole}, {initial(group.op)}, {self._function(group.op)}"
+                yield f"combine_rows<C, {self._sizes(k, group)}>({given});"
 
-    def _parts(self, value: Value) -> str:
-        """What each block has reduced its own features of each row to in this step."""
-        index, exchange = list(self.shared.reductions).index(value), self.shared.reductions[value]
-        copy = self.copy(exchange, exchange + 1, self.shape.blocks * self.shape.rows)
-        return f"(reduced{index} + {copy})"
+    def _sizes(self, exchange: int, group: ReductionGroup) -> str:
+        lanes = group.lanes(self.shape.rows, self.shape.threads)
+        stride = self.layout.reductions[exchange].stride
+        return f"THREADS, ROWS, {len(group.vectors)}, {lanes}, {stride}"
+
+    def _count_reduced(self, exchange: int) -> int:
+        """The numbers to which a block reduces its own features of all rows."""
+        return self.shape.rows * self.layout.reductions[exchange].stride
+
+    def _reduced(self, exchange: int) -> str:
+        """What the blocks have reduced their own features to in this step."""
+        count = self.shape.blocks * self._count_reduced(exchange)
+        return f"reduced{exchange} + {self.copy(exchange, exchange + 1, count)}"
 
     def whole(self, value: Value) -> str:
-        """What each row is reduced to in this step."""
-        if self.shape.blocks == 1:
-            return self._parts(value)
-        return f"whole{list(self.shared.reductions).index(value)}"
+        """What row r is reduced to in this step."""
+        exchange = self.shared.reductions[value]
+        found = self.layout.reductions[exchange]
+        rows = f"whole{exchange}" if self.shape.blocks > 1 else f"({self._reduced(exchange)})"
+        return f"{rows}[r * {found.stride} + {found.columns[value]}]"
 
     def _function(self, op: Op) -> str:
         return f"[]({self.wide} a, {self.wide} b) {{ return {reduced(op, 'a', 'b')}; }}"

@@ -1,8 +1,9 @@
 """Writes a loop as one CUDA kernel whose blocks keep the weights on the chip for all steps.
 
 The blocks of a cluster share some rows of the batch. Each computes a slice of the features of every
-vector (passes/distribute.py, layout.py): a thread has the same features of the same rows at
-every step, so that states and what only their own features read stay in its registers.
+vector (passes/cluster/distribute.py, layout.py): a thread has the same features of the same rows at
+every step, so that states and what only their own features read stay in its registers. The order
+of the steps is an argument: one launch may run both directions of a layer.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed, r a row
 of the cluster, row the same row in the batch, j a feature, unit the same feature in the block, n
@@ -18,7 +19,6 @@ from hoconv.recurrent.codegen.cluster.exchanges import Exchanges
 from hoconv.recurrent.codegen.cluster.layout import ClusterLayout
 from hoconv.recurrent.codegen.cluster.threads import Threads, feature
 from hoconv.recurrent.codegen.expressions import TYPES, expression
-from hoconv.recurrent.codegen.steps import offset
 from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Value, flat
 
@@ -28,21 +28,27 @@ NAME = "run_cluster"
 
 @dataclass(frozen=True, eq=False)
 class ClusterSource:
-    """A kernel that runs all steps; its argument is a ``Call``, as of ``CudaSource``."""
+    """A kernel that runs all steps of `runs` runs at the same time.
+
+    Its argument is a ``Call`` of each run, as of ``CudaSource``, whose third field is `first`: the
+    time step to begin with, 0, or T - 1 where the last one is the first.
+    """
 
     text: str
     layout: ClusterLayout
     storage: Storage
+    runs: int
 
 
-def emit_cluster(layout: ClusterLayout) -> ClusterSource:
-    """Writes a kernel for NVRTC."""
-    return _Writer(layout).source()
+def emit_cluster(layout: ClusterLayout, runs: int = 1) -> ClusterSource:
+    """Writes a kernel for NVRTC, for so many runs in one launch."""
+    return _Writer(layout, runs).source()
 
 
 class _Writer:
-    def __init__(self, layout: ClusterLayout) -> None:
+    def __init__(self, layout: ClusterLayout, runs: int) -> None:
         self.layout, self.shared, self.shape = layout, layout.shared, layout.shape
+        self.runs = runs
         self.program, self.wide = layout.shared.program, TYPES[layout.wide]
         whole = replace(self.program, step=(Group(tuple(flat(self.program.step))),))
         self.storage = assign_storage(whole, keeps_states=True)
@@ -56,6 +62,10 @@ class _Writer:
         shared, register = self.shared, self.threads.register(value, n)
         if value in shared.loads or value not in shared.made:
             return  # loaded before the phase
+        if value.type.size < n:
+            if value in shared.scalars:
+                yield f"{register} = scalar{shared.scalars.index(value)}[r];"
+            return
         op = shared.made[value]
         if value in shared.parts:
             yield from self._read_part(value, n, register)
@@ -64,7 +74,7 @@ class _Writer:
             element = self.exchanges.element(gathered, f"({feature(value)} + {start})")
             yield f"{register} = {element};"
         elif value in shared.reductions:
-            yield f"{register} = {self.exchanges.whole(value)}[r];"
+            yield f"{register} = {self.exchanges.whole(value)};"
         else:
             # A cast takes sums of products as they are.
             name = self.threads.register if op.kind == "cast" else self.threads.typed
@@ -102,6 +112,10 @@ class _Writer:
             self.threads.once[n].setdefault(name, f"{name}[p] = {given};")
             yield f"{register} += {self.threads.declare(self.wide, name, n)};"
 
+    def share(self, value: Value) -> str:
+        """Writes a value of one feature to where threads that compute vectors read it."""
+        return f"scalar{self.shared.scalars.index(value)}[r] = {self.threads.register(value, 1)};"
+
     # Memory of the call
 
     def store(self, phase: int, n: int) -> Iterator[str]:
@@ -119,10 +133,10 @@ class _Writer:
     def _store(self, part: Value, value: Value, start: int, place: Location) -> Iterator[str]:
         buffer, n = place.buffer, part.type.size
         if buffer.kind in ("sequence", "history"):
-            rows = offset(buffer, place.after, self.program.reverse)
+            step = "after" if place.after else "t"
             alone = "if (rank == 0) " if n == 1 else ""
-            column = f"row * {value.type.size} + {feature(part)} + {start}"
-            yield f"{alone}(c.{buffer.name}{rows})[{column}] = {self.threads.typed(part, n)};"
+            column = f"({step} * B + row) * {value.type.size} + {feature(part)} + {start}"
+            yield f"{alone}c.{buffer.name}[{column}] = {self.threads.typed(part, n)};"
 
     def load(self, phase: int, n: int) -> Iterator[str]:
         """Loads what a phase reads of sequences; the first phase what the next step reads."""
@@ -153,8 +167,7 @@ class _Writer:
         """Writes the initial states that are saved."""
         for state, buffer in zip(self.program.states, self.storage.states, strict=True):
             if buffer.kind == "history":
-                row = "((T - 1) * B + row)" if self.program.reverse else "row"
-                yield from self._keep(state.value, f"c.{buffer.name}[{row}", n)
+                yield from self._keep(state.value, f"c.{buffer.name}[(c.first * B + row)", n)
 
     def end(self, n: int) -> Iterator[str]:
         """Writes the final states."""
@@ -184,12 +197,15 @@ class _Writer:
             yield "__syncthreads();"
         values = self.shared.phases[k]
         last = k == self.shared.exchanges
-        yield from self.threads.all_loops(
-            lambda n: (
+        for n in self.threads.loops:
+            body = [
                 line for v in values if n in self.threads.loops_of(v) for line in self.compute(v, n)
-            ),
-            lambda n: () if last else self.exchanges.publish(k, n),
-        )
+            ]
+            scalars = [v for v in values if n == 1 and v in self.shared.scalars]
+            stores = [*map(self.share, scalars), *(() if last else self.exchanges.publish(k, n))]
+            yield from self.threads.loop(n, body, stores)
+            if scalars:
+                yield "__syncthreads();"
         if last:
             yield from self.threads.all_loops(lambda _: (), lambda n: self.store(k, n))
         else:
@@ -203,9 +219,12 @@ class _Writer:
             yield self.exchanges.multiply(index, f"x{index}", self.layout.operand_stride(index))
         if scattered:
             yield "__syncthreads();"
-        yield from self.exchanges.reduce(k)
-        pushes = list(self.exchanges.pushes(k))
-        yield from pushes
+        yield from self.exchanges.pushes(k)
+        reduced = list(self.exchanges.reduce(k))
+        yield from reduced
+        if reduced:
+            yield "__syncthreads();"
+        yield from self.exchanges.push_reduced(k)
         yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
         if k + 1 == self.shared.exchanges:
             yield "if (i + 1 < T) {"
@@ -218,8 +237,6 @@ class _Writer:
                 if waits
                 else "cluster_sync();"
             )
-        elif pushes:
-            yield "__syncthreads();"
 
     def advance(self, n: int) -> Iterator[str]:
         """Moves the next states, and what was loaded for the next step, to their registers."""
@@ -252,18 +269,20 @@ class _Writer:
         final = self.threads.all_loops(nothing, self.end)
         weights = [line for i in range(len(self.layout.slices)) for line in self._load_weights(i)]
         once = self.threads.all_loops(lambda n: self.threads.once[n].values(), nothing)
-        alone, reverse = self.shape.blocks == 1, self.program.reverse
+        alone, together = self.shape.blocks == 1, self.runs > 1
         text = [
             HEADER, "", "using namespace hoconv::recurrent;", "",
-            "struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;",
+            "struct Call {", "  int64_t T, B, first;", "  const int64_t* seed;",
             *(f"  {TYPES[b.type.dtype]}* {b.name};" for b in self.storage.buffers),
             "  char* scratch;",
             *(f"  int64_t {b.name}_row, {b.name}_column;" for b in self.storage.strided),
-            "};", "",
+            "};", f"struct Calls {{ Call of[{self.runs}]; }};", "",
             f"constexpr int C = {self.shape.blocks}, ROWS = {self.shape.rows};",
             f"constexpr int THREADS = {self.shape.threads};",
-            "", f'extern "C" __global__ void __launch_bounds__(THREADS, 1) {NAME}(const Call c) {{',
+            "", 'extern "C" __global__ void __launch_bounds__(THREADS, 1)',
+            f"{NAME}(const __grid_constant__ Calls calls) {{",
             *_indent(
+                f"const Call& c = calls.of[{'blockIdx.y' if together else '0'}];",
                 "extern __shared__ __align__(128) char shared[];",
                 "const int64_t T = c.T, B = c.B;",
                 "[[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
@@ -277,7 +296,7 @@ class _Writer:
                 *self._declare_products(), *self.threads.declared.values(),
                 *weights, *once, *states,
                 "if (T > 0) {",
-                *_indent(f"const int64_t following = {'T - 1' if reverse else '0'};", *first),
+                *_indent("const int64_t following = c.first;", *first),
                 "}",
                 "__syncthreads();",
                 "[[maybe_unused]] Exchanges exchanges;",
@@ -288,8 +307,9 @@ class _Writer:
                 ]),
                 "for (int64_t i = 0; i < T; ++i) {",
                 *_indent(
-                    f"[[maybe_unused]] const int64_t t = {'T - 1 - i' if reverse else 'i'};",
-                    f"[[maybe_unused]] const int64_t following = t {'-' if reverse else '+'} 1;",
+                    "[[maybe_unused]] const int64_t t = c.first ? c.first - i : i;",
+                    "[[maybe_unused]] const int64_t following = c.first ? t - 1 : t + 1;",
+                    "[[maybe_unused]] const int64_t after = i + 1 < T ? following : T;",
                     *steps,
                 ),
                 "}",
@@ -298,7 +318,7 @@ class _Writer:
             ),
             "}",
         ]  # fmt: skip
-        return ClusterSource("\n".join(text) + "\n", self.layout, self.storage)
+        return ClusterSource("\n".join(text) + "\n", self.layout, self.storage, self.runs)
 
     def _name_memory(self) -> Iterator[str]:
         for array in self.layout.arrays:
@@ -333,22 +353,30 @@ class _Writer:
             strides = strides[::-1]
         return [
             f"product{index}.load(c.{buffer.name}, {', '.join(strides)},",
-            f"    [=](int m) {{ return {row}; }},",
-            f"    [=](int k) {{ return {column}; }}, rest{index}, far{index});",
+            f"    [=](int m) {{ {row} }},",
+            f"    [=](int k) {{ {column} }}, rest{index}, far{index});",
         ]
 
     def _find(self, ranges: Sequence[tuple[int, int]], at: str, whole: bool) -> str:
-        """The feature at a place among ranges, of each a block's own part or the whole; else -1."""
-        ends, end = [], 0
+        """Statements that return the feature at a place among ranges; -1 where none is there.
+
+        They do not branch: loads of many places are on their way at the same time.
+
+        Args:
+            whole: whether all features of each range are there, and not only the block's own.
+        """
+        lines, begin = ["int found = -1;"], 0
         for start, n in ranges:
-            own = "" if whole or n == 1 else f"rank * {self.layout.units(n)} + "
-            place = f"{own}{at} - {end}"
-            end += self.layout.width(n) if whole else self.layout.units(n)
-            ends.append((end, f"({place} < {n} ? {start} + {place} : -1)"))
-        found = "-1"
-        for end, place in reversed(ends):
-            found = f"{at} < {end} ? {place} : {found}"
-        return found
+            units = self.layout.units(n)
+            alone = whole or n == 1
+            own = "0" if alone else f"rank * {units}"
+            count = f"{n}u" if alone else f"unsigned(max(min({units}, {n} - {own}), 0))"
+            place = f"{at} - {begin}"
+            lines.append(
+                f"found = unsigned({place}) < {count} ? {start} + {own} + {place} : found;"
+            )
+            begin += self.layout.width(n) if whole else units
+        return " ".join((*lines, "return found;"))
 
 
 def _indent(*lines: str) -> Iterator[str]:

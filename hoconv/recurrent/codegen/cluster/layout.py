@@ -8,9 +8,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
 from hoconv.recurrent.ir.program import BYTES, Value
-from hoconv.recurrent.passes.distribute import COLUMNS, Distribution, Gathered, SharedProduct
-from hoconv.recurrent.passes.sums import SPREAD
+from hoconv.recurrent.passes.cluster.distribute import (
+    COLUMNS,
+    Distribution,
+    Gathered,
+    SharedProduct,
+)
 
 # Features of a block: whole vectors of 16 bytes, so that pushes are wide.
 _UNITS = 8
@@ -24,7 +29,9 @@ _SUM_PADDING = 4
 # which each further row and feature of a thread takes some.
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
 _AHEAD = 40  # registers for weights that are read from global memory ahead of their use
+_SUMS = 32  # registers that a product needs for sums in any case
 _MOST_SPLITS = 8
+_MOST_BATCH = 8  # rows whose sums, without tensor cores, fit registers
 # The shared memory of a block of compute capability 9.0.
 SHARED_BYTES = 232448
 
@@ -103,7 +110,8 @@ class ClusterLayout:
         wide: the dtype in which products and reductions are summed.
         tiled: whether tensor cores multiply.
         loops: the sizes of vectors over which a thread loops; 1 for values of one feature, which
-            every block computes.
+            every block computes, and whose threads share them with those of vectors.
+        reductions: of rows, by exchange.
         arrays: in shared memory, in order; after them come weights.
         slices: of the weights, for each product.
     """
@@ -115,6 +123,7 @@ class ClusterLayout:
         self.wide = shared.program.states[0].value.type.dtype
         self.tiled = any(p.op.values[0].type.dtype != self.wide for p in shared.products)
         self.loops = (1, *shared.sizes)
+        self.reductions = find_reductions(shared, self.wide)
         # Shared memory has room for arrays first: where these are depends on the slices' sizes.
         self.slices = self._slice_weights(0, 0)
         self.arrays: list[Array] = []
@@ -154,13 +163,19 @@ class ClusterLayout:
     @property
     def plain_products(self) -> int:
         """The multiply-adds of a thread in a step, without tensor cores."""
-        count = 4 * self.shape.rows * sum(each.each * each.turns for each in self.slices)
+        passes = -(-self.shape.rows // _MOST_BATCH)
+        rows = passes * -(-self.shape.rows // passes)
+        count = 4 * rows * sum(each.each * each.turns for each in self.slices)
         return count * (not self.tiled)
 
     @functools.cached_property
     def pushed_bytes(self) -> int:
         """What a block gets from others in a step."""
         return sum(map(self.expected_bytes, range(self.shared.exchanges)))
+
+    def register_dtype(self, value: Value) -> str:
+        """The dtype in which a thread holds a value: parts of products are as they are summed."""
+        return self.wide if value in self.shared.parts else value.type.dtype
 
     def expected_bytes(self, exchange: int) -> int:
         """What is pushed to a block in an exchange."""
@@ -179,8 +194,9 @@ class ClusterLayout:
             for part in product.parts
             if product.gathered is None and product.exchange == exchange
         )
-        reduced = sum(at == exchange for at in self.shared.reductions.values())
-        return rows * ((blocks - 1) * gathered + blocks * (sums + reduced) * BYTES[self.wide])
+        reduced = self.reductions[exchange].stride if exchange in self.reductions else 0
+        gathered += reduced * BYTES[self.wide]
+        return rows * ((blocks - 1) * gathered + blocks * sums * BYTES[self.wide])
 
     # Features
 
@@ -214,13 +230,22 @@ class ClusterLayout:
 
     def _slice_tiles(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
-        tiles, splits, warps = m // _TILE, 1, self.shape.warps
-        while 2 * splits * tiles <= warps and k // COLUMNS % (2 * splits) == 0:
-            splits *= 2
+        tiles, warps = m // _TILE, self.shape.warps
+        splits = self._choose_splits(tiles, k // COLUMNS)
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
-        held = max(0, min(turns, registers // (8 * each)))
+        sums = 4 * each * -(-self.shape.rows // _TILE_COLUMNS)
+        held = max(0, min(turns, (registers - max(0, sums - _SUMS)) // (8 * each)))
         own = each * warps * _TILE * COLUMNS * 2
         return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
+
+    def _choose_splits(self, tiles: int, columns: int) -> int:
+        """The parts of K of which warps have tiles: the fewest that give no warp more than need be.
+
+        Sums of more parts are written and read again.
+        """
+        warps = self.shape.warps
+        possible = [n for n in (1, 2, 4, 8) if warps % n == 0 and columns % n == 0]
+        return min(possible, key=lambda n: -(-tiles * n // warps) * (columns // n))
 
     def _slice(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of plain multiply-adds: a turn is 4 columns of the rows of a thread."""
@@ -272,6 +297,10 @@ class ClusterLayout:
         dtype = self.shared.products[index].op.values[0].type.dtype
         return self.slices[index].columns + _PADDING[dtype]
 
+    def reduced_stride(self, group: ReductionGroup) -> int:
+        """The elements of a row of a block's own features that are reduced."""
+        return self.units(group.size) + group.lanes(self.shape.rows, self.shape.threads)
+
     def count_partial(self, product: SharedProduct) -> int:
         """The sums that all blocks push to one."""
         return self.shape.rows * sum(self.width(part.value.type.size) for part in product.parts)
@@ -290,14 +319,16 @@ class ClusterLayout:
                 self._place(f"x{index}", dtype, rows * self.operand_stride(index))
                 copies = self.copies(product.exchange, product.exchange + 1)
                 self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
-        for index, (value, exchange) in enumerate(shared.reductions.items()):
-            if shared.made[value].kind != SPREAD:  # which reads the rows of the sum
-                # Two: a warp may still read what another writes for the next step.
-                units = self.units(shared.made[value].values[0].type.size)
-                self._place(f"rows{index}", self.wide, 2 * rows * units)
-            copies = self.copies(exchange, exchange + 1)
-            self._place(f"reduced{index}", self.wide, copies * self.shape.blocks * rows)
-            self._place(f"whole{index}", self.wide, rows)
+        for index, value in enumerate(shared.scalars):
+            self._place(f"scalar{index}", self.register_dtype(value), rows)
+        for exchange, reductions in self.reductions.items():
+            for group in reductions.groups:
+                count = len(group.vectors) * rows * self.reduced_stride(group)
+                self._place(group.name, self.wide, count)
+            count = self.copies(exchange, exchange + 1) * self.shape.blocks * rows
+            self._place(f"reduced{exchange}", self.wide, count * reductions.stride)
+            if self.shape.blocks > 1:
+                self._place(f"whole{exchange}", self.wide, rows * reductions.stride)
 
     def _place(self, name: str, dtype: str, count: int) -> None:
         self.arrays.append(Array(name, dtype, self.array_bytes))

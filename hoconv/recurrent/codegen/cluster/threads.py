@@ -39,8 +39,7 @@ class Threads:
         name = f"{self.name(value)}_{n}"
         if value.type.rate == "once":
             self.once[n].setdefault(name, self.load(value, "t", f"{name}[p]"))
-        own = self.wide if value in self.shared.parts else TYPES[value.type.dtype]
-        return self.declare(own, name, n)
+        return self.declare(TYPES[self.layout.register_dtype(value)], name, n)
 
     def following(self, value: Value, n: int) -> str:
         """The register of what the first phase of the next step reads of a sequence."""
@@ -57,7 +56,7 @@ class Threads:
         return f"{name}[p]"
 
     def loops_of(self, value: Value) -> Sequence[int]:
-        """The loops in which a value has a register: all if it has one feature."""
+        """The loops in which a value may have a register: all if it has one feature."""
         return self.loops if value.type.size == 1 else (value.type.size,)
 
     def load(self, value: Value, step: str, to: str) -> str:
@@ -73,15 +72,17 @@ class Threads:
         """A loop over the rows and features of a thread, of vectors of n.
 
         Args:
-            body: is computed for all threads; those beyond the last row or feature repeat another.
+            body: is computed for all threads, of values of one feature for all of the warps that
+                have a row; those beyond the last row or feature repeat another.
             stores: what only a thread does that has a row and feature of its own.
         """
         stores = [f"  {line}" for line in stores]
         body = [*body, *(("if (owns) {", *stores, "}") if stores else ())]
         if not body:
             return []
+        warps = -(-self.layout.shape.rows // 32)
         return [
-            "#pragma unroll",
+            *([f"if (thread < {32 * warps})"] if n == 1 else ["#pragma unroll"]),
             f"for (int p = 0; p < {self.layout.pairs(n)}; ++p) {{",
             f"  [[maybe_unused]] const int r = r_{n}[p], unit = unit_{n}[p];",
             f"  [[maybe_unused]] const int64_t row = first_row + r, j = j_{n}[p];",

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
-from hoconv.recurrent.passes.sums import SPREAD, shorten_sums
+from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
+from hoconv.recurrent.passes.cluster.sums import SPREAD, shorten_sums
 
 # A product reads part of a vector in place where the part begins and ends at multiples of this.
 COLUMNS = 32
@@ -83,7 +84,7 @@ class Distribution:
     Attributes:
         exchanges: the number of exchanges of a step; it has one phase more.
         phases: for each phase, the values to compute, in order. Those of one feature are computed
-            by every block.
+            by every block, by one thread for each row.
         made: the op of each value; products and slices of products' results have a `part`.
         parts: the product, and the first feature, of values that are parts of a product's result.
         reads: the vector from which a value is read, and the first feature there.
@@ -108,6 +109,16 @@ class Distribution:
         values |= {s.value for s in self.program.states}
         values |= {s.value for each in (*self.gathered, *self.products) for s in each.segments}
         return tuple(sorted({v.type.size for v in values} - {1}))
+
+    @functools.cached_property
+    def scalars(self) -> tuple[Value, ...]:
+        """The values of one feature that a phase computes and vectors need."""
+        following = {s.value: s.next for s in self.program.states}
+        found = {v for op in self.made.values() if op.result.type.size > 1 for v in op.values}
+        while more := {following[v] for v in found if v in following} - found:
+            found |= more
+        computed = (v for phase in self.phases for v in phase if v in self.made)
+        return tuple(v for v in computed if v.type.size == 1 and v in found and v not in self.loads)
 
     def segments(self, value: Value) -> tuple[Segment, ...]:
         """What a value is concatenated of; itself if it is no concatenation."""
@@ -138,7 +149,7 @@ def distribute(program: Program, alone: bool = False) -> Distribution:
         program: one that :func:`refuse` does not refuse.
         alone: whether the cluster is a single block.
     """
-    return _Distributing(shorten_sums(program), alone).shared
+    return _Distributing(take_reciprocals(shorten_sums(program)), alone).shared
 
 
 class _Distributing:

@@ -1,0 +1,128 @@
+"""Runs both directions of a layer at once, where one kernel keeps the weights of both on a GPU.
+
+torch.compile, torch.export and torch.func see an op for each direction (ops.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.recurrent.ops import (
+    RUNS,
+    Call,
+    Inputs,
+    differentiate_again,
+    finish,
+    read_backward,
+    start,
+)
+from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.registration import is_eager, is_plain, without_autocast
+
+
+def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:
+    """Runs a layer in one direction or in both; returns the output and final states of each.
+
+    Args:
+        impl: ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        calls: of the same sequence. The first begins with its first step, the second with its last.
+    """
+    if impl == "cuda" and len(calls) == 2:
+        which = "forward" if any(call.program == "forward" for call in calls) else "inference"
+        if made := _find_plan(calls, which):
+            return _run_together(made, calls, which)
+    return [RUNS[impl](call) for call in calls]
+
+
+def _find_plan(calls: Sequence[Call], which: str) -> CompiledPlan | None:
+    """The plan of the first direction, if one kernel runs both."""
+    tensors = [t for call in calls for t in (call.x, *call.states, *call.parameters)]
+    if not (is_eager(*tensors) and is_plain(tensors)):
+        return None
+    made = find_plan(calls[0].plan)
+    return made if made.keeps_weights(which, calls[0].x, len(calls)) else None
+
+
+def _run_together(made: CompiledPlan, calls: Sequence[Call], which: str) -> list[list[Tensor]]:
+    inputs = [call.inputs for call in calls]
+    if which == "inference":
+        found = _run(made, which, inputs)
+    else:
+        counts = tuple(map(len, inputs[0][:3]))
+        tensors = [t for each in inputs for group in each[:3] for t in group]
+        results = _BothDirections.apply(made, counts, [each.seed for each in inputs], *tensors)
+        found = _halve(results)
+    return [call.select(each) for call, each in zip(calls, found, strict=True)]
+
+
+def _run(made: CompiledPlan, which: str, inputs: Sequence[Inputs]) -> list[list[Tensor]]:
+    """Runs a program in both directions; returns what the op of each returns."""
+    loop, programs = made.cuda_loop(which), made.both(which)
+    with without_autocast(inputs[0].sequences[0].device.type):  # programs choose their dtypes
+        runs = [start(made, p, each, loop) for p, each in zip(programs, inputs, strict=True)]
+        written = loop.run_together([run.steps for run in runs])
+        return [
+            finish(made, which, each, run, *of_loop)
+            for each, run, of_loop in zip(inputs, runs, written, strict=True)
+        ]
+
+
+class _BothDirections(torch.autograd.Function):
+    """The program ``forward`` in both directions, with the gradients that the op has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: CompiledPlan, counts: Sequence[int], seeds: Sequence[Tensor | None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.made, ctx.counts = made, counts
+        found = _run(made, "forward", _group(tensors, counts, seeds))
+        results = [t for of in found for t in of[: len(of) - counts[1]]]
+        ctx.save_for_backward(*seeds, *tensors, *results)
+        ctx.set_materialize_grads(False)
+        return tuple(t for of in found for t in of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        made, (n_sequences, n_states, n_parameters) = ctx.made, ctx.counts
+        n = 2 * sum(ctx.counts)
+        seeds, saved = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        inputs = _group(saved[:n], ctx.counts, seeds)
+        given = [(of[0], of[len(of) - n_states :]) for of in _halve(grads)]
+        if torch.is_grad_enabled():
+            with without_autocast(saved[0].device.type):
+                again = [
+                    differentiate_again(made, definition, each, *of)
+                    for definition, each, of in zip(made.both("definition"), inputs, given)
+                ]
+            found = [[d_x, *d_parameters, *d_states] for d_x, d_states, d_parameters in again]
+        else:
+            read = [
+                read_backward(made, each, results, *of)
+                for each, results, of in zip(inputs, _halve(saved[n:]), given)
+            ]
+            found = _run(made, "backward", read)
+        gradients = []
+        for d_x, *rest in found:
+            gradients += [d_x, *[None] * (n_sequences - 1)]
+            gradients += [*rest[n_parameters:], *rest[:n_parameters]]
+        return None, None, None, *gradients
+
+
+def _group(
+    tensors: Sequence[Tensor], counts: Sequence[int], seeds: Sequence[Tensor | None]
+) -> list[Inputs]:
+    """The inputs of each direction, of tensors in their order."""
+    n, m, _ = counts
+    return [
+        Inputs(of[:n], of[n : n + m], of[n + m :], seed)
+        for of, seed in zip(_halve(tensors), seeds, strict=True)
+    ]
+
+
+def _halve(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return items[: len(items) // 2], items[len(items) // 2 :]

@@ -1,0 +1,1 @@
+"""What kernels of clusters need done to a program: sharing its steps among blocks."""
