@@ -16,9 +16,13 @@ from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.moved import OVERRIDES
+from training.configuration.names import check_names
 
 DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 
+# Options of Hydra's with which the overrides are not those of conf/config.yaml.
+OTHER_CONFIGURATION = {"--config-name", "-cn", "--config-path", "-cp", "--shell-completion", "-sc"}
+SEVERAL = ("callbacks", "logger")  # groups of which several options can be chosen
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
     "seed": 0, "data.batch_size": 1, "data.num_workers": 0, "step_checkpoints.every_n_steps": 1,
@@ -44,8 +48,9 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
         conf: the folder of the configuration, which has a folder for each group.
 
     Raises:
-        MisconfigurationException: a file is not YAML; or an override has a name of before, or
-            chooses what a group does not have. The message says what to write instead.
+        MisconfigurationException: a file is not YAML; or an override has a name of before, sets a
+            key that does not exist, or chooses what a group does not have. The message says what to
+            write instead.
     """
     own = _own_folders(arguments)
     for path in sorted(path for folder in own for path in folder.rglob("*.yaml")):
@@ -64,6 +69,11 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
             fix = f"leave it out, or choose one of {', '.join(options)}"
             fix = f"write {name}=none" if "none" in options else fix
             raise MisconfigurationException(f"{name}: null is none of its options; {fix}")
+        if value.startswith("[") and name not in SEVERAL:
+            fix = f"-m {name}={value.strip('[]')} runs each"
+            raise MisconfigurationException(
+                f"{name}: expected one of its options, got {value}; {fix}"
+            )
         simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
         for chosen in re.findall(r"\w+", value) if simple else ():
             if chosen not in options and not elsewhere:
@@ -71,6 +81,8 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
                 raise MisconfigurationException(
                     f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
                 )
+    if not OTHER_CONFIGURATION.intersection(arguments):
+        check_names([a for a in arguments if re.match(r"~|[^-].*=", a)], conf, own)
 
 
 def _own_folders(arguments: Sequence[str]) -> list[Path]:
