@@ -127,7 +127,8 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
 
 @pytest.mark.parametrize(("objective", "best"), [("val/accuracy", max), ("val/loss", min)])
 def test_the_best_job_is_marked(run, objective, best):
-    sweep = run("-m", *SHORT, "model.learning_rate=1e-9,0.01", f"objective={objective}")
+    rates = "1e-9,0.010123456789012345"
+    sweep = run("-m", *SHORT, f"model.learning_rate={rates}", f"objective={objective}")
     assert sweep.exit_code == 0
     rows = json.loads((sweep.folder / "sweep.json").read_text())
     winner = best(rows, key=lambda row: row[objective])["number"]

@@ -79,7 +79,7 @@ def _table(rows: list[dict[str, Any]], names: list[str], objective: str, best: i
         table.add_column(column, justify="right")
     for row in rows:
         mark = "*" if row["number"] == best else ""
-        values = [str(row["overrides"].get(name, "")) for name in names]
+        values = [_shorter(str(row["overrides"].get(name, ""))) for name in names]
         shown = (_shown(row.get(name)) for name in measured)
         style = "bold" if mark else ""
         table.add_row(f"{row['number']}{mark}", *values, row["status"], *shown, style=style)
@@ -123,6 +123,14 @@ def _row(number: int, job: Run, objective: str) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value or "")
+
+
+def _shorter(text: str) -> str:
+    """A number that a search drew has 17 digits."""
+    try:
+        return min(text, f"{float(text):.{DIGITS}g}", key=len) if "." in text else text
+    except ValueError:
+        return text
 
 
 def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: Path) -> None:
