@@ -176,7 +176,7 @@ def test_null_is_no_option_of_a_group(run, override, fix):
         ),
         (["data.val_share=0.2"], "data.val_share: there is no such key; use data.batch_size or"),
         (["model=[cnn,lstm]"], "model: expected one of its options, got [cnn,lstm]; -m model=cnn,"),
-        (["data.batch_size=[1"], "no viable alternative at input '[1'"),
+        (["ckpt=a/epoch=3.ckpt"], "ckpt: a/epoch=3.ckpt is no value in Hydra's grammar; if it is"),
     ],
 )
 def test_a_name_that_there_is_not_is_one_line(run, overrides, message):

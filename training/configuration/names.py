@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
@@ -43,6 +43,12 @@ def check_names(overrides: Iterable[str], conf: Path, own: Sequence[Path]) -> No
         if not isinstance(cause, ConfigAttributeError | ConfigKeyError):
             raise MisconfigurationException(_line(error)) from error
         raise MisconfigurationException(_advice(cause)) from error
+    except OverrideParseException as error:
+        name, _, value = error.override.partition("=")
+        raise MisconfigurationException(
+            f"{name}: {value} is no value in Hydra's grammar; if it is a text, such as a path with "
+            f"= or ü in it, put it in quotes within quotes: '{name}=\"{value}\"'"
+        ) from error
     except HydraException as error:
         raise MisconfigurationException(_line(error)) from error
 
