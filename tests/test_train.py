@@ -295,6 +295,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("trainer.max_epochs=abc",), "trainer.max_epochs: expected a whole number of at least -1"),
         (("model.learning_rate=abc",), "model.learning_rate: expected a number of at least 0, got"),
         (("trainer.precision=fp16",), "trainer: Precision 'fp16' is invalid. Allowed precision"),
+        (("trainer.accelerator=tpu",), "trainer: Requirement 'torch_xla"),
         (("+trainer.nonsense=1",), "trainer: got an unexpected keyword argument 'nonsense'"),
         (("data.device=tpu",), "device: expected one of auto, gpu, cpu; got 'tpu'"),
         (
@@ -352,6 +353,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         "epochs",
         "learning rate",
         "precision",
+        "accelerator",
         "trainer",
         "device of the data",
         "model for other data",
