@@ -148,6 +148,22 @@ def test_several_loggers_get_the_same_metrics(run):
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.betas=[2,0.9]", "optimizer: Invalid beta parameter at index 0: 2"),
+        (
+            "scheduler=one_cycle scheduler.pct_start=7.0",
+            "scheduler: Expected float between 0",
+        ),
+    ],
+)
+def test_what_an_optimizer_or_a_scheduler_refuses_is_one_line(run, override, message):
+    failed = run(*SHORT, *override.split())
+    assert failed.exit_code == 1
+    assert failed.err.splitlines()[-1].startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize(
     ("override", "fix"),
     [
         ("logger=null", "null is none of its options; write logger=none"),
