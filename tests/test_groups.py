@@ -219,6 +219,17 @@ def test_names_of_a_sweep_and_of_a_folder_of_one_s_own_are_known(tmp_path):
         check_command([*own, "model.siez=1"], CONF)
 
 
+def test_a_logger_whose_package_is_missing_is_one_line(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lost_logger.py").write_text(
+        "def make():\n    raise ModuleNotFoundError('No module named lost; pip install it')\n"
+    )
+    failed = run(*SHORT, "+logger.mine._target_=lost_logger.make")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line == "Error: logger.mine: No module named lost; pip install it"
+
+
 def test_what_is_no_logger_is_one_line(run):
     failed = run(*SHORT, "+logger.mine._target_=builtins.dict")
     assert failed.exit_code == 1

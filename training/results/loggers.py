@@ -39,10 +39,15 @@ def make_loggers(described: Any, continued: Sequence[Mapping[str, Any]] = ()) ->
     """
     descriptions = {name: each for name, each in (described or {}).items() if each is not None}
     kind = "the _target_ of a Lightning logger, or null to switch it off"
-    return [
-        instantiate_as(Logger, f"logger.{name}", each, kind, **arguments)
-        for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={})
-    ]
+    made = []
+    for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={}):
+        try:
+            made.append(instantiate_as(Logger, f"logger.{name}", each, kind, **arguments))
+        except ModuleNotFoundError as error:
+            raise MisconfigurationException(
+                f"logger.{name}: {' '.join(str(error).split())}"
+            ) from error
+    return made
 
 
 class CSVMetrics(Logger):
