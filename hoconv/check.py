@@ -23,6 +23,7 @@ import argparse
 import functools
 import math
 import random
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from hoconv.commands import (
 )
 from hoconv.declaration import Operator, operators
 from hoconv.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.tables import print_line
 from hoconv.testing.cases import BrokenDefinitionError, Case, make_cases
 from hoconv.testing.comparison import output_and_gradients, relative_error, same_bits
 from hoconv.testing.last_words import LastWords
@@ -115,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show_progress(what: str) -> None:
     """Shows a line on a terminal; the next call replaces it."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+        shown = what[: shutil.get_terminal_size().columns - 1]  # a second line would stay
+        print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
 
 
 def check(
@@ -330,30 +333,32 @@ def _show_failures(rows: list[Row]) -> None:
         where = " ".join(filter(None, (row.operator, row.impl, row.device, row.dtype)))
         for failure in row.failures:
             line, *details = failure.splitlines()
-            print(f"{where}: {line}")
+            print_line(f"{where}: {line}", indent=2)
             if (said := "\n".join(details)) not in shown:
                 print(said)
             shown.add(said)
 
 
 def _show_table(operator: str, device: str, rows: list[Row]) -> None:
-    columns = (
-        "implementation", "dtype", "cases", "output error", "gradient error", "tolerance",
-        "same bits", "result",
-    )  # fmt: skip
-    lines = [columns, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
-    print(f"{operator} on {device}")
-    for *cells, last in lines:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print(f"  {'  '.join(padded)}  {last}".rstrip())
+    """Prints the rows of a device, relative errors among them, and why others could not be checked:
+    80 columns, unless a name is long."""
+    columns = "impl", "dtype", "cases", "output", "gradient", "tolerance", "same bits", "result"
+    lines = [columns, *(_cells(row) for row in rows if not row.unavailable)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"{operator} on {device}: relative errors")
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(f"  {'  '.join(padded)}".rstrip())
+    for row in rows:
+        if row.unavailable:
+            print_line(f"  {row.impl}: {row.unavailable}", indent=4)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.dtype is None:
-        return row.impl, *[""] * 6, row.unavailable or "broken"
+        return row.impl, *[""] * 6, "broken"
     errors = (f"{e:.1e}" for e in (row.output_error, row.gradient_error, row.tolerance or 0))
-    result = f"{len(row.failures)} failures" if row.failures else "pass"
+    result = f"{len(row.failures)} failed" if row.failures else "pass"
     return row.impl, row.dtype, str(row.cases), *errors, "yes" if row.same_bits else "no", result
 
 

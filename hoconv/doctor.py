@@ -33,6 +33,7 @@ from hoconv.implementations import (
     obstacle,
 )
 from hoconv.jit import cache
+from hoconv.tables import print_line
 
 _BROKEN = "broken: "
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(len(name) for name in facts)
         for name, fact in facts.items():
             line, _, details = fact.partition("\n")
-            print(f"  {name:<{width}}  {line}")
+            print_line(f"  {name:<{width}}  {line}", indent=width + 4)
             if details not in shown:
                 print(textwrap.indent(details, "    "))
             shown.add(details)

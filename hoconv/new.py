@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_package(arguments.name, folder)
     except (ValueError, FileExistsError) as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"DIR: {folder} cannot be written ({error.strerror}); give another folder")
     print(f"{folder} has an operator, its kernels, a layer and a network. Next:")
     print(f"  pip install -e {folder}\n  hoconv check {arguments.name}")
     print(f"  hoconv test {arguments.name}\nIts README.md says how it trains.")
@@ -60,6 +62,7 @@ def write_package(name: str, folder: Path) -> None:
             ends like a type of C, is an installed package, or is an operator that is declared
             already.
         FileExistsError: `folder` has files already.
+        OSError: it cannot be written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(f"NAME: expected a name in snake_case, such as carafe; got {name!r}")

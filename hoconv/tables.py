@@ -1,13 +1,18 @@
-"""Printing tables, also those that are wider than the terminal."""
+"""Printing tables and lines, also those that are wider than the terminal.
+
+Lines need Python alone: rich is imported where a table is printed.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
-from typing import Any
+import textwrap
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 PIPE_WIDTH = 120  # columns, where the output is a file or a pipe
 UNLIMITED = 10_000  # columns, to see how wide a table is by itself
@@ -15,6 +20,8 @@ UNLIMITED = 10_000  # columns, to see how wide a table is by itself
 
 def console() -> Console:
     """Returns a console as wide as the terminal, or as `PIPE_WIDTH`."""
+    from rich.console import Console
+
     return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
 
 
@@ -26,6 +33,7 @@ def show(table: Table) -> None:
 def print_table(console: Console, table: Table) -> None:
     """Prints a table. Where it is wider than the terminal its rows become columns, in as many
     tables as they fill: nothing is cut off."""
+    from rich.measure import Measurement
 
     def fits(shown: Table) -> bool:
         options = console.options.update(width=UNLIMITED)
@@ -46,6 +54,8 @@ def print_table(console: Console, table: Table) -> None:
 
 def _turned(table: Table, rows: list[tuple[Any, ...]], title: Any) -> Table:
     """Rows of a table as the columns of another."""
+    from rich.table import Table
+
     turned = Table(title=title, box=table.box)
     turned.add_column(table.columns[0].header)
     for row in rows:
@@ -53,3 +63,17 @@ def _turned(table: Table, rows: list[tuple[Any, ...]], title: Any) -> Table:
     for column, cells in zip(table.columns[1:], list(zip(*rows))[1:]):
         turned.add_row(column.header, *cells)
     return turned
+
+
+def print_line(line: str, indent: int) -> None:
+    """Prints a line. A terminal that is too narrow has it in several, divided between words; those
+    after the first begin with `indent` spaces."""
+    if sys.stdout.isatty():
+        line = textwrap.fill(
+            line,
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,  # a path stays whole
+            break_on_hyphens=False,
+        )
+    print(line)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.markdown import Markdown
+from rich.table import Table
 from wandb_report import ReportError, publish, require_online
 
 from hoconv.benchmarking.charts import COLOURS, save
@@ -38,7 +38,7 @@ from hoconv.report.estimates import Estimate, estimate
 from hoconv.report.groups import ComparisonError, Group, choose_baseline, compare, group
 from hoconv.report.runs import find
 from hoconv.report.verdict import shown
-from hoconv.tables import console
+from hoconv.tables import show
 
 METHOD = (
     "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t; "
@@ -76,8 +76,14 @@ def run(arguments: argparse.Namespace, command: str) -> None:
     if arguments.wandb:
         require_online()
     compared = compare(groups, baseline)
-    text = table(compared)
-    console().print(Markdown(text))
+    columns, *rows = lines(compared)
+    shown = Table(*columns[:2])
+    for name in columns[2:]:
+        shown.add_column(name, justify="right")
+    for cells in rows:
+        shown.add_row(*cells)
+    show(shown)
+    text = markdown(columns, rows)
     path = arguments.out / f"{arguments.name}.json"
     write_json(path, {"command": command, "method": METHOD, **compared})
     write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
@@ -86,15 +92,15 @@ def run(arguments: argparse.Namespace, command: str) -> None:
         print(publish(arguments.name, text, path.with_suffix(".png")))
 
 
-def table(compared: dict[str, Any]) -> str:
-    """Returns the comparison as a table in Markdown."""
+def lines(compared: dict[str, Any]) -> list[list[str]]:
+    """Returns the comparison as the cells of a table: the headings, then a line for each group."""
     groups = compared["groups"]
     metrics = list(dict.fromkeys(name for each in groups for name in each["metrics"]))
     columns = [" ".join(groups[0]["settings"]) or "impl", "runs", "ms a step", "speed-up"]
     columns += ["samples/s", "memory, MB"]
     for name in metrics:
         columns += [name, f"Δ vs {compared['baseline']}"]
-    lines = [columns, ["---"] * len(columns)]
+    found = [columns]
     for each in groups:
         runs = str(each["runs"])
         runs += f", {len(each['unfinished'])} unfinished" if each["unfinished"] else ""
@@ -106,8 +112,13 @@ def table(compared: dict[str, Any]) -> str:
         for name in metrics:
             cells.append(_shown(each["metrics"].get(name), "{:.4f}"))
             cells.append(_shown(each["differences"].get(name), "{:+.4f}"))
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+        found.append(cells)
+    return found
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    written = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in written) + "\n"
 
 
 def _shown(value: Estimate | None, form: str | None = None) -> str:

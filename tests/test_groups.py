@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 import train
 from models.tasks.classifier import Classifier
+from training.configuration.checks import check_command
 
 CONF = Path(train.__file__).parent / "conf"
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
@@ -146,6 +148,22 @@ def test_several_loggers_get_the_same_metrics(run):
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.betas=[2,0.9]", "optimizer: Invalid beta parameter at index 0: 2"),
+        (
+            "scheduler=one_cycle scheduler.pct_start=7.0",
+            "scheduler: Expected float between 0",
+        ),
+    ],
+)
+def test_what_an_optimizer_or_a_scheduler_refuses_is_one_line(run, override, message):
+    failed = run(*SHORT, *override.split())
+    assert failed.exit_code == 1
+    assert failed.err.splitlines()[-1].startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize(
     ("override", "fix"),
     [
         ("logger=null", "null is none of its options; write logger=none"),
@@ -158,6 +176,58 @@ def test_null_is_no_option_of_a_group(run, override, fix):
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()
     assert line.startswith(f"Error: {override.partition('=')[0]}: {fix}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["modle=cnn"], "modle: there is no such key; use mode or model, or +modle=... to add it"),
+        (
+            ["trainer.max_epoch=3"],
+            "trainer.max_epoch: there is no such key; use trainer.max_e",
+        ),
+        (
+            ["-m", "model.network.widht=2,3"],
+            "model.network.widht: there is no such key; use",
+        ),
+        (["data.val_share=0.2"], "data.val_share: there is no such key; use data.batch_size or"),
+        (["model=[cnn,lstm]"], "model: expected one of its options, got [cnn,lstm]; -m model=cnn,"),
+        (["ckpt=a/epoch=3.ckpt"], "ckpt: a/epoch=3.ckpt is no value in Hydra's grammar; if it is"),
+    ],
+)
+def test_a_name_that_there_is_not_is_one_line(run, overrides, message):
+    failed = run(*SHORT, *overrides)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith(f"Error: {message}")
+    assert not failed.folder.exists()
+
+
+def test_names_of_a_sweep_and_of_a_folder_of_one_s_own_are_known(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: mine.Model\nsize: 3\n")
+    own = ("--config-dir", str(tmp_path), "model=mine")
+    for arguments in (
+        ["-m", "experiment=glob(*)", "model.network.width=range(1,3)"],
+        ["sweep=search", "model.learning_rate=interval(1e-4, 1e-1)"],
+        [*own, "-m", "model.size=1,2"],
+        [*own, f"hydra.searchpath=[file://{tmp_path}]", "model.size=1"],
+        ["--shell-completion", "install=bash"],
+    ):
+        check_command(arguments, CONF)
+    with pytest.raises(MisconfigurationException, match=r"model\.siez: .* use model\.size, or"):
+        check_command([*own, "model.siez=1"], CONF)
+
+
+def test_a_logger_whose_package_is_missing_is_one_line(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lost_logger.py").write_text(
+        "def make():\n    raise ModuleNotFoundError('No module named lost; pip install it')\n"
+    )
+    failed = run(*SHORT, "+logger.mine._target_=lost_logger.make")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line == "Error: logger.mine: No module named lost; pip install it"
 
 
 def test_what_is_no_logger_is_one_line(run):

@@ -125,9 +125,20 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     assert (sweep.folder / "sweep.png").stat().st_size > 0
 
 
+def test_the_table_of_a_sweep_that_goes_on_has_no_column_for_that(run):
+    first = run("-m", *SHORT, "seed=1,2")
+    (first.folder / "1" / "results.json").unlink()
+    done = run("-m", *SHORT, "seed=1,2", "resume=auto", folder=first.folder)
+    assert done.exit_code == 0, done.err
+    assert f"{first.folder / '0'} is finished" in done.out
+    heading = done.out[done.out.rindex("Sweep") :].splitlines()[2]
+    assert [cell.strip() for cell in heading.split("┃")[1:4]] == ["job", "seed", "status"]
+
+
 @pytest.mark.parametrize(("objective", "best"), [("val/accuracy", max), ("val/loss", min)])
 def test_the_best_job_is_marked(run, objective, best):
-    sweep = run("-m", *SHORT, "model.learning_rate=1e-9,0.01", f"objective={objective}")
+    rates = "1e-9,0.010123456789012345"
+    sweep = run("-m", *SHORT, f"model.learning_rate={rates}", f"objective={objective}")
     assert sweep.exit_code == 0
     rows = json.loads((sweep.folder / "sweep.json").read_text())
     winner = best(rows, key=lambda row: row[objective])["number"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
 
 import train
 from models.tasks.classifier import Classifier
+from training import console
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
@@ -53,6 +58,19 @@ def test_warnings_are_one_line_without_a_place(run, monkeypatch):
         done = run(*SHORT)
     assert "Warning: of two lines" in done.err.splitlines()
     assert "UserWarning" not in done.err
+
+
+def test_a_warning_stands_above_a_moving_bar(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = Progress(console=Console(file=terminal, force_terminal=True), auto_refresh=False)
+    with bar:
+        bar.add_task("Training")
+        bar.refresh()
+        console.warn("a file is damaged")
+    above, below = terminal.getvalue().split("Warning: a file is damaged")
+    assert above.endswith("\x1b[2K")  # the line of the bar was emptied before
+    assert "Training" in below
 
 
 @pytest.mark.parametrize(

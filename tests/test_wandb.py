@@ -40,6 +40,14 @@ def test_runs_of_a_sweep_have_names_of_their_own_and_one_group(recorded):
     assert {each.group for each in runs} == {f"digits_cnn {sweep.folder.name}"}
 
 
+def test_wandb_does_not_warn_of_what_nobody_set(recorded, wandb_alone, monkeypatch):
+    said = []
+    monkeypatch.setattr(wandb_alone, "termwarn", lambda text, **_: said.append(text))
+    done, _ = recorded()
+    assert done.exit_code == 0, done.err
+    assert not [text for text in said if "anonymous" in text]
+
+
 def test_a_run_logs_what_one_looks_for(recorded):
     done, (kept,) = recorded("trainer.limit_train_batches=14", "trainer.max_epochs=2")
     assert done.exit_code == 0, done.err

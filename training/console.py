@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -123,8 +124,7 @@ def show_results(
 
 def show_problem(kind: str, message: str) -> None:
     """Prints one line on stderr, red in a terminal."""
-    text = f"{kind}: {message}"
-    _Console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+    _complain(f"{kind}: {message}", "bold red")
 
 
 @contextlib.contextmanager
@@ -138,9 +138,17 @@ def plain_warnings() -> Iterator[None]:
 @rank_zero_only
 def warn(message: str) -> None:
     """Prints one line on stderr about a problem that does not stop the run."""
-    _Console(stderr=True).print(
-        f"Warning: {message}", style="yellow", soft_wrap=True, markup=False, highlight=False
-    )
+    _complain(f"Warning: {message}", "yellow")
+
+
+def _complain(text: str, style: str) -> None:
+    """Prints a line on stderr; while a bar moves, above it: rich has put a file there that does so,
+    which its own consoles pass by."""
+    console = _Console(stderr=True)
+    with console.capture() as captured:
+        console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(captured.get())
 
 
 def make_progress() -> pl.Callback:

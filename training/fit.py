@@ -34,7 +34,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
     pl.seed_everything(config.seed, workers=True, verbose=False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
-    start = read(config.ckpt) if config.ckpt else None
+    start = None if config.ckpt is None else read(config.ckpt)
     data = instantiate_as(  # reads nothing yet
         pl.LightningDataModule,
         "data",

@@ -106,7 +106,7 @@ def new_trainer(options: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
     """
     try:
         return pl.Trainer(**options, **arguments)
-    except (TypeError, ValueError) as error:
+    except (ModuleNotFoundError, TypeError, ValueError) as error:  # the first of an accelerator
         reason = " ".join(str(error).split()).removeprefix("Trainer.__init__() ")
         raise MisconfigurationException(f"trainer: {reason}") from error
 

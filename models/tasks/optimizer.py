@@ -9,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.plugins import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -61,22 +62,33 @@ def configure(
             has that argument. It steps after every step; ReduceLROnPlateau after every epoch.
         learning_rate: the highest of the schedule.
         weight_decay: as the optimizer defines it.
+
+    Raises:
+        MisconfigurationException: the optimizer or the scheduler refuses a value.
     """
     trainer: Any = model.trainer
     # Lightning does not clip the gradients of fused optimizers in mixed precision.
     clips = isinstance(trainer.precision_plugin, MixedPrecision) and trainer.gradient_clip_val
     fused = trainer.strategy.root_device.type == "cuda" and not clips
-    options = {"fused": True} if fused and _takes(optimizer, "fused") else {}
-    made = optimizer(model.parameters(), lr=learning_rate, weight_decay=weight_decay, **options)
+    options: dict[str, Any] = {"fused": True} if fused and _takes(optimizer, "fused") else {}
+    options |= {"lr": learning_rate, "weight_decay": weight_decay}
+    made = _make("optimizer", optimizer, model.parameters(), **options)
     length = {}
     if _takes(scheduler, "total_steps"):
         length["total_steps"] = int(trainer.estimated_stepping_batches)
-    schedule = scheduler(made, **length)
+    schedule = _make("scheduler", scheduler, made, **length)
     if isinstance(schedule, ReduceLROnPlateau):
         when = {"interval": "epoch", "monitor": MONITORED}
     else:
         when = {"interval": "step"}
     return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, **when}}
+
+
+def _make(name: str, of: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return of(*args, **options)
+    except ValueError as error:
+        raise MisconfigurationException(f"{name}: {error}") from error
 
 
 def warmup_cosine(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def test_report_names_versions_compilers_and_devices(
     assert facts["CUDA"].startswith("/bin/echo: ")
     assert facts["reference"] == "available"
     assert "gpu" in facts or "gpu 0" in facts
+
+
+def test_a_terminal_has_long_facts_in_lines_of_whole_words(
+    loaded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "no_gpu", lambda: "none is here; " + "put one in " * 8)
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = (i for i, line in enumerate(lines) if "none is here" in line)
+    column = lines[first].index("none")
+    assert re.match(rf" {{{column}}}\w", lines[first + 1])
+    assert all(len(line) <= 50 for line in lines[first : first + 3])
 
 
 def test_missing_compiler_is_reported_with_the_fix(

@@ -138,6 +138,7 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "high_order_conv2d"], "NAME: there is an operator 'high_order_conv2d' already"),
         (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
         (["new", "mine", "."], "DIR: . has files already"),
+        (["new", "mine", "README.md"], "DIR: README.md cannot be written (Not a directory); give"),
         (["test", "mine"], "argument OPERATOR: expected approx_multiply"),
         (["check", "mine"], "got 'mine'; if it is in a package of yours, install that: pip"),
         (

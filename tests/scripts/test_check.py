@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -232,6 +233,39 @@ def test_different_bits_are_reported(toy: Operator, tmp_path: Path) -> None:
     assert code == 0  # both are right
     assert not row_of(record, "wavering", "float32")["same_bits"]
     assert row_of(record, "swapped", "float32")["same_bits"]
+
+
+def test_a_terminal_of_80_columns_holds_the_table(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = "words " * 30
+    right = toy.implementations["swapped"].function
+    add(toy, "absent", Implementation(right, obstacle=lambda: missing))
+    add(toy, "faulty", Implementation(lambda *args: right(*args).neg()))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(tmp_path)[0] == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    assert re.search(r"faulty +float32 .* \d+ failed$", "\n".join(lines), re.MULTILINE)
+    assert "\n".join(lines).count("words") == 30
+
+
+def test_progress_is_one_line_that_the_next_replaces(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(tmp_path)[0] == 0
+    shown = capsys.readouterr().err.split("\r\033[K")
+    assert "toy: float32 on cpu, swapped," in shown
+    assert max(map(len, shown)) < 30
 
 
 def test_an_unavailable_implementation_says_why(

@@ -11,6 +11,8 @@ import matplotlib
 import pytest
 from PIL import Image
 
+from hoconv import tables
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
@@ -49,6 +51,20 @@ def compare(script, tmp_path):
         }
 
     return compare
+
+
+def test_a_terminal_that_is_too_narrow_cuts_nothing(write, compare, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "PIPE_WIDTH", 80)
+    for impl in ("cpp", "reference"):
+        for seed in range(3):
+            write(impl, seed, 10.0 + seed, metrics={"test/loss": 0.25, "test/mean_iou": 0.125})
+    found = compare()
+    lines = capsys.readouterr().out.splitlines()
+    out = "\n".join(line for line in lines if not line.startswith("/"))  # without the paths
+    assert max(map(len, out.splitlines())) <= 80
+    cells = [line.strip("| ").split(" | ") for line in found["table"].splitlines()]
+    for text in (*cells[0], *cells[2], *cells[3]):
+        assert text in out
 
 
 def test_runs_with_the_same_seed_are_compared(write, compare):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.moved import OVERRIDES
+from training.configuration.names import check_names
 
 DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 
+# Options of Hydra's with which the overrides are not those of conf/config.yaml.
+OTHER_CONFIGURATION = {"--config-name", "-cn", "--config-path", "-cp", "--shell-completion", "-sc"}
+SEVERAL = ("callbacks", "logger")  # groups of which several options can be chosen
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
     "seed": 0, "data.batch_size": 1, "data.num_workers": 0, "step_checkpoints.every_n_steps": 1,
@@ -26,11 +30,18 @@ WHOLE_NUMBERS = {
     "trainer.check_val_every_n_epoch": 1, "trainer.log_every_n_steps": 0, "trainer.max_epochs": -1,
     "trainer.max_steps": -1,
 }  # fmt: skip
-NUMBERS = (
-    "model.label_smoothing", "model.learning_rate", "model.weight_decay",
-    "trainer.gradient_clip_val", "trainer.limit_test_batches", "trainer.limit_train_batches",
-    "trainer.limit_val_batches", "trainer.val_check_interval",
+NUMBERS = {
+    "model.label_smoothing": 0, "model.learning_rate": 0, "model.weight_decay": 0,
+    "trainer.gradient_clip_val": 0, "trainer.limit_test_batches": 0,
+    "trainer.limit_train_batches": 0, "trainer.limit_val_batches": 0,
+    "trainer.val_check_interval": 0,
+}  # fmt: skip
+# What Python takes for true if it is another word than these.
+FLAGS = (
+    "channels_last", "compile", "data.augment", "data.cache_images", "find_nan", "print_config",
+    "tf32",
 )  # fmt: skip
+WORDS = {"unavailable": ("error", "skip")}
 MAY_BE_NULL = (
     "data.num_workers", "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val",
     "trainer.max_epochs", "trainer.val_check_interval",
@@ -44,8 +55,9 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
         conf: the folder of the configuration, which has a folder for each group.
 
     Raises:
-        MisconfigurationException: a file is not YAML; or an override has a name of before, or
-            chooses what a group does not have. The message says what to write instead.
+        MisconfigurationException: a file is not YAML; or an override has a name of before, sets a
+            key that does not exist, or chooses what a group does not have. The message says what to
+            write instead.
     """
     own = _own_folders(arguments)
     for path in sorted(path for folder in own for path in folder.rglob("*.yaml")):
@@ -64,6 +76,11 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
             fix = f"leave it out, or choose one of {', '.join(options)}"
             fix = f"write {name}=none" if "none" in options else fix
             raise MisconfigurationException(f"{name}: null is none of its options; {fix}")
+        if value.startswith("[") and name not in SEVERAL:
+            fix = f"-m {name}={value.strip('[]')} runs each"
+            raise MisconfigurationException(
+                f"{name}: expected one of its options, got {value}; {fix}"
+            )
         simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
         for chosen in re.findall(r"\w+", value) if simple else ():
             if chosen not in options and not elsewhere:
@@ -71,6 +88,8 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
                 raise MisconfigurationException(
                     f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
                 )
+    if not OTHER_CONFIGURATION.intersection(arguments):
+        check_names([a for a in arguments if re.match(r"~|[^-].*=", a)], conf, own)
 
 
 def _own_folders(arguments: Sequence[str]) -> list[Path]:
@@ -93,10 +112,10 @@ def _require_yaml(path: Path) -> None:
 
 
 def check_config(config: DictConfig) -> None:
-    """Resolves the whole configuration once, and checks its numbers.
+    """Resolves the whole configuration once, and checks its numbers and flags.
 
     Raises:
-        MisconfigurationException: some value cannot be resolved, or is no number where one belongs.
+        MisconfigurationException: some value cannot be resolved, or is not what belongs there.
         CacheError, DataNotFoundError: the data that decides about one cannot be read.
     """
     try:
@@ -110,18 +129,24 @@ def check_config(config: DictConfig) -> None:
         reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
         raise MisconfigurationException(f"{error.full_key}: {reason}") from error
     for name, least in WHOLE_NUMBERS.items():
-        _require(config, name, f"a whole number of at least {least}", int, least)
-    for name in NUMBERS:
-        _require(config, name, "a number", (int, float))
+        _require(config, name, f"a whole number of at least {least}", _is_number(int, least))
+    for name, least in NUMBERS.items():
+        _require(config, name, f"a number of at least {least}", _is_number((int, float), least))
+    for name in FLAGS:
+        _require(config, name, "true or false", lambda value: isinstance(value, bool))
+    for name, words in WORDS.items():
+        _require(config, name, " or ".join(words), words.__contains__)
+
+
+def _is_number(kinds: Any, least: int) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, kinds) and not isinstance(x, bool) and x >= least
 
 
 def _require(
-    config: DictConfig, name: str, expected: str, kinds: Any, least: int | None = None
+    config: DictConfig, name: str, expected: str, is_allowed: Callable[[Any], bool]
 ) -> None:
     missing = object()
     value = OmegaConf.select(config, name, default=missing)
-    if value is missing or (value is None and name in MAY_BE_NULL):
+    if value is missing or (value is None and name in MAY_BE_NULL) or is_allowed(value):
         return
-    number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not number or (least is not None and value < least):  # pyright: ignore
-        raise MisconfigurationException(f"{name}: expected {expected}, got {value!r}")
+    raise MisconfigurationException(f"{name}: expected {expected}, got {value!r}")

@@ -39,10 +39,15 @@ def make_loggers(described: Any, continued: Sequence[Mapping[str, Any]] = ()) ->
     """
     descriptions = {name: each for name, each in (described or {}).items() if each is not None}
     kind = "the _target_ of a Lightning logger, or null to switch it off"
-    return [
-        instantiate_as(Logger, f"logger.{name}", each, kind, **arguments)
-        for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={})
-    ]
+    made = []
+    for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={}):
+        try:
+            made.append(instantiate_as(Logger, f"logger.{name}", each, kind, **arguments))
+        except ModuleNotFoundError as error:
+            raise MisconfigurationException(
+                f"logger.{name}: {' '.join(str(error).split())}"
+            ) from error
+    return made
 
 
 class CSVMetrics(Logger):
@@ -94,6 +99,10 @@ class WandbRun(WandbLogger):
 
     def __init__(self, best: Mapping[str, float] | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
+        if (
+            self._wandb_init.get("anonymous") is None
+        ):  # of which wandb warns, although nobody set it
+            self._wandb_init.pop("anonymous", None)
         self._best = dict(best or {})
 
     @property

@@ -36,7 +36,7 @@ class SweepTable(Callback):
             return
         objective = str(config.objective)
         rows = [_row(number, job, objective) for number, job in enumerate(jobs)]
-        names = varied([row["overrides"] for row in rows])
+        names = [name for name in varied([row["overrides"] for row in rows]) if name != "resume"]
         best = _best(rows, objective, config.hydra.sweeper.get("direction"))
         print_table(console.stdout(), _table(rows, names, objective, best))
         disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))

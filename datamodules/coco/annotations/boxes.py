@@ -106,7 +106,9 @@ def _pack_box(
         raise DamagedError("the width or height of the box is not positive")
     if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
         raise DamagedError("the box is outside the image")
-    area = annotation.get("area", width * height)
+    area = annotation.get("area")
+    if area is None:
+        area = width * height
     if not _is_number(area) or area < 0:
         raise DamagedError("the area is not a number from 0 on")
     return box, classes[category], area, crowd

@@ -18,7 +18,7 @@ from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import MAX_PIXELS
 from datamodules.reading.skipped import DamagedError, Skipped
 
-FORMAT = 4  # version of the packed arrays; part of their key in the cache
+FORMAT = 5  # version of the packed arrays; part of their key in the cache
 MAX_NAME, MAX_PATH = 255, 4095  # bytes: Linux has no longer names of files, and no longer paths
 
 

@@ -54,11 +54,11 @@ def read_category(annotation: dict[str, Any], classes: dict[int, int]) -> tuple[
     """Returns the category of an object, one that has a class, and whether it is a crowd.
 
     Raises:
-        DamagedError: it is has no class, or nobody can say whether it is a crowd.
+        DamagedError: it has no class, or nobody can say whether it is a crowd.
     """
-    category, crowd = annotation.get("category_id"), annotation.get("iscrowd", 0)
+    category, crowd = annotation.get("category_id"), annotation.get("iscrowd")
     if type(category) is not int or category not in classes:
         raise DamagedError("the category is not one of the file's")
-    if crowd not in (0, 1):
+    if crowd not in (None, 0, 1):  # some programs write null for what they do not know
         raise DamagedError("iscrowd is neither 0 nor 1")
     return category, bool(crowd)

@@ -70,6 +70,15 @@ def test_a_damaged_box_is_left_out_by_name(split, tmp_path, values, reason):
     assert name.startswith(f"annotation {split.instances[-1]['id']} of ")
 
 
+def test_null_is_as_what_is_missing(split, tmp_path):
+    annotate(split, split.image(), [1, 2, 3, 4])
+    split.instances[-1] |= {"iscrowd": None, "area": None}
+    boxes = read(split, tmp_path)
+    assert boxes.skipped == {}
+    assert boxes.of_image(0).areas.tolist() == [12]
+    assert boxes.of_image(0).crowds.tolist() == [False]
+
+
 def test_a_batch_has_the_boxes_of_the_squares(both, load):
     for split in both.values():
         split.clear()

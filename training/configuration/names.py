@@ -1,0 +1,82 @@
+"""The names in a command line's overrides: composing the configuration once, before Hydra does."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+
+def check_names(overrides: Iterable[str], conf: Path, own: Sequence[Path]) -> None:
+    """Composes the configuration, with the first values of a sweep.
+
+    Hydra's own message takes five lines, and advises to add the key that was misspelt.
+
+    Args:
+        conf: the folder of the configuration.
+        own: further folders, of the user.
+
+    Raises:
+        MisconfigurationException: an override cannot be parsed, or sets a key that does not exist.
+    """
+    try:
+        single = [*_single(OverridesParser.create().parse_overrides([*overrides]))]
+        if own and not any(override.startswith("hydra.searchpath=") for override in single):
+            folders = ", ".join(f"'file://{folder.resolve()}'" for folder in own)
+            single.append(f"hydra.searchpath=[{folders}]")
+        with (
+            warnings.catch_warnings(action="ignore"),  # Hydra warns again
+            hydra.initialize_config_dir(str(conf), version_base="1.3"),
+        ):
+            hydra.compose("config", single)
+    except ConfigCompositionException as error:
+        cause = error.__cause__
+        if not isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            raise MisconfigurationException(_line(error)) from error
+        raise MisconfigurationException(_advice(cause)) from error
+    except OverrideParseException as error:
+        name, _, value = error.override.partition("=")
+        raise MisconfigurationException(
+            f"{name}: {value} is no value in Hydra's grammar; if it is a text, such as a path with "
+            f"= or ü in it, put it in quotes within quotes: '{name}=\"{value}\"'"
+        ) from error
+    except HydraException as error:
+        raise MisconfigurationException(_line(error)) from error
+
+
+def _single(overrides: Iterable[Override]) -> Iterator[str]:
+    """The overrides of one job."""
+    for override in overrides:
+        if not override.is_sweep_override():
+            yield override.input_line or ""
+        elif override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+            continue  # of files, which there are
+        elif override.is_discrete_sweep():
+            yield f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+        else:
+            yield f"{override.get_key_element()}=0"  # of an interval
+
+
+def _advice(error: ConfigAttributeError | ConfigKeyError) -> str:
+    siblings = map(str, error.parent_node) if OmegaConf.is_dict(error.parent_node) else ()
+    known = [name for name in siblings if not name.startswith("_")]
+    inside = str(error.full_key).removesuffix(str(error.key))
+    names = difflib.get_close_matches(str(error.key), known, 2) or known
+    return (
+        f"{error.full_key}: there is no such key; use "
+        + " or ".join(inside + name for name in names)
+        + f", or +{error.full_key}=... to add it"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
