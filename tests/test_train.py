@@ -280,6 +280,9 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     ("overrides", "message"),
     [
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
+        (("model.network.width=-3",), "width: expected a whole number of at least 1, got -3"),
+        (("model.network.width=abc",), "width: expected a whole number of at least 1, got 'abc'"),
+        (("model.label_smoothing=3",), "label_smoothing: expected a number from 0 to 1, got 3"),
         (("model=approx_cnn", "model.network.gradient=nonsense"), "gradient: expected one of"),
         (("data.batch_size=0",), "data.batch_size: expected a whole number of at least 1, got 0"),
         (
@@ -341,6 +344,9 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     ],
     ids=[
         "network",
+        "width",
+        "kind of width",
+        "smoothing",
         "model",
         "data",
         "below zero",

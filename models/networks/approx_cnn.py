@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear
 from hoconv.approx.gradients import Gradient
+from models.arguments import require_sizes
 
 
 class ApproxCNN(nn.Module):
@@ -37,6 +38,7 @@ class ApproxCNN(nn.Module):
         gradient: Gradient = "approx",
     ) -> None:
         super().__init__()
+        require_sizes(width=width)
         channels, height, width_of_image = image_shape
 
         def stage(in_channels: int, out_channels: int) -> nn.Sequential:

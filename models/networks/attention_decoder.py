@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from datamodules.coco.captions import SPECIAL_TOKENS
 from hoconv import recurrent as rnn
+from models.arguments import require_sizes
 from models.networks.backbone import make_encoder
 from models.networks.blocks import residual_high_order
 
@@ -82,6 +83,7 @@ class AttentionDecoder(nn.Module):
         weights: str | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(width=width, depth=depth, kernel_size=kernel_size, hidden_size=hidden_size)
         self.hidden_size = hidden_size
         self.stem = residual_high_order(3, kernel_size)
         self.encoder = make_encoder(width, depth, weights)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from models.arguments import require_sizes
 from models.networks.backbone import make_encoder
 from models.networks.blocks import conv_bn_relu
 from models.networks.encoder_decoder import Decoder
@@ -52,6 +53,7 @@ class BoxDetector(nn.Module):
         weights: str | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(width=width, depth=depth, kernel_size=kernel_size)
         self.encoder = make_encoder(width, depth, weights)
         strides = [2**level for level in range(len(self.encoder.channels))]
         if stride not in strides:

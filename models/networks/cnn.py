@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from models.arguments import require_sizes
 from models.networks.blocks import conv_bn_relu, residual_high_order
 
 
@@ -34,6 +35,7 @@ class CNN(nn.Module):
         kernel_size: int = 5,
     ) -> None:
         super().__init__()
+        require_sizes(width=width, kernel_size=kernel_size)
         self.features = nn.Sequential(
             conv_bn_relu(image_shape[0], width),
             nn.MaxPool2d(2),

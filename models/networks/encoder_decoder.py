@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d
+from models.arguments import require_sizes
 from models.networks.backbone import make_encoder
 from models.networks.blocks import conv_bn_relu
 
@@ -89,6 +90,7 @@ class EncoderDecoder(nn.Module):
         weights: str | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(width=width, depth=depth, kernel_size=kernel_size)
         self.encoder = make_encoder(width, depth, weights)
         self.decoder = Decoder(self.encoder.channels, width, kernel_size)
         self.classifier = nn.Conv2d(width, num_classes, 1)

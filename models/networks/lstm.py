@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
+from models.arguments import require_sizes
 
 
 class ImageReader(nn.Module):
@@ -52,6 +53,7 @@ class ImageReader(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
+        require_sizes(hidden_size=hidden_size, num_layers=num_layers)
         known = getattr(rnn, cell, None)
         if not isinstance(known, rnn.Cell):
             names = sorted(n for n, v in vars(rnn).items() if isinstance(v, rnn.Cell))

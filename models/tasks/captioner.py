@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
 from datamodules.coco.folder import FolderBatch
+from models.arguments import require_share
 from models.metrics.captions import bleu4, cider_d
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import load_backbones
@@ -54,6 +55,7 @@ class Captioner(Optimized):
     ) -> None:
         super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)(weights=weights)
+        require_share("label_smoothing", label_smoothing)
         self.label_smoothing = label_smoothing
         self.beam_width = beam_width
         self.max_length = max_length

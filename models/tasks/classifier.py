@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
+from models.arguments import require_share
 from models.networks.described import make
 from models.tasks.optimizer import Optimized, warmup_cosine
 
@@ -44,6 +45,7 @@ class Classifier(Optimized):
     ) -> None:
         super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)
+        require_share("label_smoothing", label_smoothing)
         self.label_smoothing = label_smoothing
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")

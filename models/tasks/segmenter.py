@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 
 from datamodules.coco.annotations.objects import IGNORE
 from datamodules.coco.folder import FolderBatch
+from models.arguments import require_share
 from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.mean import Mean
@@ -54,6 +55,7 @@ class Segmenter(Optimized):
     ) -> None:
         super().__init__(learning_rate, weight_decay, optimizer, scheduler)
         self.network = make(network)(weights=weights)
+        require_share("label_smoothing", label_smoothing)
         self.label_smoothing = label_smoothing
         options: Any = {
             "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
