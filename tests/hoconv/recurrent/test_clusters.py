@@ -247,8 +247,8 @@ def test_both_directions_in_one_kernel_equal_the_definition(
         sizes = made.runs[0][0].state_sizes.values()
         torch.manual_seed(1)
         made.reset_parameters()
-        states = tuple(torch.randn(2 * layers, B, n, dtype=torch.float64) for n in sizes)
-        given = states if len(states) > 1 else states[0]
+        states = [torch.randn(2 * layers, B, n, dtype=torch.float64) for n in sizes]
+        given = tuple(states) if len(states) > 1 else states[0]
         found.append(gradients(made, x, given, [3, 1, 4], reset=reset))
         with torch.no_grad():
             found[-1].append(made(x)[0])
@@ -273,7 +273,7 @@ def test_both_directions_in_one_kernel_have_noise_of_their_own_and_gradients_of_
         loss = output.sin().sum() + state.sum()
         first = torch.autograd.grad(loss, leaves, retain_graph=True, create_graph=True)
         once = torch.autograd.grad(output[0].sum(), leaves, retain_graph=True)  # a part of it
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), leaves)
         found.append([output, *first, *once, *second])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
