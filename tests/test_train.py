@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -488,6 +489,17 @@ def test_other_loggers_need_no_wandb(run, monkeypatch, logger):
     if logger == "csv":
         header = (done.folder / "csv" / "metrics.csv").read_text().splitlines()[0]
         assert "throughput/samples_per_sec" in header.split(",")
+
+
+def test_a_logger_counts_the_epoch_of_the_test_as_that_of_the_last_validation(run):
+    done = run(*SHORT, "logger=csv", "trainer.max_epochs=2")
+    with (done.folder / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    epochs = {
+        stage: {float(row["epoch"]) for row in rows if row[f"{stage}/loss"]}
+        for stage in ("val", "test")
+    }
+    assert epochs == {"val": {0, 1}, "test": {1}}
 
 
 def test_wandb_that_is_not_installed_is_one_line_with_the_fix(run, monkeypatch):

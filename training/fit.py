@@ -67,6 +67,9 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
         checkpoint = trainer.strategy.broadcast(best if disk.is_current(best) else None)
+        # Loggers count epochs from 0: those of the test have the last one, not the one after it.
+        epochs = trainer.fit_loop.epoch_progress.current
+        epochs.completed = max(0, epochs.completed - 1)
         _test(trainer, model, data, checkpoint, config)
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
