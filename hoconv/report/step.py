@@ -50,7 +50,7 @@ def find_share(found: Found, operator: str, group: Group) -> Share | None:
             step_ms, operator_ms = contents["step_ms"]["median_ms"], times["median_ms"]
             launches = contents["launches"]
             counted = (contents.get("operator_launches") or {}).get(operator)
-            if counted is not None and group.captured() and (computing := _computing(group)):
+            if counted and group.captured() and (computing := _computing(group)):
                 saved_a_launch = max(0.0, step_ms - computing) / launches
                 step_ms -= saved_a_launch * launches
                 operator_ms = max(0.0, operator_ms - saved_a_launch * counted)

@@ -57,7 +57,8 @@ class Files:
         step_ms: float,
         operator_ms: float,
         device: str = "cpu",
-        operator_launches: int = 5,  # of 7
+        launches: int = 7,
+        operator_launches: int = 5,
         **others: Any,
     ) -> None:
         """What the callback LayerShares leaves, beside the results.json of its run."""
@@ -69,7 +70,7 @@ class Files:
         self.json(f"{folder}/shares.json", {
             "method": "marks", "device": device, "step_ms": times(step_ms),
             "operators": {OPERATOR: times(operator_ms)},
-            "launches": 7 if device == "cuda" else None,
+            "launches": launches if device == "cuda" else None,
             "operator_launches": {OPERATOR: operator_launches} if device == "cuda" else None,
         })  # fmt: skip
         self.json(f"{folder}/results.json", {

@@ -136,6 +136,16 @@ def test_a_cuda_graph_saves_the_same_at_each_launch(three_seeds: Write) -> None:
     assert prediction["speedup"] == pytest.approx(2.5 / 0.4, rel=0.01)
 
 
+def test_launches_that_were_not_seen_save_nothing(three_seeds: Write) -> None:
+    gpu = {"environment": {"gpu": "a GPU"}, "capture": {"replays": 90}}
+    files = three_seeds([3.3, 3.3, 3.31], [1.0, 1.0, 1.01], [3.3] * 3, **gpu)
+    files.share("reference", step_ms=4.0, operator_ms=3.0, device="cuda", launches=0,
+                operator_launches=0)  # fmt: skip
+    files.share("cpp", step_ms=1.7, operator_ms=0.5, device="cuda")
+    reference = group(files.report(), "reference")
+    assert reference["parts"]["shares"]["operator"] == pytest.approx(0.75)
+
+
 def test_steps_that_are_no_graph_save_nothing_at_a_launch(three_seeds: Write) -> None:
     gpu = {"environment": {"gpu": "a GPU"}}
     files = three_seeds([3.3, 3.3, 3.31], [1.0, 1.0, 1.01], [3.3] * 3, **gpu)
