@@ -317,14 +317,14 @@ class COCO(pl.LightningDataModule):
 
     def _find_on_device(self, data: TaskSet) -> DeviceSet | None:
         """Returns data on the GPU that trains; None where a loader is to give it."""
-        return self._on_device.find(data, *self._find_means())
+        return self._on_device.find(data, *self._find_device_and_workers())
 
     def _find_decoder(self) -> torch.device | None:
         """Returns the GPU that decodes files; None where they are kept, or a loader reads them."""
-        device, num_workers = self._find_means()
+        device, num_workers = self._find_device_and_workers()
         return device if self._on_device.decodes(device, num_workers) else None
 
-    def _find_means(self) -> tuple[torch.device, int]:
+    def _find_device_and_workers(self) -> tuple[torch.device, int]:
         """Returns the device that trains, and how many processes can fetch batches."""
         count, _ = choose_workers(self.num_workers, self.trainer)
         return get_training_device(self.trainer), count

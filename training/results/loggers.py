@@ -99,9 +99,7 @@ class WandbRun(WandbLogger):
 
     def __init__(self, best: Mapping[str, float] | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        if (
-            self._wandb_init.get("anonymous") is None
-        ):  # of which wandb warns, although nobody set it
+        if self._wandb_init.get("anonymous") is None:  # wandb warns of it, although nobody set it
             self._wandb_init.pop("anonymous", None)
         self._best = dict(best or {})
 
