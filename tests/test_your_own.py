@@ -81,10 +81,48 @@ def test_commands_with_a_checkpoint(run, checkpoint, command):
         assert done.results["metrics"]["test/loss"] > 0
 
 
-def test_it_trains_with_compiled_kernels(run):
-    done = run(*OWN, *CPU, "impl=auto", "trainer.max_epochs=1")
+@pytest.mark.parametrize(
+    ("trainer", "impl"),
+    [
+        ("cpu", "auto"),
+        ("cpu", "cpp"),
+        pytest.param("gpu", "reference", marks=pytest.mark.gpu),
+        pytest.param("gpu", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
+def test_every_implementation(run, mine, monkeypatch, trainer, impl):
+    """It trains, is interrupted, goes on, is tested, predicts and is swept; captured on a GPU."""
+    where = (f"trainer={trainer}", f"impl={impl}", "logger=none")
+    fit = (*OWN, *where, "trainer.max_epochs=3", "step_checkpoints.every_n_steps=2")
+    folder = Path(f"{trainer}_{impl}").absolute()
+
+    def fail(self, *_):
+        if self.trainer.global_step == 7:
+            raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mine.Lines, "on_train_batch_end", fail)
+        assert "power cut" in run(*fit, folder=folder).err
+    done = run(*fit, "resume=auto", folder=folder)
     assert done.exit_code == 0, done.err
+    assert "Going on after step 6" in done.out
+    assert len(done.losses) == 12
     assert list(done.results["environment"]["implementations"]) == ["network.0"]
+    captured = done.results["capture"].get("replays", 0)
+    assert captured > 0 if trainer == "gpu" else captured == 0
+
+    checkpoint = folder / "checkpoints" / "epoch_2.ckpt"
+    tested = run("mode=test", f"ckpt={checkpoint}", *where)
+    assert tested.results["metrics"]["test/loss"] == done.results["metrics"]["test/loss"]
+    predicted = run("mode=predict", f"ckpt={checkpoint}", *where)
+    predictions = torch.cat(torch.load(predicted.folder / "predictions.pt", weights_only=True))
+    assert predictions.shape == (64, 2)
+    swept = run("-m", *OWN, *where, "trainer.max_epochs=1", "model.learning_rate=0.01,0.1",
+                "objective=val/loss")  # fmt: skip
+    assert swept.exit_code == 0, swept.err
+    for job in "01":
+        assert "test/loss" in (swept.folder / job / "results.json").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
