@@ -1,7 +1,7 @@
 # `make` shows what there is. Everything is installed into .venv in this folder.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint clean
+.PHONY: help train test test-all test-oldest lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,6 +9,9 @@ APP := $(VENV)/.installed-app
 DEV := $(VENV)/.installed-dev
 # A process for each core, each with whole files: the tests of a file share what is made once.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
+# The library with the oldest PyTorch that pyproject.toml allows: where gradients depend on it.
+OLDEST := .venv-oldest
+OLDEST_TESTS := test_derivatives.py test_calls.py test_exported_programs.py recurrent
 # Options for the command behind a target: make train ARGS="data=mnist impl=cpp"
 ARGS ?=
 
@@ -25,14 +28,18 @@ test: $(DEV) ## run the tests that are not slow; ARGS go to pytest
 test-all: $(DEV) ## run every test that can run here
 	@$(PYTEST) $(ARGS)
 
+test-oldest: $(OLDEST)/.installed ## run the tests of gradients with the oldest PyTorch
+	@$(OLDEST)/bin/python -m pytest --numprocesses=auto --dist=loadfile -m "not slow" \
+		$(addprefix tests/hoconv/,$(OLDEST_TESTS)) $(ARGS)
+
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	find csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
 
-clean: ## remove .venv and caches; runs and data stay
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove environments and caches; runs and data stay
+	rm -rf $(VENV) $(OLDEST) *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(APP): pyproject.toml
@@ -40,6 +47,14 @@ $(APP): pyproject.toml
 
 $(DEV): pyproject.toml
 	@$(call install,app$(comma)dev$(comma)sweep)
+
+# hypothesis and pytest-xdist: what those tests import, without the app's packages.
+$(OLDEST)/.installed: $(DEV)
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e . numpy \
+		"torch==$$(sed -nE 's/^dependencies = \["torch>=(.*)"\]/\1/p' pyproject.toml).*" \
+		hypothesis pytest pytest-xdist rich
+	touch $@
 
 comma := ,
 

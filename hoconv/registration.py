@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
@@ -114,13 +115,18 @@ _PLAIN = {Tensor, Parameter, type(None), bool, int, float, str, list, tuple}
 
 
 def is_eager(*args: Any) -> bool:
-    """Whether a call is neither traced nor transformed, and no argument overrides functions."""
+    """Whether a call is neither traced nor transformed, and no argument overrides functions.
+
+    Nor is an argument of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
+    The dispatcher finds the tensor within it; without, autograd would take it for another leaf.
+    """
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
         or forward_ad._current_level >= 0
         or torch.overrides.has_torch_function(args)
+        or any(isinstance(a, Tensor) and is_functorch_wrapped_tensor(a) for a in args)
     )
 
 
