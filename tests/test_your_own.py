@@ -94,7 +94,7 @@ def test_commands_with_a_checkpoint(run, checkpoint, command):
 def test_every_implementation(run, mine, monkeypatch, trainer, impl):
     """It trains, is interrupted, goes on, is tested, predicts and is swept; captured on a GPU."""
     where = (f"trainer={trainer}", f"impl={impl}", "logger=none")
-    fit = (*OWN, *where, "trainer.max_epochs=3", "step_checkpoints.every_n_steps=2")
+    fit = (*OWN, *where, "trainer.max_epochs=8", "step_checkpoints.every_n_steps=2")
     folder = Path(f"{trainer}_{impl}").absolute()
 
     def fail(self, *_):
@@ -107,12 +107,12 @@ def test_every_implementation(run, mine, monkeypatch, trainer, impl):
     done = run(*fit, "resume=auto", folder=folder)
     assert done.exit_code == 0, done.err
     assert "Going on after step 6" in done.out
-    assert len(done.losses) == 12
+    assert len(done.losses) == 32
     assert list(done.results["environment"]["implementations"]) == ["network.0"]
     captured = done.results["capture"].get("replays", 0)
     assert captured > 0 if trainer == "gpu" else captured == 0
 
-    checkpoint = folder / "checkpoints" / "epoch_2.ckpt"
+    checkpoint = folder / "checkpoints" / "epoch_7.ckpt"
     tested = run("mode=test", f"ckpt={checkpoint}", *where)
     assert tested.results["metrics"]["test/loss"] == done.results["metrics"]["test/loss"]
     predicted = run("mode=predict", f"ckpt={checkpoint}", *where)
