@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,21 @@ from hoconv.tables import print_table
 from training import console, disk
 
 SHOWN = 10  # operators or kernels
+NAME_WIDTH = 44  # characters: with the figures beside it, a table of 80 columns
 # The matrix product to whose speed the steps' is compared: its size, and how often it is timed.
 PRODUCT, REPEATS = {"cpu": 1024, "cuda": 8192}, 5
+
+
+def shorten_name(name: str) -> str:
+    """The name of an operator, or of a kernel without its namespaces and arguments."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    depth = 0  # of template arguments
+    for i, character in enumerate(name):
+        depth += (character == "<") - (character == ">")
+        if character == "(" and not depth and name[i - 1] != " ":
+            name = re.sub(r"\w+::", "", name[:i]).replace(" >", ">")
+            break
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
 
 
 class Profile(pl.Callback):
@@ -106,7 +120,7 @@ class Profile(pl.Callback):
         for event in of[:SHOWN]:
             microseconds = getattr(event, f"self_{kind}_time_total")
             table.add_row(
-                event.key, f"{microseconds / 1000 / self.steps:.3f}",
+                shorten_name(event.key), f"{microseconds / 1000 / self.steps:.3f}",
                 f"{microseconds / total:.1%}" if total else "", f"{event.count / self.steps:.4g}",
             )  # fmt: skip
         out = console.stdout()
