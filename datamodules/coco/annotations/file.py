@@ -171,10 +171,11 @@ def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
 def _is_file_name(text: Any) -> bool:
     """Whether it names a file in a folder or in folders inside that one, and no other file."""
     name = encode_text(text)
-    if not name or len(name) > MAX_PATH:
+    if not name or len(name) > MAX_PATH or name.startswith(b"/"):
         return False
-    return all(
-        part not in (b"", b".", b"..") and len(part) <= MAX_NAME for part in name.split(b"/")
+    parts = name.split(b"/")
+    return parts[-1] not in (b"", b".") and all(
+        part != b".." and len(part) <= MAX_NAME for part in parts
     )
 
 

@@ -184,6 +184,8 @@ def test_a_damaged_annotation_is_left_out_by_name(split, tmp_path, key, value, r
         ("id", 100, "several images have the same id"),
         ("file_name", None, "the image has no valid file name"),
         ("file_name", "../val2017/1.jpg", "the image has no valid file name"),
+        ("file_name", "/1.jpg", "the image has no valid file name"),
+        ("file_name", "a/.", "the image has no valid file name"),
         ("file_name", "a\0", "the image has no valid file name"),
         ("file_name", "\ud800", "the image has no valid file name"),
         ("file_name", 300 * "a", "the image has no valid file name"),
@@ -267,6 +269,14 @@ def test_an_instance_of_no_image_is_left_out(split, tmp_path):
     label_map(split, tmp_path)
     skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
     assert skipped == {"its image is not in the file or was skipped": [f"annotation {lost}"]}
+
+
+@pytest.mark.parametrize("name", ["./1.jpg", "a//b/1.jpg"])
+def test_a_file_name_may_be_written_in_other_ways(split, tmp_path, name):
+    split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2))
+    split.images[0]["file_name"] = name
+    split.write()
+    assert Instances(split.file("instances"), tmp_path / "cache").file_names.tolist() == [name]
 
 
 def test_images_are_in_the_order_of_their_ids(split, tmp_path):
