@@ -169,9 +169,11 @@ def test_what_an_optimizer_or_a_scheduler_refuses_is_one_line(run, override, mes
         ("logger=null", "null is none of its options; write logger=none"),
         ("callbacks=", "null is none of its options; write callbacks=none"),
         ("data=null", "null is none of its options; leave it out, or choose one of coco, "),
+        ("~model", "every run needs one; model=... chooses another"),
+        ("~trainer=cpu", "every run needs one; trainer=... chooses another"),
     ],
 )
-def test_null_is_no_option_of_a_group(run, override, fix):
+def test_a_group_cannot_be_null_nor_one_that_is_needed_be_left_out(run, override, fix):
     failed = run(*SHORT, override)
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()

@@ -22,6 +22,7 @@ DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 
 # Options of Hydra's with which the overrides are not those of conf/config.yaml.
 OTHER_CONFIGURATION = {"--config-name", "-cn", "--config-path", "-cp", "--shell-completion", "-sc"}
+NEEDED = ("data", "model", "trainer")  # groups that no run can do without
 SEVERAL = ("callbacks", "logger")  # groups of which several options can be chosen
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
@@ -68,6 +69,10 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
         name = name.lstrip("+~")
         if name in OVERRIDES:
             raise MisconfigurationException(f"{name}: its name is {OVERRIDES[name]} now")
+        if argument.startswith("~") and name in NEEDED:
+            raise MisconfigurationException(
+                f"~{name}: every run needs one; {name}=... chooses another"
+            )
         folders = [folder / name for folder in (conf, *own) if (folder / name).is_dir()]
         if not equals or not folders or name.startswith("-"):
             continue
