@@ -58,7 +58,10 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.clock.advance(STEP)
-        return self.layer(batch["x"]).mean()
+        return self(batch["x"]).mean()
+
+    def forward(self, x):
+        return self.layer(x)
 
     def validation_step(self, batch, batch_idx):
         self.clock.advance(VALIDATION)
@@ -142,7 +145,7 @@ def test_steps_that_compile_are_not_counted(clock):
         return graph
 
     model = Model(clock)
-    model.layer.compile(backend=backend, dynamic=False)
+    model.compile(backend=backend, dynamic=False)
     sizes = [4] * 10 + [3, 4]  # the last batch of an epoch is often a short one
     run = fit(clock, sizes, Throughput(2), model, limit_val_batches=0, max_epochs=2)
     assert [step for step, _ in run.rows] == [4, 8, 12, 16, 20, 24]
