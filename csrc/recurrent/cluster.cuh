@@ -1,6 +1,7 @@
 // What generated kernels call that keep a layer's weights on the chip: the blocks of a cluster
 // share some rows of the batch for all time steps, multiply by the slice of the weights that each
-// holds in registers and shared memory, and push what others need into their shared memory.
+// holds in registers and shared memory, and push what others need into their shared memory. Two
+// clusters may form a team, in which blocks of equal rank, partners, post to each other.
 // For GPUs of compute capability 9.0 and later; compiled by NVRTC.
 #pragma once
 
@@ -43,24 +44,106 @@ struct Exchanges {
   }
 };
 
+// Mailboxes in global memory, which stays in the L2 cache. Exchanges have numbers from 1 on and
+// take turns with two mailboxes: a block posts for exchange x + 2 when it has got x + 1 from its
+// partner, which posts that after all of its threads have got x. A word has 8 bytes of data and,
+// beside each half of them, the number of the exchange: a reader that finds both has the data, and
+// waits for nothing else.
+struct Mail {
+  uint4 *incoming, *outgoing;  // two mailboxes of `words` words
+  int words;
+  uint32_t number;
+
+  __device__ __forceinline__ void post(int at, uint64_t data) const {
+    const uint32_t low = static_cast<uint32_t>(data), high = static_cast<uint32_t>(data >> 32);
+    store_word(outgoing + box() + at, make_uint4(low, number, high, number));
+  }
+  __device__ __forceinline__ uint64_t receive(int at) const {
+    uint4 word;
+    do word = load_word(incoming + box() + at);
+    while (word.y != number || word.w != number);
+    return word.x | uint64_t{word.z} << 32;
+  }
+  __device__ __forceinline__ int box() const { return number % 2 * words; }
+};
+
+// Rows of COLUMNS columns as vectors, as wide as pushes may be, that threads share.
+template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
+struct Rows {
+  static constexpr bool WIDE = COLUMNS * sizeof(T) % 16 == 0 && STRIDE * sizeof(T) % 16 == 0;
+  static constexpr int BYTES = WIDE ? 16 : 8, WORDS = BYTES / 8;
+  static constexpr int EACH = BYTES / sizeof(T), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
+  // Groups of threads that have all vectors: each pushes to some of the blocks.
+  static constexpr int GROUPS = ALL < THREADS ? THREADS / ALL : 1;
+  using Value = Vector<uint64_t, WORDS>;
+
+  static __device__ __forceinline__ int group() { return ALL < THREADS ? threadIdx.x / ALL : 0; }
+  static __device__ __forceinline__ int first() {
+    return ALL < THREADS ? threadIdx.x % ALL : threadIdx.x;
+  }
+  static __device__ __forceinline__ Value* vector(T* rows, int at) {
+    return reinterpret_cast<Value*>(rows + at / VECTORS * STRIDE + at % VECTORS * EACH);
+  }
+  // Pushes a vector to the same place in COUNT of the C blocks, of which this one is the last.
+  template <int C, int COUNT>
+  static __device__ __forceinline__ void push_to(const Exchanges& exchanges, Value* vector,
+                                                 const Value& value) {
+    const uint32_t place = shared_address(vector), barrier = exchanges.barrier();
+    const int rank = cluster_rank();
+#pragma unroll
+    for (int other = 0; other < COUNT; other += GROUPS) {
+      const int to = (rank + 1 + other + group()) % C;
+      if (other + group() < COUNT)
+        push<BYTES>(address_in(place, to), address_in(barrier, to), &value);
+    }
+  }
+  static __device__ __forceinline__ Value receive(const Mail& mail, int word) {
+    Value value;
+#pragma unroll
+    for (int z = 0; z < WORDS; ++z) value.of[z] = mail.receive(word + z);
+    return value;
+  }
+};
+
 // Pushes COLUMNS columns of ROWS rows to the same place in the C - 1 other blocks.
 template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
 __device__ __forceinline__ void push_rows(const Exchanges& exchanges, T* from) {
-  constexpr int BYTES = COLUMNS * sizeof(T) % 16 == 0 && STRIDE * sizeof(T) % 16 == 0 ? 16 : 8;
-  constexpr int EACH = BYTES / sizeof(T), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
-  constexpr int GROUPS = ALL < THREADS ? THREADS / ALL : 1;  // each pushes to some of the blocks
-  const int rank = cluster_rank(), group = ALL < THREADS ? threadIdx.x / ALL : 0;
-  if (group >= GROUPS) return;
-  for (int at = ALL < THREADS ? threadIdx.x % ALL : threadIdx.x; at < ALL; at += THREADS) {
-    T* vector = from + at / VECTORS * STRIDE + at % VECTORS * EACH;
-    const auto value = *reinterpret_cast<const Vector<T, EACH>*>(vector);
-    const uint32_t place = shared_address(vector), barrier = exchanges.barrier();
+  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
+  if (R::group() >= R::GROUPS) return;
+  for (int at = R::first(); at < R::ALL; at += THREADS) {
+    auto* vector = R::vector(from, at);
+    R::template push_to<C, C - 1>(exchanges, vector, *vector);
+  }
+}
+
+// Posts COLUMNS columns of ROWS rows to the partner, in words from `first_word` of the mailbox on.
+template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
+__device__ __forceinline__ void post_rows(const Mail& mail, int first_word, T* from) {
+  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
+  for (int at = threadIdx.x; at < R::ALL; at += THREADS) {
+    const auto value = *R::vector(from, at);
 #pragma unroll
-    for (int other = 0; other < C - 1; other += GROUPS) {
-      const int to = (rank + 1 + other + group) % C;
-      if (other + group < C - 1)
-        push<BYTES>(address_in(place, to), address_in(barrier, to), &value);
-    }
+    for (int z = 0; z < R::WORDS; ++z) mail.post(first_word + at * R::WORDS + z, value.of[z]);
+  }
+}
+
+// Gets such rows.
+template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
+__device__ __forceinline__ void receive_rows(const Mail& mail, int first_word, T* to) {
+  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
+  for (int at = threadIdx.x; at < R::ALL; at += THREADS)
+    *R::vector(to, at) = R::receive(mail, first_word + at * R::WORDS);
+}
+
+// Gets such rows and pushes them to the same place in all C blocks.
+template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
+__device__ __forceinline__ void relay_rows(const Mail& mail, int first_word,
+                                           const Exchanges& exchanges, T* to) {
+  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
+  if (R::group() >= R::GROUPS) return;
+  for (int at = R::first(); at < R::ALL; at += THREADS) {
+    const auto value = R::receive(mail, first_word + at * R::WORDS);
+    R::template push_to<C, C>(exchanges, R::vector(to, at), value);
   }
 }
 

@@ -1,5 +1,6 @@
 // Instructions of compute capability 9.0 that CUDA has no function for: shared memory of other
-// blocks of the cluster, barriers that count bytes, and tensor cores.
+// blocks of the cluster, barriers that count bytes, memory that other clusters write meanwhile, and
+// tensor cores.
 #pragma once
 
 #include "recurrent/block.cuh"
@@ -78,6 +79,21 @@ __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* 
         "r"(*static_cast<const uint32_t*>(from)), "r"(barrier)
         : "memory");
   }
+}
+
+// Stores and loads 16 bytes of global memory, each half at once.
+__device__ __forceinline__ void store_word(uint4* word, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(word), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_word(const uint4* word) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(word)
+               : "memory");
+  return v;
 }
 
 // Loads four tiles of 8 x 8 numbers of 16 bits: lane l gives the address of row l % 8 of tile l /

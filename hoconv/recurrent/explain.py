@@ -94,17 +94,23 @@ def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
 def _describe_clusters(fitting: Mapping[int, ClusterLayout]) -> str:
     """Says what clusters there are, given the layout for each number of rows that has one."""
     B, layout = next(iter(fitting.items()))
-    rows, blocks = _count(layout.shape.rows, "row"), _count(layout.shape.blocks, "block")
+    shape = layout.shape
+    rows, blocks = _count(shape.rows, "row"), _count(shape.blocks, "block")
+    shared = f"clusters of {rows} and {blocks}"
+    if shape.clusters > 1:
+        shared = f"teams of {shape.clusters} clusters of {blocks}, {rows} a team"
     kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
     if layout.kept_bytes:
         kept += f", {layout.kept_bytes >> 10} KiB in shared memory"
     if layout.far_bytes:
         kept += f", {layout.far_bytes >> 10} KiB read from the L2 cache at every step"
     waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
+    if posted := sum(map(layout.posted_bytes, range(layout.shared.exchanges))):
+        waits += f", in which a block posts {posted} bytes to the other cluster"
     limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
     return (
         f"where blocks form clusters (compute capability {'.'.join(map(str, CAPABILITY))} and "
-        f"later); for {B} rows on an H200 clusters of {rows} and {blocks}, {kept}, {waits}{limit}"
+        f"later); for {B} rows on an H200 {shared}, {kept}, {waits}{limit}"
     )
 
 

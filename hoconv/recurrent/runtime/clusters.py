@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ _BLOCKS = (1, 2, 4, 8, 16)
 _WARPS = (8, 12)
 # Rows of a cluster: a kernel is compiled for each number, so there are few.
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 19, 22)
+# About the microseconds in which what a block posts reaches its partner.
+_HOP = 1.2
 _PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
 
 
@@ -100,15 +102,10 @@ class Clusters:
     def _choose(self, B: int, chip: Chip, runs: int) -> tuple[float, ClusterLayout] | None:
         """The layout that takes the least time, and about how many microseconds a step takes."""
         found: list[tuple[float, ClusterLayout]] = []
-        for blocks, resident in chip.resident:
-            if not resident:
-                continue
-            rows = next((n for n in _ROWS if runs * math.ceil(B / n) <= resident), _ROWS[-1])
-            for warps in _WARPS:
-                layout = self._lay_out(ClusterShape(blocks, rows, warps), chip.shared_bytes)
-                if layout.shared_bytes <= chip.shared_bytes:
-                    rounds = math.ceil(runs * math.ceil(B / rows) / resident)
-                    found.append((rounds * _estimate(layout), layout))
+        for shape, rounds in _list_shapes(B, chip, runs):
+            layout = self._lay_out(shape, chip.shared_bytes)
+            if layout.shared_bytes <= chip.shared_bytes:
+                found.append((rounds * _estimate(layout), layout))
         return min(found, key=lambda each: each[0], default=None)
 
     def run(
@@ -126,13 +123,27 @@ class Clusters:
         def launch(calls: list[int], clusters: int) -> None:
             self._load(source, _architecture(device)).launch_clusters(
                 NAME, (clusters, len(runs)), shape.blocks, shape.threads, layout.shared_bytes,
-                as_argument(calls),
+                as_argument(calls), together=shape.clusters > 1,
             )  # fmt: skip
 
         return launch_runs(source, runs, launch)
 
     def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
         return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
+
+
+def _list_shapes(B: int, chip: Chip, runs: int) -> Iterator[tuple[ClusterShape, int]]:
+    """The shapes that may suit a batch, and in how many rounds a chip runs all clusters of each."""
+    for blocks, resident in chip.resident:
+        # Clusters of a team wait for each other: all teams run at the same time.
+        for clusters in (1, 2) if blocks == _BLOCKS[-1] else (1,):
+            teams = resident // clusters
+            fitting = (n for n in _ROWS if runs * math.ceil(B / n) <= teams)
+            rows = next(fitting, _ROWS[-1] if clusters == 1 and teams else None)
+            if rows:
+                rounds = math.ceil(runs * math.ceil(B / rows) / teams)
+                for warps in _WARPS:
+                    yield ClusterShape(blocks, rows, warps, clusters), rounds
 
 
 def launch_runs(
@@ -145,15 +156,18 @@ def launch_runs(
     """
     layout, storage, calls, bound = source.layout, source.storage, [], []
     T, B = count_steps(runs[0].program, runs[0].values)
-    clusters = -(-B // layout.shape.rows)
+    teams = -(-B // layout.shape.rows)
+    blocks = teams * layout.shape.members
     for run in runs:
         tensors = bind(run.program, storage, run.values, run.initial, {})
-        bytes = clusters * layout.shape.blocks * layout.far_bytes
+        mail, bytes = blocks * layout.mail_bytes, blocks * (layout.mail_bytes + layout.far_bytes)
         scratch = run.initial[0].new_empty(bytes, dtype=torch.uint8) if bytes else None
+        if scratch is not None and mail:
+            scratch[:mail].zero_()  # exchanges have numbers from 1 on
         first = T - 1 if run.program.reverse else 0
         calls += describe_call(storage, T, B, run.seed, tensors, scratch, first)
         bound.append((tensors, scratch))
-    launch(calls, clusters)
+    launch(calls, teams * layout.shape.clusters)
     return [
         results(run.program, storage, tensors, T)
         for run, (tensors, _) in zip(runs, bound, strict=True)
@@ -167,7 +181,8 @@ def _estimate(layout: ClusterLayout) -> float:
     products = 0.016 * layout.tile_products + 0.002 * layout.plain_products
     warps = layout.shape.warps / _WARPS[0] * (products + 0.04)
     read = 4e-6 * layout.kept_bytes + 13e-6 * layout.far_bytes
-    return exchange * layout.shared.exchanges + pushed + warps + read
+    posted = sum(layout.posted_bytes(k) > 0 for k in range(layout.shared.exchanges))
+    return exchange * layout.shared.exchanges + _HOP * posted + pushed + warps + read
 
 
 def _estimate_graph(program: Program, B: int) -> float:

@@ -9,18 +9,17 @@ from typing import Any
 
 # Numbers of cuda.h.
 _MOST_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CUfunction_attribute
-_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_COOPERATIVE, _CLUSTER_DIMENSION = 2, 4  # CUlaunchAttributeID
 _KEPT = 256  # configurations of launches
 
 
 class _Attribute(ctypes.Structure):
-    """A ``CUlaunchAttribute`` with the size of clusters."""
+    """A ``CUlaunchAttribute``."""
 
     _fields_ = (
         ("id", ctypes.c_int),
         ("pad", ctypes.c_char * 4),
-        ("cluster", ctypes.c_uint * 3),
-        ("rest", ctypes.c_char * 52),
+        ("value", ctypes.c_uint * 16),
     )
 
 
@@ -39,13 +38,16 @@ class _Configuration(ctypes.Structure):
 
 @functools.lru_cache(_KEPT)
 def _configure(
-    clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int, stream: int | None
-) -> _Configuration:
-    attribute = _Attribute(id=_CLUSTER_DIMENSION, cluster=(blocks, 1, 1))
+    clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int, stream: int | None,
+    together: bool = False,
+) -> _Configuration:  # fmt: skip
+    attributes = [_Attribute(id=_CLUSTER_DIMENSION, value=(blocks, 1, 1))]
+    if together:
+        attributes.append(_Attribute(id=_COOPERATIVE, value=(1,)))
     return _Configuration(
         grid=(clusters[0] * blocks, clusters[1], 1), block=(threads, 1, 1),
         shared_bytes=shared_bytes, stream=stream,
-        attributes=ctypes.pointer(attribute), attribute_count=1,
+        attributes=(_Attribute * len(attributes))(*attributes), attribute_count=len(attributes),
     )  # fmt: skip
 
 
@@ -80,11 +82,16 @@ class Cubin:
 
     def launch_clusters(
         self, name: str, clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int,
-        argument: Any,
+        argument: Any, together: bool,
     ) -> None:  # fmt: skip
-        """Launches a kernel in a grid of clusters of blocks that run at the same time."""
+        """Launches a kernel in a grid of clusters of blocks that run at the same time.
+
+        Args:
+            together: whether all clusters run at the same time, too. The driver refuses more than
+                the GPU has room for.
+        """
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        given = _configure(clusters, blocks, threads, shared_bytes, self.stream())
+        given = _configure(clusters, blocks, threads, shared_bytes, self.stream(), together)
         self._check(
             self.driver.cuLaunchKernelEx(
                 ctypes.byref(given),

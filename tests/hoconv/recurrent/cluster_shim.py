@@ -2,9 +2,9 @@
 
 Only instructions are emulated; what is written in terms of them (csrc/recurrent/cluster.cuh) is
 compiled as it is. A fiber runs until it waits; the first one that need not wait is next. So one
-block gets as far ahead of the others as the kernel lets it. What a block pushes arrives at once or,
-where the threads run in the reverse order, when its receiver waits for it: as early and as late as
-it may.
+block, and one cluster of a team, gets as far ahead of the others as the kernel lets it. What a
+block pushes or posts arrives at once or, where the threads run in the reverse order, when its
+receiver waits for it: as early and as late as it may.
 """
 
 from __future__ import annotations
@@ -75,27 +75,33 @@ struct Block {
   int64_t arrivals = 0;
 };
 struct Cluster { std::vector<Block> blocks; int64_t arrivals = 0; };
+// A word of global memory for another cluster, and how many halves of it have not been looked for.
+struct Posted { uint4 word; int halves; };
 struct Index { unsigned x, y; };
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   Index thread, block;
+  Cluster* cluster;
   int rank;
   int64_t rounds = 0;
   std::function<bool()> ready;
   bool done = false;
+  const uint4* watched = nullptr;
+  uint4 seen;
 };
-static Cluster* cluster;
+static std::map<const uint4*, Posted> posted;
 static Fiber* current;
 static ucontext_t scheduler;
 static int threads_of_block;
-static bool late;
+static Index grid;
+static bool late, ran;
 
 inline void wait_until(std::function<bool()> ready) {
   current->ready = ready;
   swapcontext(&current->context, &scheduler);
 }
-inline Block& own() { return cluster->blocks[current->rank]; }
+inline Block& own() { return current->cluster->blocks[current->rank]; }
 inline char* shared_memory() { return own().memory.data(); }
 inline void wait_for(int64_t& arrivals, int64_t all) {
   const int64_t round = arrivals++ / all;
@@ -103,7 +109,8 @@ inline void wait_for(int64_t& arrivals, int64_t all) {
 }
 inline void __syncthreads() { wait_for(own().arrivals, threads_of_block); }
 inline void cluster_sync() {
-  wait_for(cluster->arrivals, int64_t(threads_of_block) * cluster->blocks.size());
+  Cluster& own = *current->cluster;
+  wait_for(own.arrivals, int64_t(threads_of_block) * own.blocks.size());
 }
 
 // What the lanes of a warp give, when all have come.
@@ -135,7 +142,7 @@ inline uint32_t address_in(uint32_t address, int rank) {
 }
 inline int cluster_rank() { return current->rank; }
 inline Barrier& barrier_at(uint32_t address) {
-  return cluster->blocks[address >> 20].barriers.at(address);
+  return current->cluster->blocks[address >> 20].barriers.at(address);
 }
 inline void settle(Barrier& b) {
   if (b.pending == 0 && b.missing == 0) b.pending = 1, ++b.phase;
@@ -166,7 +173,8 @@ inline void wait_for_phase(uint32_t address, uint32_t parity) {
 }
 template <int BYTES>
 void push(uint32_t to, uint32_t barrier, const void* from) {
-  char* const there = cluster->blocks[to >> 20].memory.data() + (to & ((1 << 20) - 1));
+  Block& receiver = current->cluster->blocks[to >> 20];
+  char* const there = receiver.memory.data() + (to & ((1 << 20) - 1));
   if (to >> 20 != barrier >> 20 || to % BYTES) abort();
   Barrier& b = barrier_at(barrier);
   if (late) {
@@ -176,6 +184,36 @@ void push(uint32_t to, uint32_t barrier, const void* from) {
   }
   memcpy(there, from, BYTES);
   arrive(b, BYTES);
+}
+
+inline void arrive(const uint4* word) {
+  const auto found = posted.find(word);
+  if (found == posted.end()) return;
+  uint4 *const to = const_cast<uint4*>(word), from = found->second.word;
+  if (--found->second.halves) {
+    to->x = from.x, to->y = from.y;
+  } else {
+    to->z = from.z, to->w = from.w;
+    posted.erase(found);
+  }
+  ran = true;
+}
+inline void store_word(uint4* word, uint4 value) {
+  if (posted.count(word)) abort();  // nobody has read the last one
+  posted[word] = {value, late ? 2 : 1};
+  if (!late) *word = value;
+}
+inline uint4 load_word(const uint4* word) {
+  arrive(word);
+  if (current->watched == word) {  // its reader polls it
+    Fiber& reader = *current;
+    wait_until([&reader, word] {
+      arrive(word);
+      return memcmp(word, &reader.seen, sizeof(uint4)) != 0;
+    });
+  }
+  current->watched = word;
+  return current->seen = *word;
 }
 
 inline void load_tiles(uint32_t (&tiles)[4], const void* row) {
@@ -208,27 +246,30 @@ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   }
 }
 
-// Runs the clusters of a launch, one after another.
-inline void run_clusters(int clusters, int runs, int blocks, int threads, int64_t bytes,
+// Runs the teams of a launch, of so many clusters each, one after another.
+inline void run_clusters(int clusters, int runs, int blocks, int threads, int team, int64_t bytes,
                          bool reversed, std::function<void()> kernel) {
   static std::function<void()> body;
   body = kernel;
   threads_of_block = threads, late = reversed;
-  for (int c = 0; c < clusters * runs; ++c) {
-    Cluster own;
-    own.blocks.resize(blocks);
-    for (Block& block : own.blocks) {
-      block.memory.assign(bytes, char(0xff));
-      block.warps.resize(threads / 32);
+  grid = {unsigned(clusters * blocks), unsigned(runs)};
+  for (int first = 0; first < clusters * runs; first += team) {
+    std::vector<Cluster> own(team);
+    for (Cluster& cluster : own) {
+      cluster.blocks.resize(blocks);
+      for (Block& block : cluster.blocks) {
+        block.memory.assign(bytes, char(0xff));
+        block.warps.resize(threads / 32);
+      }
     }
-    cluster = &own;
-    std::vector<Fiber> fibers(blocks * threads);
-    for (int i = 0; i < blocks * threads; ++i) {
+    std::vector<Fiber> fibers(team * blocks * threads);
+    for (size_t i = 0; i < fibers.size(); ++i) {
       Fiber& f = fibers[i];
-      const int place = reversed ? blocks * threads - 1 - i : i;
-      f.rank = place / threads;
+      const int place = reversed ? fibers.size() - 1 - i : i;
+      f.cluster = &own[place / threads / blocks];
+      f.rank = place / threads % blocks;
       f.thread.x = place % threads;
-      f.block = {unsigned(c % clusters * blocks + f.rank), unsigned(c / clusters)};
+      f.block = {unsigned(first % clusters * blocks + place / threads), unsigned(first / clusters)};
       f.stack.reset(new char[1 << 17]);
       f.ready = [] { return true; };
       getcontext(&f.context);
@@ -236,7 +277,7 @@ inline void run_clusters(int clusters, int runs, int blocks, int threads, int64_
       f.context.uc_link = &scheduler;
       makecontext(&f.context, +[] { body(); current->done = true; }, 0);
     }
-    for (bool ran = true; ran;) {
+    for (ran = true; ran;) {
       ran = false;
       for (Fiber& f : fibers)
         if (!f.done && f.ready()) {
@@ -248,11 +289,13 @@ inline void run_clusters(int clusters, int runs, int blocks, int threads, int64_
     }
     for (Fiber& f : fibers)
       if (!f.done) abort();  // fibers wait for each other for ever
+    if (!posted.empty()) abort();  // a word that nobody reads
   }
 }
 }
 #define threadIdx (hoconv::recurrent::current->thread)
 #define blockIdx (hoconv::recurrent::current->block)
+#define gridDim (hoconv::recurrent::grid)
 """
 _INSTRUCTIONS = '#include "recurrent/instructions.cuh"'
 _MEMORY = "extern __shared__ __align__(128) char shared[];"
@@ -286,7 +329,7 @@ def _namespace(name: str, source: ClusterSource) -> str:
     assert _MEMORY in body
     body = body.replace(_MEMORY, "char* const shared = shared_memory();")
     shape = source.layout.shape
-    sizes = f"{shape.blocks}, {shape.threads}, {source.layout.shared_bytes}"
+    sizes = f"{shape.blocks}, {shape.threads}, {shape.clusters}, {source.layout.shared_bytes}"
     return f"""
 namespace {name} {{
 {body}

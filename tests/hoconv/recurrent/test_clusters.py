@@ -45,6 +45,12 @@ WAYS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
     (ClusterShape(4, 1, 2), {"resets": True, "reverse": True}, True),
     (ClusterShape(2, 2, 2), {"masked": True, "recompute": True}, False),
 ]
+# The same of teams of two clusters, whose last blocks have no features of 20.
+TEAMS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
+    (ClusterShape(2, 3, 2, 2), {"masked": True}, False),
+    (ClusterShape(4, 1, 2, 2), {"resets": True, "reverse": True}, True),
+    (ClusterShape(2, 2, 2, 2), {"masked": True, "recompute": True}, True),
+]
 
 
 @rnn.cell(state=("h",))
@@ -137,10 +143,17 @@ def test_clusters_are_exact(way: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("way", range(len(TEAMS)))
+def test_teams_are_exact(way: int) -> None:
+    check(EVERYTHING[way :: len(TEAMS)], TEAMS[way])
+
+
+@needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("way", range(len(WAYS)))
-def test_more_random_cells_are_exact(way: int) -> None:
-    check([*range(8 + 10 * way, 18 + 10 * way)], WAYS[way])
+@pytest.mark.parametrize("way", [*WAYS, *TEAMS])
+def test_more_random_cells_are_exact(way: tuple[ClusterShape, dict[str, bool], bool]) -> None:
+    first = 8 + 10 * [*WAYS, *TEAMS].index(way)
+    check([*range(first, first + 10)], way)
 
 
 @needs_compiler

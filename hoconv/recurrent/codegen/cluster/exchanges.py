@@ -1,19 +1,42 @@
 """What the blocks of a cluster exchange: gathered operands, partial sums, and reductions of rows.
 
+In a team of two clusters, a block posts its columns of what all blocks get to its partner, which
+relays them to its own cluster. Of a product whose partial sums are exchanged, it posts its operand:
+each cluster multiplies all of the operand, and adds up the results that its own blocks need.
+
 Exchange k follows phase k of a step. r a row of the cluster, i the number of steps already done, n
-features of a vector, C blocks.
+features of a vector, C blocks of a cluster, MEMBERS blocks of a team.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup
 from hoconv.recurrent.codegen.cluster.threads import Threads
 from hoconv.recurrent.codegen.expressions import initial, reduced
-from hoconv.recurrent.ir.program import Op, Value
+from hoconv.recurrent.ir.program import BYTES, Op, Value
 from hoconv.recurrent.passes.cluster.distribute import Gathered, SharedProduct
 from hoconv.recurrent.passes.cluster.sums import SPREAD
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A block's own columns of rows in shared memory.
+
+    Attributes:
+        to: where those of its partner are.
+        relayed: whether all blocks of the cluster get these.
+        word: of a mailbox, the first.
+    """
+
+    own: str
+    to: str
+    columns: int
+    stride: int
+    relayed: bool
+    word: int
 
 
 class Exchanges:
@@ -86,12 +109,10 @@ class Exchanges:
         layout, shared = self.layout, self.shared
         for gathered in shared.gathered if self.shape.blocks > 1 else ():
             for index, segment in enumerate(gathered.segments):
-                n = segment.value.type.size
-                if gathered.exchange == k and n > 1:
-                    units = layout.units(n)
+                if gathered.exchange == k and segment.value.type.size > 1:
+                    units = layout.units(segment.value.type.size)
                     given = f"C, THREADS, ROWS, {units}, {layout.gathered_stride(gathered)}"
-                    column = f"{layout.segment_column(gathered, index)} + rank * {units}"
-                    start = f"{self.rows_of(gathered)} + {column}"
+                    start = self._columns_of(gathered, index, "rank")
                     yield f"push_rows<{given}>(exchanges, {start});"
         for index, product in self.scattered(k):
             copy = self.copy(k, k + 1, layout.count_partial(product))
@@ -102,14 +123,68 @@ class Exchanges:
                 to = f"sums{index} + {copy} + {row * self.shape.rows}"
                 yield f"push_sums<{given}>(exchanges, y{index} + {row}, {to});"
 
+    def _columns_of(self, gathered: Gathered, index: int, rank: str) -> str:
+        """A block's columns of a segment of a gathered vector."""
+        units = self.layout.units(gathered.segments[index].value.type.size)
+        column = f"{self.layout.segment_column(gathered, index)} + {rank} * {units}"
+        return f"{self.rows_of(gathered)} + {column}"
+
+    def posts(self, k: int, reduced: bool) -> Iterator[str]:
+        """What a block sends to its partner in an exchange: what it reduces, or all else."""
+        for rows, is_reduced in self._list_posted(k):
+            if is_reduced == reduced:
+                yield f"post_rows<{self._sizes_of(rows)}>(mail, {rows.word}, {rows.own});"
+
+    def receive(self, k: int) -> Iterator[str]:
+        """Gets from the partner what this block alone needs."""
+        for rows, _ in self._list_posted(k):
+            if not rows.relayed:
+                yield f"receive_rows<{self._sizes_of(rows)}>(mail, {rows.word}, {rows.to});"
+
+    def relay(self, k: int) -> Iterator[str]:
+        """Gets from the partner what all blocks of the cluster need; ends the exchange with it."""
+        for rows, _ in self._list_posted(k):
+            if rows.relayed:
+                sizes = self._sizes_of(rows)
+                yield f"relay_rows<C, {sizes}>(mail, {rows.word}, exchanges, {rows.to});"
+        if self.layout.posted_bytes(k):
+            yield "++mail.number;"
+
+    def _sizes_of(self, rows: _Rows) -> str:
+        return f"THREADS, ROWS, {rows.columns}, {rows.stride}"
+
+    def _list_posted(self, k: int) -> Iterator[tuple[_Rows, bool]]:
+        """What partners post to each other in an exchange, and whether they reduce it first."""
+        if self.shape.clusters == 1:
+            return
+        layout, word = self.layout, 0
+        for gathered in self.shared.gathered:
+            for index, segment in enumerate(gathered.segments):
+                if gathered.exchange == k and segment.value.type.size > 1:
+                    own, to = (self._columns_of(gathered, index, r) for r in ("rank", "partner"))
+                    units = layout.units(segment.value.type.size)
+                    yield _Rows(own, to, units, layout.gathered_stride(gathered), True, word), False
+                    word += self._count_words(units, gathered.dtype)
+        for index, product in self.scattered(k):
+            units = sum(layout.units(s.value.type.size) for s in product.segments)
+            own, to = f"x{index}", f"x{index} + {layout.own_columns(product)}"
+            yield _Rows(own, to, units, layout.operand_stride(index), False, word), False
+            word += self._count_words(units, product.op.values[0].type.dtype)
+        if k in layout.reductions:
+            stride = layout.reductions[k].stride
+            own, to = (self._reduced_by(k, r) for r in ("rank", "partner"))
+            yield _Rows(own, to, stride, stride, True, word), True
+
+    def _count_words(self, columns: int, dtype: str) -> int:
+        """The words of a mailbox for rows of so many numbers."""
+        return self.shape.rows * columns * BYTES[dtype] // 8
+
     def reduce(self, k: int) -> Iterator[str]:
         """Reduces a block's own features of rows."""
         for group in self._groups(k):
             units = self.layout.units(group.size)
             own = f"min({units}, {group.size} - rank * {units})"
-            mine = f"{self._reduced(k)} + {group.column}"
-            if self.shape.blocks > 1:
-                mine += f" + rank * {self._count_reduced(k)}"
+            mine = f"{self._reduced_by(k, 'rank')} + {group.column}"
             sizes = f"{self._sizes(k, group)}, {units}"
             given = f"{group.name}, {own}, {mine}"
             if group.op.kind == SPREAD:
@@ -122,7 +197,7 @@ class Exchanges:
         """What a block sends of that."""
         if k in self.layout.reductions and self.shape.blocks > 1:
             stride = self.layout.reductions[k].stride
-            mine = f"{self._reduced(k)} + rank * {self._count_reduced(k)}"
+            mine = self._reduced_by(k, "rank")
             yield f"push_rows<C, THREADS, ROWS, {stride}, {stride}>(exchanges, {mine});"
 
     def combine(self, k: int) -> Iterator[str]:
@@ -131,10 +206,10 @@ class Exchanges:
             parts, whole = f"{self._reduced(k)} + {group.column}", f"whole{k} + {group.column}"
             if group.op.kind == SPREAD:
                 sizes = f"{self._sizes(k, group)}, {self.layout.units(group.size)}, {group.size}"
-                yield f"combine_spreads<C, {sizes}>({parts}, {whole});"
+                yield f"combine_spreads<MEMBERS, {sizes}>({parts}, {whole});"
             else:
                 given = f"{parts}, {whole}, {initial(group.op)}, {self._function(group.op)}"
-                yield f"combine_rows<C, {self._sizes(k, group)}>({given});"
+                yield f"combine_rows<MEMBERS, {self._sizes(k, group)}>({given});"
 
     def _sizes(self, exchange: int, group: ReductionGroup) -> str:
         lanes = group.lanes(self.shape.rows, self.shape.threads)
@@ -147,8 +222,12 @@ class Exchanges:
 
     def _reduced(self, exchange: int) -> str:
         """What the blocks have reduced their own features to in this step."""
-        count = self.shape.blocks * self._count_reduced(exchange)
+        count = self.shape.members * self._count_reduced(exchange)
         return f"reduced{exchange} + {self.copy(exchange, exchange + 1, count)}"
+
+    def _reduced_by(self, exchange: int, rank: str) -> str:
+        """What a block has reduced its own features to in this step."""
+        return f"{self._reduced(exchange)} + {rank} * {self._count_reduced(exchange)}"
 
     def whole(self, value: Value) -> str:
         """What row r is reduced to in this step."""

@@ -1,12 +1,13 @@
 """Writes a loop as one CUDA kernel whose blocks keep the weights on the chip for all steps.
 
-The blocks of a cluster share some rows of the batch. Each computes a slice of the features of every
-vector (passes/cluster/distribute.py, layout.py): a thread has the same features of the same rows at
-every step, so that states and what only their own features read stay in its registers. The order
-of the steps is an argument: one launch may run both directions of a layer.
+The blocks of a cluster, or of a team of two, share some rows of the batch. Each computes a slice of
+the features of every vector (passes/cluster/distribute.py, layout.py): a thread has the same
+features of the same rows at every step, so that states and what only their own features read stay
+in its registers. The order of the steps is an argument: one launch may run both directions of a
+layer.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed, r a row
-of the cluster, row the same row in the batch, j a feature, unit the same feature in the block, n
+of the team, row the same row in the batch, j a feature, unit the same feature in the block, n
 features of a vector.
 """
 
@@ -21,6 +22,7 @@ from hoconv.recurrent.codegen.cluster.threads import Threads, feature
 from hoconv.recurrent.codegen.expressions import TYPES, expression
 from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Value, flat
+from hoconv.recurrent.passes.cluster.distribute import SharedProduct
 
 HEADER = '#include "recurrent/cluster.cuh"'
 NAME = "run_cluster"
@@ -38,6 +40,15 @@ class ClusterSource:
     layout: ClusterLayout
     storage: Storage
     runs: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where neighbouring features lie: `count` from `first` on, from place `begin` on."""
+
+    begin: int
+    first: str
+    count: str
 
 
 def emit_cluster(layout: ClusterLayout, runs: int = 1) -> ClusterSource:
@@ -214,6 +225,11 @@ class _Writer:
     def exchange(self, k: int) -> Iterator[str]:
         """The exchange after a phase. What nobody waits for is done while data travels."""
         yield "__syncthreads();"
+        yield from self.exchanges.posts(k, reduced=False)
+        received = list(self.exchanges.receive(k))
+        yield from received
+        if received:
+            yield "__syncthreads();"
         scattered = self.exchanges.scattered(k)
         for index, _ in scattered:
             yield self.exchanges.multiply(index, f"x{index}", self.layout.operand_stride(index))
@@ -225,11 +241,13 @@ class _Writer:
         if reduced:
             yield "__syncthreads();"
         yield from self.exchanges.push_reduced(k)
+        yield from self.exchanges.posts(k, reduced=True)
         yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
         if k + 1 == self.shared.exchanges:
             yield "if (i + 1 < T) {"
             yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
             yield "}"
+        yield from self.exchanges.relay(k)
         if self.shape.blocks > 1:
             waits = self.layout.expected_bytes(k)
             yield (
@@ -269,7 +287,7 @@ class _Writer:
         final = self.threads.all_loops(nothing, self.end)
         weights = [line for i in range(len(self.layout.slices)) for line in self._load_weights(i)]
         once = self.threads.all_loops(lambda n: self.threads.once[n].values(), nothing)
-        alone, together = self.shape.blocks == 1, self.runs > 1
+        alone, together, team = self.shape.blocks == 1, self.runs > 1, self.shape.clusters > 1
         text = [
             HEADER, "", "using namespace hoconv::recurrent;", "",
             "struct Call {", "  int64_t T, B, first;", "  const int64_t* seed;",
@@ -277,8 +295,8 @@ class _Writer:
             "  char* scratch;",
             *(f"  int64_t {b.name}_row, {b.name}_column;" for b in self.storage.strided),
             "};", f"struct Calls {{ Call of[{self.runs}]; }};", "",
-            f"constexpr int C = {self.shape.blocks}, ROWS = {self.shape.rows};",
-            f"constexpr int THREADS = {self.shape.threads};",
+            f"constexpr int C = {self.shape.blocks}, MEMBERS = {self.shape.members};",
+            f"constexpr int ROWS = {self.shape.rows}, THREADS = {self.shape.threads};",
             "", 'extern "C" __global__ void __launch_bounds__(THREADS, 1)',
             f"{NAME}(const __grid_constant__ Calls calls) {{",
             *_indent(
@@ -286,8 +304,9 @@ class _Writer:
                 "extern __shared__ __align__(128) char shared[];",
                 "const int64_t T = c.T, B = c.B;",
                 "[[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
-                f"const int thread = threadIdx.x, rank = {'0' if alone else 'cluster_rank()'};",
-                "const int64_t first_row = int64_t{blockIdx.x / C} * ROWS;",
+                f"const int thread = threadIdx.x, rank = {self._rank()};",
+                *(["const int partner = (rank + C) % MEMBERS;"] if team else []),
+                "const int64_t first_row = int64_t{blockIdx.x / MEMBERS} * ROWS;",
                 "const int rows = B - first_row < ROWS ? int(B - first_row) : ROWS;",
                 *self._name_memory(),
                 f"for (int at = thread; at < {self.layout.array_bytes // 4}; at += THREADS)",
@@ -305,6 +324,7 @@ class _Writer:
                     f"{self.exchanges.count_bytes(0, 0)}, {self.exchanges.count_bytes(0, 1)});",
                     "cluster_sync();",
                 ]),
+                *(self._start_mail() if team else []),
                 "for (int64_t i = 0; i < T; ++i) {",
                 *_indent(
                     "[[maybe_unused]] const int64_t t = c.first ? c.first - i : i;",
@@ -320,6 +340,19 @@ class _Writer:
         ]  # fmt: skip
         return ClusterSource("\n".join(text) + "\n", self.layout, self.storage, self.runs)
 
+    def _rank(self) -> str:
+        if self.shape.blocks == 1:
+            return "0"
+        before = "blockIdx.x / C * C % MEMBERS + " if self.shape.clusters > 1 else ""
+        return f"{before}cluster_rank()"
+
+    def _start_mail(self) -> Iterator[str]:
+        boxes = self.layout.mail_bytes // 16
+        for name, block in ("incoming", "blockIdx.x"), ("outgoing", "blockIdx.x - rank + partner"):
+            place = f"reinterpret_cast<uint4*>(c.scratch) + int64_t{{{block}}} * {boxes}"
+            yield f"uint4* const {name} = {place};"
+        yield f"Mail mail = {{incoming, outgoing, {boxes // 2}, 1}};"
+
     def _name_memory(self) -> Iterator[str]:
         for array in self.layout.arrays:
             own = TYPES[array.dtype]
@@ -327,6 +360,8 @@ class _Writer:
             yield f"{own}* const {array.name} = {start};"
         at, far = self.layout.array_bytes, 0
         own = f"c.scratch + int64_t{{blockIdx.x}} * {self.layout.far_bytes}"
+        if self.shape.clusters > 1:  # mailboxes come first
+            own += f" + int64_t{{gridDim.x}} * {self.layout.mail_bytes}"
         for index, each in enumerate(self.layout.slices):
             yield f"uint4* const rest{index} = reinterpret_cast<uint4*>(shared + {at});"
             yield f"uint4* const far{index} = reinterpret_cast<uint4*>({own} + {far});"
@@ -344,9 +379,12 @@ class _Writer:
         k = product.op.values[0].type.size
         segments = [(s.start, s.value.type.size) for s in product.segments]
         parts = [(p.start, p.value.type.size) for p in product.parts]
-        row = self._find(parts, "m", whole=not product.gathered)
-        column = self._find([(0, k)] if product.in_place else segments, "k",
-                            whole=bool(product.gathered))  # fmt: skip
+        if product.gathered:
+            row = self._find("m", self._own(parts, "rank"))
+            column = self._find("k", self._whole([(0, k)] if product.in_place else segments))
+        else:
+            row = self._find("m", self._own(parts, "rank / C * C", self.shape.blocks))
+            column = self._find("k", self._operand(product, segments))
         buffer = self.storage.homes[product.op.values[1]].buffer
         strides = f"c.{buffer.name}_row", f"c.{buffer.name}_column"
         if product.op.kind != "linear":
@@ -357,25 +395,43 @@ class _Writer:
             f"    [=](int k) {{ {column} }}, rest{index}, far{index});",
         ]
 
-    def _find(self, ranges: Sequence[tuple[int, int]], at: str, whole: bool) -> str:
-        """Statements that return the feature at a place among ranges; -1 where none is there.
+    def _whole(self, ranges: Sequence[tuple[int, int]]) -> Iterator[_Place]:
+        """Where all features of ranges lie: each is its start and n."""
+        begin = 0
+        for start, n in ranges:
+            yield _Place(begin, f"{start}", f"{n}u")
+            begin += self.layout.width(n)
 
-        They do not branch: loads of many places are on their way at the same time.
-
-        Args:
-            whole: whether all features of each range are there, and not only the block's own.
-        """
-        lines, begin = ["int found = -1;"], 0
+    def _own(
+        self, ranges: Sequence[tuple[int, int]], rank: str, blocks: int = 1, begin: int = 0
+    ) -> Iterator[_Place]:
+        """Where the features of some blocks, the first of which has a rank, lie from `begin` on."""
         for start, n in ranges:
             units = self.layout.units(n)
-            alone = whole or n == 1
-            own = "0" if alone else f"rank * {units}"
-            count = f"{n}u" if alone else f"unsigned(max(min({units}, {n} - {own}), 0))"
-            place = f"{at} - {begin}"
+            first = "0" if n == 1 else f"{rank} * {units}"
+            count = "1u" if n == 1 else f"unsigned(max(min({blocks * units}, {n} - {first}), 0))"
+            yield _Place(begin, f"{start} + {first}", count)
+            begin += blocks * units
+
+    def _operand(
+        self, product: SharedProduct, segments: Sequence[tuple[int, int]]
+    ) -> Iterator[_Place]:
+        """Where the features of an operand lie of which each block has some."""
+        yield from self._own(segments, "rank")
+        if self.shape.clusters > 1:
+            yield from self._own(segments, "partner", begin=self.layout.own_columns(product))
+
+    def _find(self, at: str, places: Iterable[_Place]) -> str:
+        """Statements that return the feature at a place; -1 where none is there.
+
+        They do not branch: loads of many places are on their way at the same time.
+        """
+        lines = ["int found = -1;"]
+        for place in places:
+            offset = f"{at} - {place.begin}"
             lines.append(
-                f"found = unsigned({place}) < {count} ? {start} + {own} + {place} : found;"
+                f"found = unsigned({offset}) < {place.count} ? {place.first} + {offset} : found;"
             )
-            begin += self.layout.width(n) if whole else units
         return " ".join((*lines, "return found;"))
 
 

@@ -1,4 +1,7 @@
-"""Lays a distributed program out on a cluster: features, rows, weights and memory of a block.
+"""Lays a distributed program out on clusters: features, rows, weights and memory of a block.
+
+A cluster, or a team of two, shares some rows of the batch and all features. Two blocks of equal
+rank in the clusters of a team are partners.
 
 n features of a value, m features of a product's result, k features of its operand.
 """
@@ -38,11 +41,24 @@ SHARED_BYTES = 232448
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How a kernel is laid out: blocks of a cluster, its rows of the batch, warps of a block."""
+    """How a kernel is laid out.
+
+    Attributes:
+        blocks: of a cluster.
+        rows: of the batch, which a team of clusters shares.
+        warps: of a block.
+        clusters: of a team, 1 or 2.
+    """
 
     blocks: int
     rows: int
     warps: int
+    clusters: int = 1
+
+    @property
+    def members(self) -> int:
+        """The blocks of a team."""
+        return self.blocks * self.clusters
 
     @property
     def threads(self) -> int:
@@ -179,30 +195,51 @@ class ClusterLayout:
 
     def expected_bytes(self, exchange: int) -> int:
         """What is pushed to a block in an exchange."""
-        blocks, rows = self.shape.blocks, self.shape.rows
+        blocks, members, rows = self.shape.blocks, self.shape.members, self.shape.rows
         if blocks == 1:
             return 0
-        gathered = sum(
-            BYTES[g.dtype] * self.units(s.value.type.size)
-            for g in self.shared.gathered
-            for s in g.segments
-            if g.exchange == exchange and s.value.type.size > 1
-        )
         sums = sum(
             self.units(part.value.type.size)
             for product in self.shared.products
             for part in product.parts
             if product.gathered is None and product.exchange == exchange
         )
+        given = (members - 1) * self._given_bytes(exchange)
+        return rows * (given + blocks * sums * BYTES[self.wide])
+
+    def posted_bytes(self, exchange: int) -> int:
+        """What a block posts to its partner in an exchange."""
+        if self.shape.clusters == 1:
+            return 0
+        operands = sum(
+            BYTES[segment.value.type.dtype] * self.units(segment.value.type.size)
+            for product in self.shared.products
+            for segment in product.segments
+            if product.gathered is None and product.exchange == exchange
+        )
+        return self.shape.rows * (self._given_bytes(exchange) + operands)
+
+    @property
+    def mail_bytes(self) -> int:
+        """The two mailboxes of a block, where each number of an exchange is beside its data."""
+        return 4 * max(map(self.posted_bytes, range(self.shared.exchanges)), default=0)
+
+    def _given_bytes(self, exchange: int) -> int:
+        """What a block gives of a row to all others in an exchange."""
+        gathered = sum(
+            BYTES[g.dtype] * self.units(s.value.type.size)
+            for g in self.shared.gathered
+            for s in g.segments
+            if g.exchange == exchange and s.value.type.size > 1
+        )
         reduced = self.reductions[exchange].stride if exchange in self.reductions else 0
-        gathered += reduced * BYTES[self.wide]
-        return rows * ((blocks - 1) * gathered + blocks * sums * BYTES[self.wide])
+        return gathered + reduced * BYTES[self.wide]
 
     # Features
 
     def units(self, n: int) -> int:
         """The features of a block, of vectors of n."""
-        return 1 if n == 1 else _round(-(-n // self.shape.blocks), _UNITS)
+        return 1 if n == 1 else _round(-(-n // self.shape.members), _UNITS)
 
     def pairs(self, n: int) -> int:
         """The rows and features of a thread, of vectors of n."""
@@ -210,7 +247,11 @@ class ClusterLayout:
 
     def width(self, n: int) -> int:
         """The columns of a vector of n in a row that has all blocks' features."""
-        return _UNITS if n == 1 else self.units(n) * self.shape.blocks
+        return _UNITS if n == 1 else self.units(n) * self.shape.members
+
+    def cluster_width(self, n: int) -> int:
+        """The columns of a vector of n in a row that has the features of a cluster's blocks."""
+        return self.units(n) * self.shape.blocks
 
     # Products
 
@@ -258,14 +299,19 @@ class ClusterLayout:
         return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
 
     def _count_rows(self, product: SharedProduct) -> int:
-        own = self.units if product.gathered else self.width
+        own = self.units if product.gathered else self.cluster_width
         return _round(sum(own(part.value.type.size) for part in product.parts), _TILE)
 
     def _count_columns(self, product: SharedProduct) -> int:
         if product.in_place:
             return _round(product.op.values[0].type.size, COLUMNS)
-        own = self.width if product.gathered else self.units
-        return _round(sum(own(s.value.type.size) for s in product.segments), COLUMNS)
+        if product.gathered is None:
+            return self.shape.clusters * self.own_columns(product)
+        return _round(sum(self.width(s.value.type.size) for s in product.segments), COLUMNS)
+
+    def own_columns(self, product: SharedProduct) -> int:
+        """The columns of a block's own features of an operand; those of its partner follow."""
+        return _round(sum(self.units(s.value.type.size) for s in product.segments), COLUMNS)
 
     def count_sums(self, index: int) -> int:
         """The sums of a row that a product writes: one for each part of K, if tiles are split."""
@@ -273,7 +319,7 @@ class ClusterLayout:
 
     def part_row(self, product: SharedProduct, value: Value) -> int:
         """The first row of a part among the block's rows of the weights, or among all rows."""
-        own = self.units if product.gathered else self.width
+        own = self.units if product.gathered else self.cluster_width
         values = [part.value for part in product.parts]
         return sum(own(v.type.size) for v in values[: values.index(value)])
 
@@ -293,7 +339,7 @@ class ClusterLayout:
         return sum(self.width(s.value.type.size) for s in gathered.segments[:index])
 
     def operand_stride(self, index: int) -> int:
-        """The elements of a row of a block's own features of an operand."""
+        """The elements of a row of what a block multiplies of an operand."""
         dtype = self.shared.products[index].op.values[0].type.dtype
         return self.slices[index].columns + _PADDING[dtype]
 
@@ -302,8 +348,9 @@ class ClusterLayout:
         return self.units(group.size) + group.lanes(self.shape.rows, self.shape.threads)
 
     def count_partial(self, product: SharedProduct) -> int:
-        """The sums that all blocks push to one."""
-        return self.shape.rows * sum(self.width(part.value.type.size) for part in product.parts)
+        """The sums that all blocks of a cluster push to one."""
+        columns = sum(self.cluster_width(part.value.type.size) for part in product.parts)
+        return self.shape.rows * columns
 
     def _place_arrays(self) -> None:
         rows, shared = self.shape.rows, self.shared
@@ -325,7 +372,7 @@ class ClusterLayout:
             for group in reductions.groups:
                 count = len(group.vectors) * rows * self.reduced_stride(group)
                 self._place(group.name, self.wide, count)
-            count = self.copies(exchange, exchange + 1) * self.shape.blocks * rows
+            count = self.copies(exchange, exchange + 1) * self.shape.members * rows
             self._place(f"reduced{exchange}", self.wide, count * reductions.stride)
             if self.shape.blocks > 1:
                 self._place(f"whole{exchange}", self.wide, rows * reductions.stride)
