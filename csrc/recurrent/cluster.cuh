@@ -14,9 +14,9 @@ struct alignas(sizeof(A) * N < 16 ? sizeof(A) * N : 16) Vector {
   A of[N];
 };
 
-// Counts the bytes that other blocks push. Exchanges take turns with two barriers, and each is
-// ready to count two exchanges ahead: others push for exchange x + 2 when they have got x + 1 from
-// this block, which sends that after it has waited for x.
+// Counts the bytes that other blocks push. Rounds of exchanges take turns with two barriers, and
+// each is ready to count two rounds ahead: others push for round x + 2 when they have got x + 1
+// from this block, which sends that after it has waited for x.
 struct Exchanges {
   uint64_t* barriers;  // two, in shared memory
   uint32_t count;
@@ -35,7 +35,7 @@ struct Exchanges {
   __device__ __forceinline__ uint32_t barrier() const {
     return shared_address(barriers + count % 2);
   }
-  // Waits for what others push in this exchange; the one after the next will be of `bytes`.
+  // Waits for what others push in this round; the one after the next will be of `bytes`.
   __device__ __forceinline__ void wait(uint32_t bytes) {
     wait_for_phase(barrier(), count / 2 % 2);
     if (threadIdx.x == 0) expect_bytes(barrier(), bytes);
@@ -149,9 +149,9 @@ __device__ __forceinline__ void relay_rows(const Mail& mail, int first_word,
 
 // Adds up the SPLIT partial sums of a product, (SPLIT, ROWS, STRIDE), and pushes to each block its
 // columns: block c gets COLUMNS from c COLUMNS on, at `to` in its memory, (C senders, ROWS,
-// COLUMNS).
-template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, int SPLIT, typename A>
-__device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* from, A* to) {
+// COLUMNS), rounded to type S.
+template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, int SPLIT, typename A, typename S>
+__device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* from, S* to) {
   constexpr int EACH = 16 / sizeof(A), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
   const int rank = cluster_rank();
   for (int i = threadIdx.x; i < ALL * C; i += THREADS) {
@@ -164,8 +164,11 @@ __device__ __forceinline__ void push_sums(const Exchanges& exchanges, const A* f
 #pragma unroll
       for (int z = 0; z < EACH; ++z) sum.of[z] += v.of[z];
     }
+    Vector<S, EACH> vector;
+#pragma unroll
+    for (int z = 0; z < EACH; ++z) vector.of[z] = S(sum.of[z]);
     const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + column);
-    push<16>(address_in(place, c), address_in(exchanges.barrier(), c), &sum);
+    push<EACH * sizeof(S)>(address_in(place, c), address_in(exchanges.barrier(), c), &vector);
   }
 }
 
@@ -288,6 +291,9 @@ __device__ __noinline__ Vector<uint32_t, 8> load_slice(const T* upper, const T* 
 
 // Slices of the weights that are on their way from the L2 cache.
 constexpr int AHEAD = 4;
+__device__ constexpr int clamp(int n, int least, int most) {
+  return n < least ? least : n > most ? most : n;
+}
 // Unrolled copies of a loop's body: all, or as many whole rounds of AHEAD as keep the code short.
 __device__ constexpr int count_copies(int turns) {
   return turns > 4 * AHEAD ? 2 * AHEAD : turns > 0 ? turns : 1;
@@ -298,8 +304,9 @@ __device__ constexpr int count_copies(int turns) {
 // K as operands of the tensor cores: HELD slices of 32 columns in registers, KEPT in shared memory,
 // at `rest`, and the others in global memory, at `far`, where they stay in the L2 cache: a thread
 // reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT; SPLIT divides the
-// warps. A warp reads a part of x once for all of its tiles: reading x takes as long as multiplying
-// where each warp has one tile of all of K.
+// warps. Parts take turns with the slices, so that a product of some slices keeps all warps busy. A
+// warp reads a part of x once for all of its tiles: reading x takes as long as multiplying where
+// each warp has one tile of all of K.
 template <typename T, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
 struct Product {
   static constexpr int WARPS = THREADS / 32 / SPLIT, TILES = M / 16;  // of a part of K
@@ -308,6 +315,18 @@ struct Product {
   static constexpr int COLUMN_TILES = (ROWS + 7) / 8, SUMS = EACH * COLUMN_TILES;
   static constexpr int CHAINS = SUMS < 2 ? 4 : SUMS < 4 ? 2 : 1;  // sums that do not wait in turn
   uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
+
+  // What a lane sums up: of each tile, in several chains.
+  struct Sums {
+    float of[EACH][COLUMN_TILES][CHAINS][4];
+
+    __device__ __forceinline__ float total(int e, int n, int z) const {
+      float sum = of[e][n][0][z];
+#pragma unroll
+      for (int chain = 1; chain < CHAINS; ++chain) sum += of[e][n][chain][z];
+      return sum;
+    }
+  };
 
   static __device__ __forceinline__ int tile(int e) { return threadIdx.x / 32 % WARPS + e * WARPS; }
   static __device__ __forceinline__ int split() { return threadIdx.x / 32 / WARPS; }
@@ -323,16 +342,16 @@ struct Product {
       const int first = m < M ? row(m) : -1, second = m < M ? row(m + 8) : -1;
       const T* const upper = first < 0 ? nullptr : weights + first * row_stride;
       const T* const lower = second < 0 ? nullptr : weights + second * row_stride;
-      const int k = split() * SLICES * 32 + lane % 4 * 2;
+      const int k = split() * 32 + lane % 4 * 2;
 #pragma unroll
       for (int s = 0; s < HELD; ++s) {
-        const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
+        const auto bits = load_slice(upper, lower, column_stride, column, k + s * SPLIT * 32);
 #pragma unroll
         for (int z = 0; z < 8; ++z) held[e][s][z / 4][z % 4] = bits.of[z];
       }
 #pragma unroll 1
       for (int s = HELD; s < SLICES; ++s) {
-        const auto bits = load_slice(upper, lower, column_stride, column, k + s * 32);
+        const auto bits = load_slice(upper, lower, column_stride, column, k + s * SPLIT * 32);
         uint4* place =
             s < HELD + KEPT ? rest + at<KEPT>(e, s - HELD) : far + at<FAR>(e, s - HELD - KEPT);
         place[0] = make_uint4(bits.of[0], bits.of[1], bits.of[2], bits.of[3]);
@@ -344,20 +363,30 @@ struct Product {
   template <int X_STRIDE, int Y_STRIDE>
   __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest,
                                            const uint4* far) const {
+    Sums sums = {};
+    add<0, SLICES, X_STRIDE>(sums, x, rest, far);
+    write<Y_STRIDE>(sums, y);
+  }
+
+  // Adds the products of slices BEGIN to END, for x from the first column of these on.
+  template <int BEGIN, int END, int X_STRIDE>
+  __device__ __forceinline__ void add(Sums& sums, const T* x, const uint4* rest,
+                                      const uint4* far) const {
+    constexpr int FIRST_KEPT = clamp(HELD, BEGIN, END), FIRST_FAR = clamp(HELD + KEPT, BEGIN, END);
+    constexpr int FIRST = (FIRST_FAR - HELD - KEPT) * EACH, LAST = (END - HELD - KEPT) * EACH;
     const int lane = threadIdx.x % 32;
     if (tile(0) >= TILES) return;
     uint4 coming[AHEAD][2];
 #pragma unroll
-    for (int f = 0; f < AHEAD && f < FAR * EACH; ++f)
-      read(coming[f], far + at<FAR>(f % EACH, f / EACH));
-    float sums[EACH][COLUMN_TILES][CHAINS][4] = {};
+    for (int f = FIRST; f < FIRST + AHEAD && f < LAST; ++f)
+      read(coming[f % AHEAD], far + at<FAR>(f % EACH, f / EACH));
     uint32_t b[COLUMN_TILES][4];
     const auto take = [&](int s) {
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n) {
         const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
         load_tiles(b[n], x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
-                             (split() * SLICES + s) * 32);
+                             ((s - BEGIN) * SPLIT + split()) * 32);
       }
     };
     // `e` and `chain` are constants wherever loops are unrolled: sums stay in registers.
@@ -366,7 +395,7 @@ struct Product {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; ++n)
-          multiply_tile(sums[e][n][(chain * 2 + half) % CHAINS], a[half], b[n][half * 2],
+          multiply_tile(sums.of[e][n][(chain * 2 + half) % CHAINS], a[half], b[n][half * 2],
                         b[n][half * 2 + 1], T());
     };
     const auto turn_of = [&](const uint4(&v)[2], int e, int chain) {
@@ -374,32 +403,37 @@ struct Product {
       turn(a, e, chain);
     };
 #pragma unroll
-    for (int s = 0; s < HELD; ++s) {
+    for (int s = BEGIN; s < FIRST_KEPT; ++s) {
       take(s);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) turn(held[e][s], e, s);
     }
-#pragma unroll(count_copies(KEPT))
-    for (int s = 0; s < KEPT; ++s) {
-      take(HELD + s);
+#pragma unroll(count_copies(FIRST_FAR - FIRST_KEPT))
+    for (int s = FIRST_KEPT; s < FIRST_FAR; ++s) {
+      take(s);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        const uint4* place = rest + at<KEPT>(e, s);
+        const uint4* place = rest + at<KEPT>(e, s - HELD);
         const uint4 v[2] = {place[0], place[32]};
         turn_of(v, e, s);
       }
     }
-#pragma unroll(count_copies(FAR))
-    for (int s = 0; s < FAR; ++s) {
-      take(HELD + KEPT + s);
+#pragma unroll(count_copies(END - FIRST_FAR))
+    for (int s = FIRST_FAR; s < END; ++s) {
+      take(s);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        const int f = s * EACH + e, next = f + AHEAD;
+        const int f = (s - HELD - KEPT) * EACH + e, next = f + AHEAD;
         const uint4 v[2] = {coming[f % AHEAD][0], coming[f % AHEAD][1]};
-        if (next < FAR * EACH) read(coming[f % AHEAD], far + at<FAR>(next % EACH, next / EACH));
+        if (next < LAST) read(coming[f % AHEAD], far + at<FAR>(next % EACH, next / EACH));
         turn_of(v, e, s);
       }
     }
+  }
+
+  template <int Y_STRIDE>
+  static __device__ __forceinline__ void write(const Sums& sums, float* y) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e)
 #pragma unroll
@@ -407,12 +441,55 @@ struct Product {
 #pragma unroll
         for (int z = 0; z < 4; ++z) {
           const int row = n * 8 + lane % 4 * 2 + z % 2;
-          float sum = sums[e][n][0][z];
-#pragma unroll
-          for (int chain = 1; chain < CHAINS; ++chain) sum += sums[e][n][chain][z];
           if (row < ROWS && tile(e) < TILES)
-            y[(split() * ROWS + row) * Y_STRIDE + tile(e) * 16 + lane / 4 + z / 2 * 8] = sum;
+            y[(split() * ROWS + row) * Y_STRIDE + tile(e) * 16 + lane / 4 + z / 2 * 8] =
+                sums.total(e, n, z);
         }
+  }
+
+  // Pushes sums to the blocks whose columns they are, as push_sums does, where SPLIT is 1: M is C
+  // times COLUMNS, and the numbers are rounded to type S.
+  template <int C, int COLUMNS, typename S>
+  static __device__ __forceinline__ void push_sums(const Exchanges& exchanges, const Sums& sums,
+                                                   S* to) {
+    static_assert(SPLIT == 1);
+    const int lane = threadIdx.x % 32, rank = cluster_rank();
+    const uint32_t barrier = exchanges.barrier();
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        float of[4];
+#pragma unroll
+        for (int z = 0; z < 4; ++z) of[z] = sums.total(e, n, z);
+        // Lane l has rows 2 (l % 4) and the next of columns l / 4 and l / 4 + 8; it gets four
+        // columns of one row.
+        transpose<1>(of);
+        transpose<2>(of);
+        const int which = lane / 4 % 4;  // of the four numbers that a lane had
+        const int row = n * 8 + lane % 4 * 2 + which % 2;
+        const int m = tile(e) * 16 + which / 2 * 8 + lane / 16 * 4;
+        Vector<S, 4> vector;
+#pragma unroll
+        for (int z = 0; z < 4; ++z) vector.of[z] = S(of[z]);
+        const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + m % COLUMNS);
+        if (row < ROWS && m < M)
+          push<4 * sizeof(S)>(address_in(place, m / COLUMNS), address_in(barrier, m / COLUMNS),
+                              &vector);
+      }
+  }
+
+  // One of two steps in which four lanes, 4 apart, transpose four numbers of each.
+  template <int BIT>
+  static __device__ __forceinline__ void transpose(float (&of)[4]) {
+    const bool upper = threadIdx.x / 4 % 4 & BIT;
+#pragma unroll
+    for (int z = 0; z < 4; ++z)
+      if ((z & BIT) == 0) {
+        const float got = __shfl_xor_sync(0xffffffffu, upper ? of[z] : of[z + BIT], 4 * BIT);
+        of[z] = upper ? got : of[z];
+        of[z + BIT] = upper ? of[z + BIT] : got;
+      }
   }
 
   // Where a lane's part of a slice is, of COUNT slices of each job.

@@ -175,14 +175,19 @@ def launch_runs(
 
 
 def _estimate(layout: ClusterLayout) -> float:
-    """About how many microseconds a step of a cluster takes; fitted to 125 kernels on an H200."""
+    """About how many microseconds a step of a cluster or team takes.
+
+    Fitted to 125 kernels of clusters on an H200.
+    """
     exchange = 0.44 if layout.shape.blocks == 1 else 0.8
     pushed = 4.9e-5 * layout.pushed_bytes
     products = 0.016 * layout.tile_products + 0.002 * layout.plain_products
-    warps = layout.shape.warps / _WARPS[0] * (products + 0.04)
+    slower = layout.shape.warps / _WARPS[0]
+    warps = slower * (products + 0.04)
     read = 4e-6 * layout.kept_bytes + 13e-6 * layout.far_bytes
-    posted = sum(layout.posted_bytes(k) > 0 for k in range(layout.shared.exchanges))
-    return exchange * layout.shared.exchanges + _HOP * posted + pushed + warps + read
+    hops = sum(layout.posted_bytes(k) > 0 for k in range(layout.shared.exchanges))
+    waits = max(0.0, _HOP * hops - 0.016 * slower * layout.early_tile_products)
+    return exchange * layout.shared.exchanges + waits + pushed + warps + read
 
 
 def _estimate_graph(program: Program, B: int) -> float:

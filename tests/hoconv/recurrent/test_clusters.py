@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -181,9 +182,38 @@ def test_weights_that_a_block_has_no_room_for_are_read_at_every_step() -> None:
 def test_tensor_cores_multiply_what_they_should(
     cell: BoundCell, shape: ClusterShape, most_shared_bytes: int, dtype: torch.dtype
 ) -> None:
+    check_tensor_cores(cell, shape, dtype, False, most_shared_bytes)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("cell", "shape", "most_shared_bytes"),
+    [
+        (of(rnn.lstm, 50), ClusterShape(4, 3, 2, 2), SHARED_BYTES),
+        (of(rnn.gru, 40), ClusterShape(2, 11, 2, 2), SHARED_BYTES),
+        (of(rnn.layernorm_lstm, 64), ClusterShape(2, 2, 4, 2), SHARED_BYTES),
+        (of(rnn.peephole_lstm, 20), ClusterShape(2, 3, 2, 2), SHARED_BYTES),
+        (of(rnn.lstm, 60), ClusterShape(2, 3, 8, 2), SHARED_BYTES),  # warps split K, too
+        (of(heads, 64), ClusterShape(2, 9, 2, 2), SHARED_BYTES),
+        (of(rnn.coupled_lstm, 300), ClusterShape(2, 3, 2, 2), 1 << 16),
+    ],
+    ids=lambda each: each.name if isinstance(each, BoundCell) else "",
+)
+def test_tensor_cores_of_teams_multiply_halves_as_they_come(
+    cell: BoundCell, shape: ClusterShape, most_shared_bytes: int, backwards: bool
+) -> None:
+    check_tensor_cores(cell, shape, torch.bfloat16, backwards, most_shared_bytes)
+
+
+def check_tensor_cores(
+    cell: BoundCell, shape: ClusterShape, dtype: torch.dtype, backwards: bool,
+    most_shared_bytes: int,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
-    made, T, B = plan(cell, dtype, "persistent"), 3, 4
-    loops = shim_clusters(programs(made), shape, False, most_shared_bytes)
+    made, T, B = plan(cell, dtype, "persistent"), 4, 4
+    loops = shim_clusters(programs(made), shape, backwards, most_shared_bytes)
     parameters = {
         d.name: (torch.randn(d.shape) * d.shape[-1] ** -0.5).to(dtype) for d in made.declarations
     }
@@ -222,12 +252,34 @@ def test_nothing_is_written_beside_a_buffer(reverse: bool, monkeypatch: pytest.M
     assert all(bool((t == 1).all()) for t in beside)
 
 
-@pytest.fixture
-def _both_on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@needs_compiler
+def test_what_an_earlier_launch_has_left_in_a_mailbox_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = cell_case("lstm")
+    made = plan(case.cell, torch.float64, "persistent", **case.options)
+    loops = shim_clusters(programs(made), ClusterShape(2, 2, 2, 2))
+    empty = Tensor.new_empty
+
+    def make(self: Tensor, *shape: Any, **options: Any) -> Tensor:
+        found = empty(self, *shape, **options)
+        if found.dtype == torch.uint8:
+            found.view(torch.int32).fill_(1)  # the number of the first exchange
+        return found
+
+    monkeypatch.setattr(Tensor, "new_empty", make)
+    by_program = {program: loops[name] for name, program in programs(made).items()}
+    case.check_plan(made, by_program.get)
+
+
+@pytest.fixture(params=[1, 2], ids=["clusters", "teams"])
+def _both_on_a_stand_in(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Layers with two directions run both in one kernel, on a stand-in for a GPU."""
 
     def make(made: CompiledPlan, which: str) -> Any:
-        shape = ClusterShape(2, 2, 2)
+        shape = ClusterShape(2, 2, 2, request.param)
         return shim_clusters({which: made.program(which)}, shape, which == "backward", runs=2)[
             which
         ]
@@ -342,6 +394,32 @@ def test_weights_lie_in_registers_where_they_fit() -> None:
         assert layout.shape.blocks == 1
 
 
+def test_a_team_has_the_weights_that_a_cluster_has_no_room_for() -> None:
+    made = plan(rnn.lstm.bind(1024, 1024, {}), torch.bfloat16)
+    weights = 2 * 4 * 1024 * 1024
+    for layout in choose(made, 64):
+        assert layout.shape.members == 32
+        assert layout.far_bytes == 0
+        assert 32 * (layout.register_bytes + layout.kept_bytes) == weights
+        assert layout.shared_bytes <= H200.shared_bytes
+
+
+def test_all_teams_run_at_the_same_time() -> None:
+    clusters = Clusters(plan(rnn.lstm.bind(1024, 1024, {}), torch.bfloat16).forward, always=True)
+
+    def has_teams(B: int, runs: int, resident: int) -> bool:
+        chip = dataclasses.replace(H200, resident=((8, 15), (16, resident)))
+        found = clusters.choose(B, chip, runs)
+        return isinstance(found, ClusterLayout) and found.shape.clusters == 2
+
+    assert has_teams(66, 1, 7)
+    assert not has_teams(67, 1, 7)
+    assert has_teams(22, 2, 7)
+    assert not has_teams(23, 2, 7)
+    assert has_teams(22, 1, 2)
+    assert not has_teams(1, 1, 1)
+
+
 def test_two_directions_share_the_chip() -> None:
     made, strict = (
         Clusters(plan(rnn.lstm.bind(512, 512, {}), dtype).forward, always=False)
@@ -379,8 +457,9 @@ def test_it_is_said_why_a_kernel_cannot_keep_the_weights_or_should_not() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_compile(dtype: torch.dtype, architecture: str) -> None:
     made = plan(rnn.layernorm_lstm.bind(64, 64, {}), dtype)
+    shapes = ClusterShape(1, 2, 8), ClusterShape(2, 10, 8), ClusterShape(4, 10, 8, 2)
     for program in (made.forward, made.backward):
-        for shape in (ClusterShape(1, 2, 8), ClusterShape(2, 10, 8)):
+        for shape in shapes:
             layout = ClusterLayout(distribute(program, shape.blocks == 1), shape)
             compile_cuda("recurrent", emit_cluster(layout).text, architecture)
 
@@ -397,7 +476,14 @@ def test_explain_says_what_a_block_keeps_and_when() -> None:
         "forward: one kernel for both directions at once where blocks form clusters (compute "
         "capability 9.0 and later); for 64 rows on an H200 clusters of 22 rows and 16 blocks"
     ) in both
-    large = rnn.RNN(rnn.lstm, 1024, 1024, dtype=torch.bfloat16, schedule="persistent")
+    team = rnn.RNN(rnn.lstm, 1024, 1024, dtype=torch.bfloat16).explain()
+    assert (
+        "forward: one kernel where blocks form clusters (compute capability 9.0 and later); for "
+        "64 rows on an H200 teams of 2 clusters of 16 blocks, 22 rows a team, 112 KiB of weights a "
+        "block in registers, 144 KiB in shared memory, 1 exchange a step, in which a block posts "
+        "1408 bytes to the other cluster; for up to 64 rows" in team
+    )
+    large = rnn.RNN(rnn.lstm, 1536, 1536, dtype=torch.bfloat16, schedule="persistent")
     assert re.search("KiB in shared memory, [0-9]+ KiB read from the L2 cache", large.explain())
     said = rnn.RNN(rnn.lstm, 2048, 2048).explain()
     assert "backward: not one kernel, since graphs are faster for so many rows" in said
@@ -427,10 +513,10 @@ class Forced(Clusters):
 
 @pytest.mark.gpu
 @needs_clusters
-@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("way", range(len(WAYS + TEAMS)))
 @pytest.mark.parametrize("which", EVERYTHING, ids=lambda each: getattr(each, "name", str(each)))
 def test_clusters_are_exact_on_a_gpu(which: Any, way: int) -> None:
-    shape, options, _ = WAYS[way]
+    shape, options, _ = (WAYS + TEAMS)[way]
     case = cell_case(which, "cuda", **options)
     made = plan(case.cell, torch.float64, "persistent", **case.options)
     case.check_plan(made, lambda program: CudaLoop(program, True, Forced(program, shape)))
@@ -454,8 +540,13 @@ SIZED = [
     ("layernorm_lstm", torch.bfloat16, 12, 20, 384), ("layernorm_lstm", torch.float32, 12, 20, 256),
     ("minimal_gated", torch.bfloat16, 12, 40, 256), ("lstm", torch.bfloat16, 12, 16, 768),
     ("lstm", torch.bfloat16, 3, 200, 512), ("peephole_lstm", torch.float32, 1, 1, 17),
+    # Teams of two clusters.
+    ("lstm", torch.bfloat16, 20, 64, 1024), ("gru", torch.bfloat16, 9, 33, 1000),
+    ("lstm", torch.float16, 6, 20, 1024), ("layernorm_lstm", torch.bfloat16, 6, 16, 1024),
+    ("peephole_lstm", torch.bfloat16, 6, 60, 900), ("coupled_lstm", torch.bfloat16, 6, 9, 1024),
+    ("gru", torch.float32, 6, 9, 768), ("minimal_gated", torch.float32, 6, 5, 1024),
     # Weights that registers and shared memory do not hold.
-    ("lstm", torch.bfloat16, 6, 20, 1024), ("gru", torch.float32, 6, 9, 768),
+    ("lstm", torch.bfloat16, 6, 70, 1024), ("lstm", torch.float32, 6, 9, 1024),
 ]  # fmt: skip
 
 
@@ -492,9 +583,10 @@ def test_cudnn_is_not_called_where_a_kernel_keeps_the_weights() -> None:
 
 @pytest.mark.gpu
 @needs_clusters
-def test_a_callers_graph_replays_the_kernel_for_new_inputs() -> None:
-    made = rnn.RNN(rnn.lstm, 64, 64, impl="cuda", device="cuda")
-    x = torch.randn(9, 6, 64, device="cuda")
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 64), (torch.bfloat16, 1024)])
+def test_a_callers_graph_replays_the_kernel_for_new_inputs(dtype: torch.dtype, n: int) -> None:
+    made = rnn.RNN(rnn.lstm, n, n, impl="cuda", device="cuda", dtype=dtype)
+    x = torch.randn(9, 6, n, device="cuda", dtype=dtype)
     with torch.no_grad():
         made(x)
         graph = torch.cuda.CUDAGraph()
@@ -569,13 +661,19 @@ def test_a_callers_graph_replays_both_directions_of_a_training_step() -> None:
 @pytest.mark.gpu
 @needs_clusters
 @pytest.mark.parametrize("launches", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_kernels_of_several_streams_share_a_busy_gpu(bidirectional: bool, launches: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "B", "bidirectional"),
+    # Of 1024 units, 3 teams of two clusters, and one of each direction.
+    [(512, 64, False), (512, 64, True), (1024, 64, False), (1024, 22, True)],
+)
+def test_kernels_of_several_streams_share_a_busy_gpu(
+    n: int, B: int, bidirectional: bool, launches: int
+) -> None:
     made = rnn.RNN(
-        rnn.lstm, 512, 512, bidirectional=bidirectional, impl="cuda", device="cuda",
+        rnn.lstm, n, n, bidirectional=bidirectional, impl="cuda", device="cuda",
         dtype=torch.bfloat16,
     )  # fmt: skip
-    x = torch.randn(20, 64, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(20, B, n, device="cuda", dtype=torch.bfloat16)
     busy = torch.randn(4096, 4096, device="cuda")
     filling, *streams = (torch.cuda.Stream() for _ in range(3))
     with torch.no_grad():

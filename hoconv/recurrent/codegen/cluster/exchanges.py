@@ -2,7 +2,8 @@
 
 In a team of two clusters, a block posts its columns of what all blocks get to its partner, which
 relays them to its own cluster. Of a product whose partial sums are exchanged, it posts its operand:
-each cluster multiplies all of the operand, and adds up the results that its own blocks need.
+each cluster multiplies all of the operand, and adds up the results that its own blocks need. Either
+way tensor cores multiply what the own cluster has while the rest is on its way.
 
 Exchange k follows phase k of a step. r a row of the cluster, i the number of steps already done, n
 features of a vector, C blocks of a cluster, MEMBERS blocks of a team.
@@ -45,13 +46,15 @@ class Exchanges:
     def __init__(self, threads: Threads) -> None:
         self.threads, self.layout, self.shared = threads, threads.layout, threads.shared
         self.shape, self.wide = threads.layout.shape, threads.wide
+        expected = map(threads.layout.expected_bytes, range(threads.shared.exchanges))
+        self.rounds = [(k, bytes) for k, all_bytes in enumerate(expected) for bytes in all_bytes]
 
     def copy(self, exchange: int, last_read: int, count: int) -> str:
         """The first element of this step's copy of what is pushed in an exchange."""
         return f"i % 2 * {count}" if self.layout.copies(exchange, last_read) == 2 else "0"
 
     def rows_of(self, gathered: Gathered) -> str:
-        """The first element of this step's rows of a gathered vector."""
+        """The first element of this step's rows of a gathered vector; those of the own cluster."""
         index = self.shared.gathered.index(gathered)
         count = self.shape.rows * self.layout.gathered_stride(gathered)
         return f"gathered{index} + {self.copy(gathered.exchange, gathered.last_read, count)}"
@@ -69,14 +72,14 @@ class Exchanges:
     def publish(self, phase: int, n: int) -> Iterator[str]:
         """Writes what others read of the loop over vectors of n to shared memory."""
         layout, shared = self.layout, self.shared
-        unit = "" if n == 1 else f" + rank * {layout.units(n)} + unit"
+        unit = "" if n == 1 else " + unit"
         for gathered in shared.gathered:
             for index, segment in enumerate(gathered.segments):
                 if gathered.exchange == phase and segment.value.type.size == n:
-                    column = f"{layout.segment_column(gathered, index)}{unit}"
-                    place = f"r * {layout.gathered_stride(gathered)} + {column}"
+                    start = self._columns_of(gathered, index, "rank" if n > 1 else "0")
+                    place = f"r * {layout.gathered_stride(gathered)}{unit}"
                     value = self.threads.typed(segment.value, n)
-                    yield f"({self.rows_of(gathered)})[{place}] = {value};"
+                    yield f"({start})[{place}] = {value};"
         for index, product in self.scattered(phase):
             before = 0
             for segment in product.segments:
@@ -100,9 +103,44 @@ class Exchanges:
         found = self.layout.reductions.get(exchange)
         return found.groups if found else ()
 
-    def multiply(self, index: int, x: str, x_stride: int) -> str:
-        strides = f"{x_stride}, {self.layout.slices[index].stride}"
-        return f"product{index}.multiply<{strides}>({x}, y{index}, rest{index}, far{index});"
+    def multiply(self, index: int) -> Iterator[str]:
+        """Multiplies an operand of which all has come, or the second half of it."""
+        layout, each = self.layout, self.layout.slices[index]
+        product = self.shared.products[index]
+        if layout.halves(product):
+            yield self._add(index, each.turns // 2, each.turns)
+            if not layout.pushes_sums(index):
+                yield f"product{index}.write<{each.stride}>(total{index}, y{index});"
+        else:
+            x, stride = self._operand(index)
+            given = f"{x}, y{index}, rest{index}, far{index}"
+            yield f"product{index}.multiply<{stride}, {each.stride}>({given});"
+
+    def multiply_half(self, index: int) -> Iterator[str]:
+        """Multiplies what the own cluster, or block, has of an operand, if that lies by itself."""
+        if self.layout.halves(self.shared.products[index]):
+            yield f"decltype(product{index})::Sums total{index} = {{}};"
+            yield self._add(index, 0, self.layout.slices[index].turns // 2)
+
+    def _add(self, index: int, begin: int, end: int) -> str:
+        x, stride = self._operand(index, of_partner=begin > 0)
+        given = f"total{index}, {x}, rest{index}, far{index}"
+        return f"product{index}.add<{begin}, {end}, {stride}>({given});"
+
+    def _operand(self, index: int, of_partner: bool = False) -> tuple[str, int]:
+        """The first element of an operand, and the elements between its rows.
+
+        Args:
+            of_partner: whether of what the partner, or its cluster, has of it.
+        """
+        product = self.shared.products[index]
+        if product.gathered is None:
+            own = self.layout.own_columns(product)
+            return f"x{index} + {own * of_partner}", self.layout.operand_stride(index)
+        stride = self.layout.gathered_stride(product.gathered)
+        if of_partner:
+            return f"relayed{self.shared.gathered.index(product.gathered)}", stride
+        return f"{self.rows_of(product.gathered)} + {product.column}", stride
 
     def pushes(self, k: int) -> Iterator[str]:
         """What a block sends in an exchange."""
@@ -116,6 +154,11 @@ class Exchanges:
                     yield f"push_rows<{given}>(exchanges, {start});"
         for index, product in self.scattered(k):
             copy = self.copy(k, k + 1, layout.count_partial(product))
+            if layout.pushes_sums(index):
+                given = f"C, {layout.units(product.parts[0].value.type.size)}"
+                to = f"exchanges, total{index}, sums{index} + {copy}"
+                yield f"product{index}.push_sums<{given}>({to});"
+                continue
             for part in product.parts:
                 row = layout.part_row(product, part.value)
                 sizes = f"{layout.units(part.value.type.size)}, {layout.slices[index].stride}"
@@ -124,10 +167,14 @@ class Exchanges:
                 yield f"push_sums<{given}>(exchanges, y{index} + {row}, {to});"
 
     def _columns_of(self, gathered: Gathered, index: int, rank: str) -> str:
-        """A block's columns of a segment of a gathered vector."""
+        """The columns of a segment of a gathered vector that a block has: `rank` or `partner`."""
         units = self.layout.units(gathered.segments[index].value.type.size)
-        column = f"{self.layout.segment_column(gathered, index)} + {rank} * {units}"
-        return f"{self.rows_of(gathered)} + {column}"
+        rows = self.rows_of(gathered)
+        if self.layout.parts_from_clusters(gathered):
+            if rank == "partner":
+                rows = f"relayed{self.shared.gathered.index(gathered)}"
+            rank += " % C"
+        return f"{rows} + {self.layout.segment_column(gathered, index)} + {rank} * {units}"
 
     def posts(self, k: int, reduced: bool) -> Iterator[str]:
         """What a block sends to its partner in an exchange: what it reduces, or all else."""
@@ -239,9 +286,11 @@ class Exchanges:
     def _function(self, op: Op) -> str:
         return f"[]({self.wide} a, {self.wide} b) {{ return {reduced(op, 'a', 'b')}; }}"
 
-    def count_bytes(self, exchange: int, ahead: int) -> int:
-        """The bytes of the exchange so many ahead, of those that have any; 0 of none."""
-        all_bytes = list(map(self.layout.expected_bytes, range(self.shared.exchanges)))
-        counted = [k for k, bytes in enumerate(all_bytes) if bytes]
-        before = sum(k < exchange for k in counted)
-        return all_bytes[counted[(before + ahead) % len(counted)]] if counted else 0
+    def waits(self, exchange: int) -> list[str]:
+        """What waits for each round of an exchange."""
+        own = [at for at, (k, _) in enumerate(self.rounds) if k == exchange]
+        return [f"exchanges.wait({self.count_bytes(at + 2)});" for at in own]
+
+    def count_bytes(self, at: int) -> int:
+        """The bytes of a round, counted from the first of the first step on; 0 if there is none."""
+        return self.rounds[at % len(self.rounds)][1] if self.rounds else 0

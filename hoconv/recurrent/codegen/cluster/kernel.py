@@ -22,7 +22,6 @@ from hoconv.recurrent.codegen.cluster.threads import Threads, feature
 from hoconv.recurrent.codegen.expressions import TYPES, expression
 from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Value, flat
-from hoconv.recurrent.passes.cluster.distribute import SharedProduct
 
 HEADER = '#include "recurrent/cluster.cuh"'
 NAME = "run_cluster"
@@ -110,12 +109,10 @@ class _Writer:
             )
             units = self.layout.units(value.type.size)
             first = f"{copy} + {row * self.shape.rows}"
+            place = f"sums{index}[{first} + (k * ROWS + r) * {units} + {unit}]"
             yield f"{register} = 0;"
             yield "#pragma unroll"
-            yield (
-                f"for (int k = 0; k < C; ++k) "
-                f"{register} += sums{index}[{first} + (k * ROWS + r) * {units} + {unit}];"
-            )
+            yield f"for (int k = 0; k < C; ++k) {register} += {self.wide}({place});"
         if len(product.op.inputs) == 3:
             bias = product.op.values[2]
             name, buffer = f"{self.threads.name(bias)}_{n}_{start}", self.storage.homes[bias].buffer
@@ -194,14 +191,9 @@ class _Writer:
 
     def phase(self, k: int) -> Iterator[str]:
         """A phase: products whose operands have come, loops, and the exchange after it."""
-        ready = [
-            (index, product.gathered, product.column)
-            for index, product in enumerate(self.shared.products)
-            if product.gathered and product.exchange == k - 1
-        ]
-        for index, gathered, column in ready:
-            x = f"{self.exchanges.rows_of(gathered)} + {column}"
-            yield self.exchanges.multiply(index, x, self.layout.gathered_stride(gathered))
+        ready = self._find_gathered(k - 1)
+        for index in ready:
+            yield from self.exchanges.multiply(index)
         combined = list(self.exchanges.combine(k - 1))
         yield from combined
         if ready or combined:
@@ -222,18 +214,25 @@ class _Writer:
         else:
             yield from self.exchange(k)
 
+    def _find_gathered(self, exchange: int) -> list[int]:
+        """The products whose operand is gathered in an exchange."""
+        products = enumerate(self.shared.products)
+        return [i for i, p in products if p.gathered and p.exchange == exchange]
+
     def exchange(self, k: int) -> Iterator[str]:
         """The exchange after a phase. What nobody waits for is done while data travels."""
         yield "__syncthreads();"
         yield from self.exchanges.posts(k, reduced=False)
+        scattered = [index for index, _ in self.exchanges.scattered(k)]
+        for index in scattered:
+            yield from self.exchanges.multiply_half(index)
         received = list(self.exchanges.receive(k))
         yield from received
         if received:
             yield "__syncthreads();"
-        scattered = self.exchanges.scattered(k)
-        for index, _ in scattered:
-            yield self.exchanges.multiply(index, f"x{index}", self.layout.operand_stride(index))
-        if scattered:
+        for index in scattered:
+            yield from self.exchanges.multiply(index)
+        if not all(map(self.layout.pushes_sums, scattered)):
             yield "__syncthreads();"
         yield from self.exchanges.pushes(k)
         reduced = list(self.exchanges.reduce(k))
@@ -247,14 +246,17 @@ class _Writer:
             yield "if (i + 1 < T) {"
             yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
             yield "}"
+        if self.shape.blocks == 1:
+            return
+        first, *rest = self.exchanges.waits(k) or ["cluster_sync();"]
+        yield first
+        if rest:  # who gets what is relayed may push for the next round: be ready to count it
+            yield "__syncthreads();"
         yield from self.exchanges.relay(k)
-        if self.shape.blocks > 1:
-            waits = self.layout.expected_bytes(k)
-            yield (
-                f"exchanges.wait({self.exchanges.count_bytes(k, 2)});"
-                if waits
-                else "cluster_sync();"
-            )
+        if rest:
+            for index in self._find_gathered(k):
+                yield from self.exchanges.multiply_half(index)
+        yield from rest
 
     def advance(self, n: int) -> Iterator[str]:
         """Moves the next states, and what was loaded for the next step, to their registers."""
@@ -321,7 +323,7 @@ class _Writer:
                 "[[maybe_unused]] Exchanges exchanges;",
                 *([] if alone else [
                     "exchanges.start(reinterpret_cast<uint64_t*>(shared), "
-                    f"{self.exchanges.count_bytes(0, 0)}, {self.exchanges.count_bytes(0, 1)});",
+                    f"{self.exchanges.count_bytes(0)}, {self.exchanges.count_bytes(1)});",
                     "cluster_sync();",
                 ]),
                 *(self._start_mail() if team else []),
@@ -381,10 +383,15 @@ class _Writer:
         parts = [(p.start, p.value.type.size) for p in product.parts]
         if product.gathered:
             row = self._find("m", self._own(parts, "rank"))
-            column = self._find("k", self._whole([(0, k)] if product.in_place else segments))
+            if self.layout.halves(product):
+                half = self.layout.gathered_columns(product.gathered)
+                columns = self._halves(segments, half, "{} / C * C", self.shape.blocks)
+            else:
+                columns = self._whole([(0, k)] if product.in_place else segments)
         else:
             row = self._find("m", self._own(parts, "rank / C * C", self.shape.blocks))
-            column = self._find("k", self._operand(product, segments))
+            columns = self._halves(segments, self.layout.own_columns(product), "{}")
+        column = self._find("k", columns)
         buffer = self.storage.homes[product.op.values[1]].buffer
         strides = f"c.{buffer.name}_row", f"c.{buffer.name}_column"
         if product.op.kind != "linear":
@@ -413,13 +420,13 @@ class _Writer:
             yield _Place(begin, f"{start} + {first}", count)
             begin += blocks * units
 
-    def _operand(
-        self, product: SharedProduct, segments: Sequence[tuple[int, int]]
+    def _halves(
+        self, ranges: Sequence[tuple[int, int]], half: int, rank: str, blocks: int = 1
     ) -> Iterator[_Place]:
-        """Where the features of an operand lie of which each block has some."""
-        yield from self._own(segments, "rank")
+        """The same of a block or its cluster and then, from column `half` on, of its partner's."""
+        yield from self._own(ranges, rank.format("rank"), blocks)
         if self.shape.clusters > 1:
-            yield from self._own(segments, "partner", begin=self.layout.own_columns(product))
+            yield from self._own(ranges, rank.format("partner"), blocks, half)
 
     def _find(self, at: str, places: Iterable[_Place]) -> str:
         """Statements that return the feature at a place; -1 where none is there.

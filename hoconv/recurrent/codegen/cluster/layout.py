@@ -9,6 +9,7 @@ n features of a value, m features of a product's result, k features of its opera
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
@@ -173,8 +174,18 @@ class ClusterLayout:
     @property
     def tile_products(self) -> int:
         """The products of a warp by tensor cores in a step, of 16 x 16 by 16 x 8 numbers."""
+        return self._count_tile_products(lambda _: True)
+
+    @property
+    def early_tile_products(self) -> int:
+        """Those of them that wait for no other cluster."""
+        return self._count_tile_products(self.halves) // 2
+
+    def _count_tile_products(self, chosen: Callable[[SharedProduct], bool]) -> int:
         tiles = -(-self.shape.rows // _TILE_COLUMNS)
-        return 2 * tiles * sum(each.each * each.turns for each in self.slices) * self.tiled
+        slices = zip(self.shared.products, self.slices, strict=True)
+        turns = sum(each.each * each.turns for product, each in slices if chosen(product))
+        return 2 * tiles * turns * self.tiled
 
     @property
     def plain_products(self) -> int:
@@ -186,26 +197,31 @@ class ClusterLayout:
 
     @functools.cached_property
     def pushed_bytes(self) -> int:
-        """What a block gets from others in a step."""
-        return sum(map(self.expected_bytes, range(self.shared.exchanges)))
+        """What a block gets from others of its cluster in a step."""
+        return sum(sum(self.expected_bytes(k)) for k in range(self.shared.exchanges))
 
     def register_dtype(self, value: Value) -> str:
         """The dtype in which a thread holds a value: parts of products are as they are summed."""
         return self.wide if value in self.shared.parts else value.type.dtype
 
-    def expected_bytes(self, exchange: int) -> int:
-        """What is pushed to a block in an exchange."""
-        blocks, members, rows = self.shape.blocks, self.shape.members, self.shape.rows
+    def expected_bytes(self, exchange: int) -> list[int]:
+        """What is pushed to a block in each round of an exchange.
+
+        Blocks push what they have, and in a second round what their partners have posted to them.
+        """
+        blocks, rows = self.shape.blocks, self.shape.rows
         if blocks == 1:
-            return 0
+            return []
         sums = sum(
-            self.units(part.value.type.size)
+            BYTES[self.sum_dtype(product)] * self.units(part.value.type.size)
             for product in self.shared.products
             for part in product.parts
             if product.gathered is None and product.exchange == exchange
         )
-        given = (members - 1) * self._given_bytes(exchange)
-        return rows * (given + blocks * sums * BYTES[self.wide])
+        given = self._given_bytes(exchange)
+        own = rows * ((blocks - 1) * given + blocks * sums)
+        relayed = rows * blocks * given * (self.shape.clusters - 1)
+        return [bytes for bytes in (own, relayed) if bytes]
 
     def posted_bytes(self, exchange: int) -> int:
         """What a block posts to its partner in an exchange."""
@@ -255,6 +271,42 @@ class ClusterLayout:
 
     # Products
 
+    def halves(self, product: SharedProduct) -> bool:
+        """Whether a block multiplies an operand in two halves, the second of the other cluster."""
+        if product.gathered:
+            return self.parts_from_clusters(product.gathered)
+        return self.tiled and self.shape.clusters > 1
+
+    def parts_from_clusters(self, gathered: Gathered) -> bool:
+        """Whether what each cluster of a team has of a gathered vector lies in an array of its own.
+
+        Only products of all of it read it.
+        """
+        value = gathered.segments[0].value
+        return (
+            self.tiled
+            and self.shape.clusters > 1
+            and len(gathered.segments) == 1
+            and value.type.size > 1
+            and self.cluster_width(value.type.size) % COLUMNS == 0
+            and not any(p.in_place for p in self.shared.products if p.gathered is gathered)
+            and not any(whole is gathered for whole, _ in self.shared.reads.values())
+        )
+
+    def pushes_sums(self, index: int) -> bool:
+        """Whether blocks push partial sums from registers: what a lane has belongs to one block."""
+        product = self.shared.products[index]
+        one = len(product.parts) == 1 and self.slices[index].splits == 1
+        return self.halves(product) and product.gathered is None and one
+
+    def sum_dtype(self, product: SharedProduct) -> str:
+        """The dtype in which blocks push partial sums.
+
+        In teams that of the result, to have room: the errors of 16 rounded parts of a sum, which
+        are smaller than the sum, add up to about that of a rounded sum.
+        """
+        return product.op.result.type.dtype if self.shape.clusters > 1 else self.wide
+
     def _slice_weights(self, ahead: int, room: int) -> list[Slice]:
         """Puts the weights into registers, but `ahead`, then into `room` bytes of shared memory."""
         most = min(max(map(self.pairs, self.loops)), _MOST_PAIRS)
@@ -263,16 +315,19 @@ class ClusterLayout:
         found = []
         for product in self.shared.products:
             m, k = self._count_rows(product), self._count_columns(product)
-            make = self._slice_tiles if self.tiled else self._slice
-            found.append(made := make(m, k, registers, room))
+            if self.tiled:
+                made = self._slice_tiles(m, k, 1 + self.halves(product), registers, room)
+            else:
+                made = self._slice(m, k, registers, room)
+            found.append(made)
             registers -= made.register_bytes // (4 * self.shape.threads)
             room -= made.shared_bytes
         return found
 
-    def _slice_tiles(self, m: int, k: int, registers: int, room: int) -> Slice:
+    def _slice_tiles(self, m: int, k: int, halves: int, registers: int, room: int) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
         tiles, warps = m // _TILE, self.shape.warps
-        splits = self._choose_splits(tiles, k // COLUMNS)
+        splits = self._choose_splits(tiles, k // COLUMNS // halves)
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
         sums = 4 * each * -(-self.shape.rows // _TILE_COLUMNS)
         held = max(0, min(turns, (registers - max(0, sums - _SUMS)) // (8 * each)))
@@ -325,14 +380,18 @@ class ClusterLayout:
 
     # Shared memory
 
+    def gathered_columns(self, gathered: Gathered) -> int:
+        """The columns of an array of a gathered vector."""
+        own = self.cluster_width if self.parts_from_clusters(gathered) else self.width
+        return _round(sum(own(s.value.type.size) for s in gathered.segments), COLUMNS)
+
     def copies(self, exchange: int, last_read: int) -> int:
         """Of what is pushed in an exchange: two, if others may push the next while it is read."""
         return 1 if last_read - exchange < self.shared.exchanges else 2
 
     def gathered_stride(self, gathered: Gathered) -> int:
         """The elements of a gathered row."""
-        row = sum(self.width(s.value.type.size) for s in gathered.segments)
-        return _round(row, COLUMNS) + _PADDING[gathered.dtype]
+        return self.gathered_columns(gathered) + _PADDING[gathered.dtype]
 
     def segment_column(self, gathered: Gathered, index: int) -> int:
         """The first column of a segment in a gathered row."""
@@ -356,16 +415,21 @@ class ClusterLayout:
         rows, shared = self.shape.rows, self.shared
         for index, gathered in enumerate(shared.gathered):
             copies = self.copies(gathered.exchange, gathered.last_read)
-            count = copies * rows * self.gathered_stride(gathered)
-            self._place(f"gathered{index}", gathered.dtype, count)
+            count = rows * self.gathered_stride(gathered)
+            self._place(f"gathered{index}", gathered.dtype, copies * count)
+            if self.parts_from_clusters(gathered):
+                # One copy: it is relayed when all blocks have pushed what follows reading it.
+                self._place(f"relayed{index}", gathered.dtype, count)
         for index, product in enumerate(shared.products):
             count = self.count_sums(index) * rows * self.slices[index].stride
-            self._place(f"y{index}", self.wide, count)
+            if not self.pushes_sums(index):
+                self._place(f"y{index}", self.wide, count)
             if product.gathered is None:
                 dtype = product.op.values[0].type.dtype
                 self._place(f"x{index}", dtype, rows * self.operand_stride(index))
                 copies = self.copies(product.exchange, product.exchange + 1)
-                self._place(f"sums{index}", self.wide, copies * self.count_partial(product))
+                count = copies * self.count_partial(product)
+                self._place(f"sums{index}", self.sum_dtype(product), count)
         for index, value in enumerate(shared.scalars):
             self._place(f"scalar{index}", self.register_dtype(value), rows)
         for exchange, reductions in self.reductions.items():
