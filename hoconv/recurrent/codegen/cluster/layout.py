@@ -302,10 +302,12 @@ class ClusterLayout:
     def sum_dtype(self, product: SharedProduct) -> str:
         """The dtype in which blocks push partial sums.
 
-        In teams that of the result, to have room: the errors of 16 rounded parts of a sum, which
-        are smaller than the sum, add up to about that of a rounded sum.
+        In teams bfloat16 where the result has it, to have room: the errors of 16 rounded parts of a
+        sum, which are smaller than the sum, add up to about that of a rounded sum. In float16 a
+        part might be infinite where the sum is not.
         """
-        return product.op.result.type.dtype if self.shape.clusters > 1 else self.wide
+        rounded = self.shape.clusters > 1 and product.op.result.type.dtype == "bf16"
+        return "bf16" if rounded else self.wide
 
     def _slice_weights(self, ahead: int, room: int) -> list[Slice]:
         """Puts the weights into registers, but `ahead`, then into `room` bytes of shared memory."""
