@@ -18,7 +18,7 @@ from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
-from hoconv.recurrent.ir.program import Group, Program, flat
+from hoconv.recurrent.ir.program import BYTES, Group, Program, flat
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.driver import Cubin
@@ -31,8 +31,10 @@ _BLOCKS = (1, 2, 4, 8, 16)
 _WARPS = (8, 12)
 # Rows of a cluster: a kernel is compiled for each number, so there are few.
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 19, 22)
-# About the microseconds in which what a block posts reaches its partner.
-_HOP = 1.2
+# About the microseconds in which what a block posts reaches its partner and its cluster.
+_HOP = 1.6
+# Bytes that a product of a graph reads in a microsecond: its weights lie in the L2 cache.
+_GRAPH_READS = 2.4e6
 _PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
 
 
@@ -196,9 +198,11 @@ def _estimate_graph(program: Program, B: int) -> float:
     products = [op for op in ops if op.kind in PRODUCTS]
     kernels = len(products) + max(sum(isinstance(item, Group) for item in program.step) - 1, 1)
     reductions = sum(is_reduction(op.kind) for op in ops)
-    plain = products[0].values[0].type.dtype in ("f32", "f64")
-    flops = sum(2 * B * math.prod(op.values[1].type.shape) for op in products)
-    return 2.5 * kernels + 0.45 * reductions + flops / (30e6 if plain else 300e6)
+    dtype = products[0].values[0].type.dtype
+    rate = 30e6 if dtype in ("f32", "f64") else 300e6
+    numbers = sum(math.prod(op.values[1].type.shape) for op in products)
+    multiplying = max(2 * B * numbers / rate, numbers * BYTES[dtype] / _GRAPH_READS)
+    return 2.5 * kernels + 0.45 * reductions + multiplying
 
 
 @functools.cache
