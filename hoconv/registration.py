@@ -225,8 +225,9 @@ def register_gradient(
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            *flat, ctx.lengths, run = args
-            inputs = _group(flat, ctx.lengths)
+            inputs, (ctx.lengths, run) = args[:-2], args[-2:]
+            if ctx.lengths is not None:
+                inputs = _group(inputs, ctx.lengths)
             output = run(*inputs)
             save(ctx, inputs, output)
             return tuple(output) if isinstance(output, list) else output
@@ -275,15 +276,16 @@ def register_gradient(
     library.impl(name, call, "Autograd", with_keyset=True)
 
 
+_NOTHING = nullcontext()  # takes longer to make than to enter
+
+
 def _flatten(args: Iterable[Any]) -> list[Any]:
     """Arguments, those of lists one by one."""
     return [each for a in args for each in (a if isinstance(a, list) else (a,))]
 
 
-def _group(flat: list[Any], lengths: list[int | None] | None) -> tuple[Any, ...]:
-    """What was flattened, of which lists were of these lengths; None of no lists at all."""
-    if lengths is None:
-        return tuple(flat)
+def _group(flat: Iterable[Any], lengths: list[int | None]) -> tuple[Any, ...]:
+    """What was flattened, of which lists were of these lengths."""
     left = iter(flat)
     return tuple(next(left) if n is None else list(itertools.islice(left, n)) for n in lengths)
 
@@ -294,7 +296,7 @@ def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     A derivative is computed in the dtypes of the saved tensors, which autocast may have cast.
     """
     if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
+        return _NOTHING
     devices = (t.device.type for t in tree_leaves(args) if isinstance(t, Tensor))
     return without_autocast(next(devices, "cpu"))
 
@@ -354,20 +356,20 @@ def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
-    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return (
+        torch._C._is_any_autocast_enabled()  # the shortest question comes first
+        and torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+    )
 
 
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
-
-
-# torch.compile of torch 2.11 cannot trace it.
-_has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+# torch.compile of torch 2.11 cannot trace it; all programs depend on whether autocast is on.
+autocasts._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Returns a context in which products are computed in the dtype of their operands."""
-    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else _NOTHING
 
 
 def register_autocast(library: torch.library.Library, op: Op) -> None:
@@ -400,14 +402,17 @@ def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | 
         TypeError: a dtype that is not supported, or that is not x's.
         ValueError: a device that is not x's.
     """
-    if x.dtype not in dtypes:
+    dtype, device = x.dtype, x.device
+    if dtype not in dtypes:
         names = ", ".join(map(str, dtypes))
-        raise TypeError(f"x: expected one of {names}, got {x.dtype}; convert it with x.to(...)")
+        raise TypeError(f"x: expected one of {names}, got {dtype}; convert it with x.to(...)")
     for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: expected the device of x, {x.device}, got {tensor.device}")
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected the dtype of x, {dtype}, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected the device of x, {device}, got {tensor.device}")
 
 
 def gradient_layout(t: Tensor) -> tuple[list[int], list[int]]:

@@ -56,9 +56,10 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
         TypeError: a dtype is not supported, or differs between x and weight.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, weight = autocast(x.device.type, x, weight)
+    device_type = x.device.type
+    x, weight = autocast(device_type, x, weight)
     _check(x, weight, padding)
-    name = resolve("dynamic_conv1d", impl, x.device.type)
+    name = resolve("dynamic_conv1d", impl, device_type)
     return OPERATOR.implementations[name].function(x, weight, padding)
 
 

@@ -88,10 +88,11 @@ class HighOrderConv2d(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        generator = self.generator
         return high_order_layer(
             x,
-            self.generator.weight,
-            self.generator.bias,
+            generator.weight,
+            generator.bias,
             kernel_size=self.kernel_size,
             dilation=self.dilation,
             normalize=self.normalize,

@@ -58,9 +58,10 @@ def high_order_conv2d(
         TypeError: a dtype is not supported, or differs between x and weight.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, weight = autocast(x.device.type, x, weight)
+    device_type = x.device.type
+    x, weight = autocast(device_type, x, weight)
     _check(x, weight, dilation)
-    name = resolve("high_order_conv2d", impl, x.device.type)
+    name = resolve("high_order_conv2d", impl, device_type)
     return OPERATOR.implementations[name].function(x, weight, dilation)
 
 

@@ -71,11 +71,12 @@ def high_order_layer(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, generator_weight = autocast(x.device.type, x, generator_weight)
+    device_type = x.device.type
+    x, generator_weight = autocast(device_type, x, generator_weight)
     if generator_bias is not None:
-        (generator_bias,) = autocast(x.device.type, generator_bias)
+        (generator_bias,) = autocast(device_type, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
-    name = resolve("high_order_layer", impl, x.device.type)
+    name = resolve("high_order_layer", impl, device_type)
     return OPERATOR.implementations[name].function(
         x, generator_weight, generator_bias, kernel_size, dilation, normalize, residual
     )
@@ -91,32 +92,31 @@ def _check(
 ) -> None:
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
-    for name, value, most, allowed in (
-        ("kernel_size", kernel_size, MAX_KERNEL_SIZE, f"1 to {MAX_KERNEL_SIZE}"),
-        ("dilation", dilation, math.inf, "at least 1"),
+    for name, value, most in (
+        ("kernel_size", kernel_size, MAX_KERNEL_SIZE),
+        ("dilation", dilation, math.inf),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            allowed = "at least 1" if most == math.inf else f"1 to {most}"
             raise ValueError(f"{name}: expected an int, {allowed}, got {value!r}")
     if normalize not in (None, "softmax"):
         raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
-    C = x.shape[1]
-    if weight.dim() != 4 or weight.shape[1] != C or weight.shape[2] != weight.shape[3]:
+    C, shape = x.shape[1], weight.shape
+    if len(shape) != 4 or shape[1] != C or shape[2] != shape[3]:
         raise ValueError(
             f"generator_weight: expected (k * k * G, {C}, s, s) for the {C} channels of x, "
-            f"got shape {tuple(weight.shape)}"
+            f"got shape {tuple(shape)}"
         )
-    if weight.shape[2] < 1:
+    if shape[2] < 1:
         raise ValueError("generator_weight: expected a kernel of at least 1 x 1")
-    taps = kernel_size**2
-    if weight.shape[0] < taps or weight.shape[0] % taps or C % (weight.shape[0] // taps):
+    generated, taps = shape[0], kernel_size**2
+    if generated < taps or generated % taps or C % (generated // taps):
         raise ValueError(
             f"generator_weight: expected k * k * G = {taps} * G output channels, G dividing the "
-            f"{C} channels of x, got {weight.shape[0]}"
+            f"{C} channels of x, got {generated}"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"generator_bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}"
-        )
+    if bias is not None and bias.shape != (generated,):
+        raise ValueError(f"generator_bias: expected shape ({generated},), got {tuple(bias.shape)}")
     check_dtypes(x, _TOLERANCES, generator_weight=weight, generator_bias=bias)
 
 

@@ -33,7 +33,7 @@ def why_unfused(impl: str, weight: Tensor, kernel_size: int, dilation: int) -> s
     if impl == "reference":
         return "the reference is never fused"
     if impl == "cpp":
-        return None if weight.device.type == "cpu" else "cpp is fused on a CPU only"
+        return None if weight.is_cpu else "cpp is fused on a CPU only"
     sizes = kernel_size, weight.shape[2], weight.shape[1], dilation
     return _why_cuda_unfused(*_constants(sizes), weight.dtype, weight.device)
 
