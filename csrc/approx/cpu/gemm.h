@@ -155,7 +155,8 @@ class Gemm {
     typename Lanes::Panel panel;
     alignas(64) float values[kDepth][kLanes] = {};  // of the panel, not packed
 
-    Worker(const Gemm& g, int64_t size) : g(g), tile(size), groups(kRows / kRowsAtOnce) {}
+    Worker(const Gemm& g, int64_t size)
+        : g(g), tile(size), groups((std::min(kRows, g.M) + kRowsAtOnce - 1) / kRowsAtOnce) {}
 
     // Computes the sums of a chunk, laid out by sums_at.
     void sum(const Tile& t, int64_t chunk, float* sums) {
