@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import is_eager, without_autocast
+from hoconv.registration import Op, is_eager, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -35,16 +35,15 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
         ValueError: `gradient` is neither a kind nor a pair of kinds.
         TypeError: `gradient` is neither a string nor a sequence.
     """
-    expected = (
+    is_pair = not isinstance(gradient, str) and isinstance(gradient, Sequence)
+    pair = tuple(gradient) if is_pair else (gradient, gradient)
+    if len(pair) == 2 and pair[0] in KINDS and pair[1] in KINDS:
+        return pair[0], pair[1]
+    error = ValueError if isinstance(gradient, Sequence) else TypeError
+    raise error(
         f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands; "
         f"got {gradient!r}"
     )
-    if not isinstance(gradient, Sequence):
-        raise TypeError(expected)
-    pair = (gradient, gradient) if isinstance(gradient, str) else tuple(gradient)
-    if len(pair) != 2 or any(kind not in KINDS for kind in pair):
-        raise ValueError(expected)
-    return pair[0], pair[1]
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -72,10 +71,10 @@ def _refuse_second_derivative(
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, grad)
         with torch.no_grad():
             found = backward(ctx, grad)
-        if not torch.is_grad_enabled():
-            return found
         sources = grad, *ctx.saved_tensors
         return tuple(None if d is None else _FirstDerivative.apply(d, *sources) for d in found)
 
@@ -152,13 +151,13 @@ class Multiply(_Product):
 
 
 class Matmul(_Product):
-    """The matrix product of a (B, M, K) and b (B, K, N)."""
+    """The matrix product of a (M, K) and b (K, N), or of a (B, M, K) and b (B, K, N)."""
 
     @staticmethod
     def forward(
         a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        return OPS[impl].matmul(a, b, multiplier)
+        return _call_with_batch(OPS[impl].matmul, multiplier, a, b)
 
     @staticmethod
     @_refuse_second_derivative
@@ -169,16 +168,23 @@ class Matmul(_Product):
 
         def gradient_of_left(kind: str, grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
             if kind == "approx":
-                return ops.matmul(grad, right.mT, multiplier)
+                return _call_with_batch(ops.matmul, multiplier, grad, right.mT)
             if kind == "ste":
                 with without_autocast(grad.device.type):
                     return grad @ right.mT
-            return ops.matmul_derivative(grad, left, right, multiplier)
+            return _call_with_batch(ops.matmul_derivative, multiplier, grad, left, right)
 
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of_left(gradient[0], grad, a, b) if need_a else None
         d_b = gradient_of_left(gradient[1], grad.mT, b.mT, a.mT).mT if need_b else None
         return d_a, d_b, None, None, None
+
+
+def _call_with_batch(op: Op, multiplier: str, *matrices: Tensor) -> Tensor:
+    """Calls an op of matrices that have a batch dimension, or none of them."""
+    if matrices[0].dim() == 3:
+        return op(*matrices, multiplier)
+    return op(*(m.unsqueeze(0) for m in matrices), multiplier).squeeze(0)
 
 
 class Conv2d(_Product):

@@ -185,11 +185,10 @@ def _check_operands(
 
 def _pair(name: str, value: Any, least: int) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) else (value, value)
-    expected = f"{name}: expected an int or a pair of them, got {value!r}"
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
-        raise TypeError(expected)
-    if len(pair) != 2:
-        raise ValueError(expected)
+    are_ints = all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    if not are_ints or len(pair) != 2:
+        error = ValueError if are_ints else TypeError
+        raise error(f"{name}: expected an int or a pair of them, got {value!r}")
     if min(pair) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value!r}")
     return pair
@@ -219,9 +218,8 @@ def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradie
 def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
     kinds = gradients.kinds(gradient)
     if b.dim() == 2:
-        rows = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1])
-        out = gradients.Matmul.of(rows, b[None], multiplier, kinds, impl)
-        return out.reshape(*a.shape[:-1], b.shape[1])
+        out = gradients.Matmul.of(a.flatten(0, -2), b, multiplier, kinds, impl)
+        return out if a.dim() == 2 else out.reshape(*a.shape[:-1], b.shape[1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (
         t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:]) for t in (a, b)
@@ -231,16 +229,13 @@ def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient
 
 
 def _conv2d(
-    impl: str, x: Tensor, weight: Tensor, multiplier: str, stride: Any, padding: Any, dilation: Any,
-    groups: int, gradient: Gradient,
+    impl: str, x: Tensor, weight: Tensor, multiplier: str, stride: Pair, padding: Pair,
+    dilation: Pair, groups: int, gradient: Gradient,
 ) -> Tensor:  # fmt: skip
-    windows = (
-        _pair("stride", stride, 1),
-        _pair("padding", padding, 0),
-        _pair("dilation", dilation, 1),
-    )
     kinds = gradients.kinds(gradient)
-    return gradients.Conv2d.of(x, weight, *windows, groups, multiplier, kinds, impl)
+    return gradients.Conv2d.of(
+        x, weight, stride, padding, dilation, groups, multiplier, kinds, impl
+    )
 
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:
