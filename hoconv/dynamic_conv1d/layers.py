@@ -180,7 +180,7 @@ class LightweightConv1d(_Conv1d):
         nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))
 
     def _make_weight(self, x: Tensor) -> Tensor:
-        return self._normalize(self.weight[None, :, :, None])
+        return self._normalize(self.weight.reshape(1, self.heads, self.kernel_size, 1))
 
 
 class DynamicConv1d(_Conv1d):
