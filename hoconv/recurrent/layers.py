@@ -220,17 +220,17 @@ class RNN(nn.Module):
     def _layers(
         self,
         x: Tensor,
-        states: list[Tensor],
+        states: list[list[Tensor]],
         parameters: list[list[Tensor]],
         valid: Tensor | None,
         begins: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """x (T, B, I) and states (L * D, B, n) to outputs (T, B, D * n) and final states."""
+        """x (T, B, I) and states of each run to outputs (T, B, D * n) and final states."""
+        device_type = x.device.type
         directions = 1 + self.bidirectional
         resets = [begins]
         if self.bidirectional:
             resets.append(None if begins is None else _ends(begins, valid))
-        first = [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -248,11 +248,11 @@ class RNN(nn.Module):
                 text = traced.training if self.training else traced.evaluation
                 plan = request(text, x.dtype, self.schedule, valid is not None,
                                begins is not None, reverse, self.recompute)  # fmt: skip
-                call = Call(self.runs[at][0], traced.names, plan, x, first[at], parameters[at],
+                call = Call(self.runs[at][0], traced.names, plan, x, states[at], parameters[at],
                             valid, resets[direction], self.training, seed, reverse)  # fmt: skip
                 calls.append(call)
             names = [
-                resolve(OPERATOR.name, self.impl, x.device.type, call.plan, call.program)
+                resolve(OPERATOR.name, self.impl, device_type, call.plan, call.program)
                 for call in calls
             ]
             found = run_directions(names[0], calls)
@@ -311,11 +311,12 @@ class RNN(nn.Module):
                     )
         return gathered
 
-    def _states(self, given: State | None, x: Tensor, single: bool) -> list[Tensor]:
+    def _states(self, given: State | None, x: Tensor, single: bool) -> list[list[Tensor]]:
+        """(B, n) of each state of each run, before the first step."""
         sizes = self.runs[0][0].state_sizes
         runs, batch = len(self.runs), x.shape[1]
-        if given is None:
-            return [x.new_zeros(runs, batch, n) for n in sizes.values()]
+        if given is None:  # nothing writes to them: all runs share them
+            return [[x.new_zeros(batch, n) for n in sizes.values()]] * runs
         states = list(given) if isinstance(given, tuple | list) else [given]
         if len(states) != len(sizes):
             raise ValueError(
@@ -336,7 +337,7 @@ class RNN(nn.Module):
                 )
             if single:
                 states[i] = states[i].unsqueeze(1)
-        return states
+        return [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
 
     def _valid(self, lengths: Tensor | Sequence[int] | None, x: Tensor) -> Tensor | None:
         """(T, B, 1), whether a step is within its sequence."""

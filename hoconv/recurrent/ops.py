@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype
+from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.recurrent.runtime.interpret import Loop, Run, Tensors, in_dtype, interpret
+from hoconv.recurrent.runtime.interpret import Loop, Run, Tensors, interpret
 from hoconv.recurrent.runtime.packing import pack, unpack
 from hoconv.registration import (
     Op,
@@ -288,7 +288,7 @@ class _CudnnFunction(torch.autograd.Function):
         return None, None, *(next(found) if t.requires_grad else None for t in ctx.inputs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One run of a cell over a sequence in one direction.
 
@@ -305,6 +305,7 @@ class Call:
         training: whether noise is drawn.
         seed: int64 scalar, of the random masks, where there are any.
         reverse: whether the first step is the last of x.
+        program: the program to run: ``forward`` if a gradient may be wanted, else ``inference``.
     """
 
     cell: BoundCell
@@ -318,10 +319,12 @@ class Call:
     training: bool = False
     seed: Tensor | None = None
     reverse: bool = False
+    program: str = field(init=False)
 
-    @property
-    def program(self) -> str:
-        """The program to run: ``forward`` if a gradient may be wanted, else ``inference``."""
+    def __post_init__(self) -> None:
+        self.program = self._choose_program()
+
+    def _choose_program(self) -> str:
         if not torch.is_grad_enabled():
             return "inference"
         # Under a transform of torch.func a tensor may not show that an outer transform

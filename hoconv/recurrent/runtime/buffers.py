@@ -6,8 +6,8 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,29 @@ from hoconv.recurrent.runtime.interpret import Tensors, count_steps
 _KEPT = 1024  # descriptions of a storage, for a T and a B
 
 
+class _Described(NamedTuple):
+    """A buffer, the shape and dtype of its tensor, and whether that need not be contiguous."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strided: bool
+
+
 @functools.lru_cache(_KEPT)
-def _describe(storage: Storage, T: int, B: int) -> dict[Buffer, tuple[Any, torch.dtype]]:
-    """The shape and the dtype of each buffer's tensor."""
-    buffers = {*storage.buffers, *storage.params, *storage.sequences, *storage.first}
-    return {each: (each.shape(T, B), DTYPES[each.type.dtype]) for each in buffers}
+def _describe(
+    storage: Storage, T: int, B: int
+) -> tuple[tuple[_Described, ...], tuple[_Described, ...]]:
+    """The buffers of tensors that are given, in that order, and the others."""
+
+    def describe(buffers: Iterable[Buffer]) -> tuple[_Described, ...]:
+        return tuple(
+            _Described(b, b.shape(T, B), DTYPES[b.type.dtype], b in storage.strided)
+            for b in buffers
+        )
+
+    given = (*storage.params, *storage.sequences, *storage.first)
+    return describe(given), describe(b for b in storage.buffers if b not in given)
 
 
 def bind(
@@ -42,16 +60,14 @@ def bind(
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
     T, B = count_steps(program, values)
-    described = _describe(storage, T, B)
+    described, others = _describe(storage, T, B)
     device = values[program.sequences[0][1]].device
     given = [values[p.value] for p in program.params] + [values[v] for _, v in program.sequences]
     given += [values[v] for v in program.made_before]
-    buffers = (*storage.params, *storage.sequences)
     if storage.first:
-        given, buffers = given + initial, buffers + storage.first
+        given += initial
     tensors = dict(resident)
-    for buffer, tensor in zip(buffers, given, strict=True):
-        shape, dtype = described[buffer]
+    for (buffer, shape, dtype, strided), tensor in zip(described, given, strict=True):
         # Compiled code reads it through a bare pointer.
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
@@ -61,10 +77,9 @@ def bind(
         if buffer in resident:
             resident[buffer].copy_(tensor)
         else:
-            tensors[buffer] = tensor if buffer in storage.strided else tensor.contiguous()
-    for buffer in storage.buffers:
+            tensors[buffer] = tensor if strided or tensor.is_contiguous() else tensor.contiguous()
+    for buffer, shape, dtype, _ in others:
         if buffer not in tensors:
-            shape, dtype = described[buffer]
             tensors[buffer] = torch.empty(shape, dtype=dtype, device=device)
     if not storage.first:
         for own, first in zip(storage.initial, initial, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent.ir import evaluate, random
-from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 from hoconv.recurrent.runtime import products
 
@@ -192,11 +192,6 @@ def _steps(
             written[each.sequence][t] = at_step(each.source)
         now = [at_step(s.next) for s in program.states]
     return {sequence: torch.stack(each) for sequence, each in written.items()}, now
-
-
-def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Does what ``t.to(dtype)`` does, and takes less time where that is nothing."""
-    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _evaluate(

@@ -49,14 +49,15 @@ def unpack(
                 zeros = [torch.zeros_like(_read(parameters[p.parameter], p)) for p in pieces]
                 result = torch.cat(zeros)
             if piece is not None and len(pieces) > 1:
-                result = result.split([parameters[p.parameter].shape[0] for p in pieces])[piece]
+                rows = [parameters[p.parameter].shape[0] for p in pieces]
+                result = result.split_with_sizes(rows)[piece]
             parts.append(result)
         whole = _concatenate(parts, -1)
         if len(names) == 1:
             found[names[0]] = whole
         else:
             rows = [parameters[name].shape[0] for name in names]
-            found |= zip(names, whole.split(rows), strict=True)
+            found |= zip(names, whole.split_with_sizes(rows), strict=True)
     return {name: found[name] for name in parameters}
 
 
