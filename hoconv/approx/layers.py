@@ -82,7 +82,7 @@ class ApproxConv2d(nn.Conv2d):
             dilation=self.dilation, groups=self.groups, gradient=self.gradient, impl=self.impl,
         )  # fmt: skip
         if self.bias is not None:
-            out = out + self.bias[:, None, None]
+            out = out + self.bias.reshape(-1, 1, 1)
         return out if input.dim() == 4 else out.squeeze(0)
 
     def extra_repr(self) -> str:

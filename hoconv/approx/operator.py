@@ -185,13 +185,17 @@ def _check_operands(
 
 def _pair(name: str, value: Any, least: int) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) else (value, value)
-    are_ints = all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    are_ints = all(map(_is_int, pair))
     if not are_ints or len(pair) != 2:
         error = ValueError if are_ints else TypeError
         raise error(f"{name}: expected an int or a pair of them, got {value!r}")
     if min(pair) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value!r}")
     return pair
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _resolve_padding(
