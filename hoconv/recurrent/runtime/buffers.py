@@ -15,7 +15,7 @@ from torch import Tensor
 from hoconv.recurrent.codegen.storage import Buffer, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.runtime.interpret import Tensors, count_steps
+from hoconv.recurrent.runtime.interpret import Tensors
 
 _KEPT = 1024  # descriptions of a storage, for a T and a B
 
@@ -48,6 +48,8 @@ def _describe(
 def bind(
     program: Program,
     storage: Storage,
+    T: int,
+    B: int,
     values: Tensors,
     initial: list[Tensor],
     resident: Mapping[Buffer, Tensor],
@@ -59,7 +61,6 @@ def bind(
         initial: (B, n) of each state.
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
-    T, B = count_steps(program, values)
     described, others = _describe(storage, T, B)
     device = values[program.sequences[0][1]].device
     given = [values[p.value] for p in program.params] + [values[v] for _, v in program.sequences]

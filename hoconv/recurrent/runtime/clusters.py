@@ -161,7 +161,7 @@ def launch_runs(
     teams = -(-B // layout.shape.rows)
     blocks = teams * layout.shape.members
     for run in runs:
-        tensors = bind(run.program, storage, run.values, run.initial, {})
+        tensors = bind(run.program, storage, T, B, run.values, run.initial, {})
         mail, bytes = blocks * layout.mail_bytes, blocks * (layout.mail_bytes + layout.far_bytes)
         scratch = run.initial[0].new_empty(bytes, dtype=torch.uint8) if bytes else None
         if scratch is not None and mail:

@@ -84,7 +84,7 @@ class CppLoop:
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`."""
         storage = self.source.storage
         T, B = count_steps(program, values)
-        tensors = bind(program, storage, values, initial, {})
+        tensors = bind(program, storage, T, B, values, initial, {})
         ordered = [tensors[buffer] for buffer in storage.buffers]
         pointers = (ctypes.c_void_p * len(ordered))(*[t.data_ptr() for t in ordered])
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]

@@ -92,7 +92,7 @@ class CudaLoop:
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
             with torch.cuda.device(device):
-                tensors = bind(program, storage, values, initial, {})
+                tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)
         with torch.cuda.device(device), self._lock:
@@ -105,7 +105,7 @@ class CudaLoop:
                 workspace = self._workspaces(B, device, stream, _precision())
             except _CannotKeep:
                 workspace = self._new_workspace(B, device, None)
-            tensors = bind(program, storage, values, initial, workspace.resident)
+            tensors = bind(program, storage, T, B, values, initial, workspace.resident)
             workspace.run(T, seed, tensors)
             return results(program, storage, tensors, T)
 

@@ -151,14 +151,14 @@ class ShimLoop:
         T, B = count_steps(program, values)
         storage = self.source.steps.storage
         if self.source.whole:
-            tensors = bind(program, storage, values, initial, {})
+            tensors = bind(program, storage, T, B, values, initial, {})
             run_whole(self.source, self.kernels, T, B, seed, tensors, torch.device("cpu"))
             return results(program, storage, tensors, T)
         if B not in self.workspaces:
             arguments = (self.source, self.kernels, B, torch.device("cpu"), self._record)
             self.workspaces[B] = Workspace(*arguments)
         workspace = self.workspaces[B]
-        tensors = bind(program, storage, values, initial, workspace.resident)
+        tensors = bind(program, storage, T, B, values, initial, workspace.resident)
         workspace.run(T, seed, tensors)
         return results(program, storage, tensors, T)
 
