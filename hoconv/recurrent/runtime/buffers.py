@@ -15,6 +15,7 @@ from torch import Tensor
 from hoconv.recurrent.codegen.storage import Buffer, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.runtime import pages
 from hoconv.recurrent.runtime.interpret import Tensors
 
 _KEPT = 1024  # descriptions of a storage, for a T and a B
@@ -81,7 +82,11 @@ def bind(
             tensors[buffer] = tensor if strided or tensor.is_contiguous() else tensor.contiguous()
     for buffer, shape, dtype, _ in others:
         if buffer not in tensors:
-            tensors[buffer] = torch.empty(shape, dtype=dtype, device=device)
+            tensors[buffer] = (
+                pages.allocate(shape, dtype)
+                if device.type == "cpu"
+                else torch.empty(shape, dtype=dtype, device=device)
+            )
     if not storage.first:
         for own, first in zip(storage.initial, initial, strict=True):
             for each in own:

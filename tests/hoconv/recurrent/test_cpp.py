@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.plans import request
+from hoconv.recurrent.runtime import pages
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
@@ -221,6 +223,18 @@ def test_onednn_reads_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients(rnn.RNN(rnn.lstm, 512, 512, impl="cpp"), sequence(16, 16, 512).float())
     assert dense
     assert all(dense)
+
+
+def test_large_tensors_have_huge_pages() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("the system has no huge pages")
+    resource = pytest.importorskip("resource")
+    size = 1 << 26  # more than the allocator keeps
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pages.allocate((size,), torch.uint8).fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < size // 4096 // 2
 
 
 def test_the_number_of_calls_of_pytorch_does_not_depend_on_the_steps() -> None:
