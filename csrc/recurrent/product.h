@@ -184,4 +184,17 @@ void multiply(T* out, const T* x, const Packed<T>& by, int64_t rows,
     }
 }
 
+// out (rows, columns) = x (rows, inner) times a matrix, plus `added` (columns) unless it is null,
+// on the threads of PyTorch. `memory` is that of a packed matrix. Returns whether it succeeded.
+template <typename A>
+bool multiply_all(A* out, const A* x, const A* matrix, int64_t row_stride, int64_t column_stride,
+                  const A* added, int64_t rows, int64_t inner, int64_t columns, void* memory) {
+  constexpr int64_t kGrain = 1 << 16;  // multiplications that are worth another thread
+  const Packed<A> by(memory, inner, columns);
+  if (!by.pack(matrix, row_stride, column_stride, added)) return false;
+  return for_rows(rows, kGrain / (inner * columns) + 1, [&](int64_t begin, int64_t end) {
+    multiply(out + begin * columns, x + begin * inner, by, end - begin, nullptr);
+  });
+}
+
 }  // namespace hoconv::recurrent

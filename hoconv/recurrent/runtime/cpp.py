@@ -14,11 +14,13 @@ from torch import Tensor
 
 from hoconv import jit
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.cpp import ALIGNMENT, HEADER, CppSource, emit_cpp
+from hoconv.recurrent.codegen.cpp import HEADER, CppSource, emit_cpp
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.rows import make_row_programs
+from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
+from hoconv.recurrent.runtime.pages import allocate_aligned
 
 
 def obstacle() -> str | None:
@@ -45,6 +47,7 @@ def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
     Raises:
         hoconv.jit.BuildError: there is no compiler, or it failed.
     """
+    products.load()  # they multiply before and after the loops
     groups = {
         name: {
             f"{name}_group{i}": each for i, each in enumerate(make_row_programs(program).items())
@@ -91,8 +94,8 @@ class CppLoop:
         apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source
         size = source.packed_bytes + B * source.row_bytes
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-        packed = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+        memory = allocate_aligned(size)
+        packed = memory.data_ptr()
         number = 0 if seed is None else int(seed)
         if self.function(T, B, number, pointers, apart, packed, packed + source.packed_bytes):
             raise RuntimeError(f"{program.name}: PyTorch's product or threads failed in the loop")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv.recurrent.codegen.cpp import ALIGNMENT
+
 _HUGE = 1 << 21  # bytes of a huge page: of x86-64, and of AArch64 with pages of 4 KiB
 _LARGE = _HUGE >> 2  # smaller tensors have few pages of any size
 
@@ -30,6 +32,12 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         stop = -(-(tensor.data_ptr() + tensor.nbytes) // _HUGE) * _HUGE
         advise(start, stop - start, mmap.MADV_HUGEPAGE)
     return tensor
+
+
+def allocate_aligned(count: int) -> Tensor:
+    """Bytes, uninitialised, that begin where the widest vector register can be loaded."""
+    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:count]
 
 
 @functools.cache

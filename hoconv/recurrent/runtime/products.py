@@ -1,53 +1,93 @@
-"""Computes matrix products of whole sequences, large ones by oneDNN where PyTorch has it.
+"""Computes matrix products of whole sequences, on a CPU by csrc/recurrent/{product,outer}.h.
+
+A row of the result has the same bits on any number of threads.
 
 T time steps, B batch, n features of x, m of the result, or of the gradient g.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 from torch import Tensor
 
+from hoconv.jit.generated import compile_cpp
+from hoconv.recurrent.codegen.cpp import ALIGNMENT
 from hoconv.recurrent.ir import evaluate
+from hoconv.recurrent.runtime.pages import allocate, allocate_aligned
 
-# oneDNN takes longer to start: it is as fast as PyTorch's product from this many multiplications.
-_LARGE = 1 << 24
-
-
-def onednn() -> bool:
-    """Whether PyTorch has oneDNN and its user allows it."""
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+_ENOUGH = 64  # rows for which a matrix is worth packing
+_BLOCK = 256  # kOuterBlock of outer.h
+_TILE = 8  # the largest kTileRows of product.h
+_SOURCE = """
+#include "recurrent/outer.h"
+using namespace hoconv::recurrent;
+#define HOCONV_PRODUCTS(T) \\
+  extern "C" int linear_##T(T* out, const T* x, const T* matrix, int64_t row_stride, \\
+                            int64_t column_stride, const T* added, int64_t rows, int64_t inner, \\
+                            int64_t columns, void* memory) { \\
+    return !multiply_all(out, x, matrix, row_stride, column_stride, added, rows, inner, columns, \\
+                         memory); \\
+  } \\
+  extern "C" int outer_##T(T* out, const T* g, const T* x, int64_t rows, int64_t m, int64_t n, \\
+                           T* packed) { \\
+    return !outer(out, g, x, rows, m, n, packed); \\
+  }
+HOCONV_PRODUCTS(float)
+HOCONV_PRODUCTS(double)
+"""
+_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, (T, B, n) to (T, B, m): :func:`evaluate.linear`, not differentiable."""
-    if not _suits_onednn(x, weight, x.numel() * len(weight)):
+    if not _suits(x, weight):
         return evaluate.linear(x, weight, bias)
-    return _multiply(x, weight, bias)
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    (T, B, n), m, size = x.shape, len(weight), x.element_size()
+    out = allocate((T, B, m), x.dtype)
+    padded = max(2 * ALIGNMENT, -(-m * size // ALIGNMENT) * ALIGNMENT)
+    memory = allocate_aligned((n + 1) * padded)
+    row, column = weight.stride()
+    _call("linear", x.dtype, out, x, weight, column, row, bias, T * B, n, m, memory)
+    return out
 
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x, (T, B, m) and (T, B, n) to (m, n): :func:`evaluate.outer`, not differentiable."""
-    if not _suits_onednn(g, x, g.numel() * x.shape[-1]):
+    if not _suits(g, x):
         return evaluate.outer(g, x)
-    g, x = g.flatten(0, 1), x.flatten(0, 1)
-    if g.shape[1] < x.shape[1]:
-        return _multiply(g.mT, x.mT)
-    return _multiply(x.mT, g.mT).mT.contiguous()  # faster with fewer rows than columns
+    g, x = g.contiguous(), x.contiguous()
+    (T, B, m), n = g.shape, x.shape[-1]
+    out = allocate((m, n), x.dtype)
+    memory = allocate_aligned(_BLOCK * -(-m // _TILE) * _TILE * x.element_size())
+    _call("outer", x.dtype, out, g, x, T * B, m, n, memory)
+    return out
 
 
-def _suits_onednn(a: Tensor, b: Tensor, multiplications: int) -> bool:
-    return (
-        multiplications >= _LARGE
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (a, b))
-        and onednn()
-    )
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Compiles the products.
+
+    Raises:
+        hoconv.jit.BuildError: there is no compiler, or it failed.
+    """
+    return ctypes.CDLL(str(compile_cpp("recurrent", _SOURCE)))
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    x, weight = (
-        # Others oneDNN multiplies by its slow fallback.
-        t if t.is_contiguous() or t.mT.is_contiguous() else t.contiguous()
-        for t in (x, weight)
-    )
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _suits(a: Tensor, b: Tensor) -> bool:
+    same = a.dtype == b.dtype and a.device.type == b.device.type == "cpu"
+    return same and a.dtype in _NAMES and a.shape[0] * a.shape[1] >= _ENOUGH
+
+
+def _call(name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None:
+    given = [
+        ctypes.c_int64(each)
+        if isinstance(each, int)
+        else ctypes.c_void_p(None if each is None else each.data_ptr())
+        for each in arguments
+    ]
+    if load()[f"{name}_{_NAMES[dtype]}"](*given):
+        raise RuntimeError(f"hoconv::recurrent: PyTorch's threads failed in the product {name}")

@@ -17,10 +17,11 @@ from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir import evaluate
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.plans import request
-from hoconv.recurrent.runtime import pages
+from hoconv.recurrent.runtime import pages, products
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
@@ -195,34 +196,22 @@ def test_large_products_are_near_the_definition(which: str, schedule: str, batch
         assert (mine.double() - exact).norm() <= 1e-5 * exact.norm()
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
-@pytest.mark.parametrize("enabled", [True, False])
-def test_onednn_is_called_where_it_is_enabled(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+# Rows in one block of the operands and in several, columns in panels of two and three vectors,
+# with and without a rest.
+@pytest.mark.parametrize(("T", "B", "n", "m"), [(1, 64, 1, 13), (9, 67, 49, 70), (3, 90, 64, 96)])
+def test_products_of_whole_sequences_are_exact(
+    dtype: torch.dtype, tolerance: float, T: int, B: int, n: int, m: int
 ) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
-    ours = rnn.RNN(rnn.lstm, 512, 512, impl="cpp", schedule="auto")
-    x = sequence(16, 16, 512).float()
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
-        gradients(ours, x)
-    called = [event.key for event in profile.key_averages() if event.key.startswith("mkldnn::")]
-    assert bool(called) == enabled
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN")
-def test_onednn_reads_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = []
-    product = torch.ops.mkldnn._linear_pointwise
-
-    def recorded(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-        dense.append(weight.is_contiguous() or weight.mT.is_contiguous())
-        return product(x, weight, *others)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
-    gradients(rnn.RNN(rnn.lstm, 512, 512, impl="cpp"), sequence(16, 16, 512).float())
-    assert dense
-    assert all(dense)
+    x, g = sequence(B, T, n).transpose(0, 1).to(dtype), sequence(T, B, m).to(dtype)
+    weight, bias = sequence(m, 2 * n)[:, n:].to(dtype), sequence(2 * m)[::2].to(dtype)
+    for by, added in ((weight, bias), (weight, None), (sequence(n, m).to(dtype).mT, None)):
+        exact = evaluate.linear(x.double(), by.double(), None if added is None else added.double())
+        found = products.linear(x, by, added)
+        assert found.dtype == dtype
+        assert (found.double() - exact).norm() <= tolerance * exact.norm()
+    exact = evaluate.outer(g.double(), x.double())
+    assert (products.outer(g, x).double() - exact).norm() <= tolerance * exact.norm()
 
 
 def test_large_tensors_have_huge_pages() -> None:
