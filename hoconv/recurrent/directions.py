@@ -63,7 +63,7 @@ def _run(made: CompiledPlan, which: str, inputs: Sequence[Inputs]) -> list[list[
     """Runs a program in both directions; returns what the op of each returns."""
     loop, programs = made.cuda_loop(which), made.both(which)
     with without_autocast(inputs[0].sequences[0].device.type):  # programs choose their dtypes
-        runs = [start(made, p, each, loop) for p, each in zip(programs, inputs, strict=True)]
+        runs = [start(made, p, loop, each) for p, each in zip(programs, inputs, strict=True)]
         written = loop.run_together([run.steps for run in runs])
         return [
             finish(made, which, each, run, *of_loop)

@@ -60,8 +60,7 @@ def _run(
     device_type = sequences[0].device.type
     inputs = Inputs(sequences, states, parameters, seed)
     with without_autocast(device_type):  # the program chooses its dtypes itself
-        loop = made.loop(which, impl, device_type)
-        run = start(made, made.program(which), inputs, loop)
+        run = start(made, *made.find(which, impl, sequences[0]), inputs)
         return finish(made, which, inputs, run, *run.run_steps())
 
 
@@ -74,7 +73,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None
 
 
-def start(made: CompiledPlan, program: Program, inputs: Inputs, loop: Loop | None) -> Run:
+def start(made: CompiledPlan, program: Program, loop: Loop | None, inputs: Inputs) -> Run:
     """Runs what a program has before its loop."""
     params = pack(program, _name_parameters(made, inputs.parameters))
     states = _name_states(program, inputs.states)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hoconv.recurrent.frontend.serialize import from_text
 from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.runtime.clusters import Clusters
-from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops
+from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops, has_rows
 from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import Loop
 from hoconv.recurrent.schedule import Plan, plan_trace
@@ -89,21 +90,44 @@ class CompiledPlan:
         # Of a program, as of `program`, and the same program in the other direction. They share
         # their values, so that one kernel can run both.
         self.both = functools.cache(self._both)
+        # Of a program, the same as it runs where threads of a CPU have many rows.
+        self._streamed = functools.cache(self._stream)
         self._cpp_loops = functools.cache(self._cpp)
 
     def program(self, which: str) -> Program:
         """One of the plan's programs: ``inference``, ``forward`` or ``backward``."""
         return getattr(self.plan, which)
 
-    def loop(self, which: str, impl: str, device_type: str) -> Loop | None:
-        """The loop that runs the steps of a program; None for PyTorch, op by op.
+    def find(self, which: str, impl: str, x: Tensor) -> tuple[Program, Loop | None]:
+        """What computes one of the plan's programs: the program that runs, and the loop that runs
+        its steps, or None for PyTorch, op by op.
+
+        Args:
+            which: as of :meth:`program`.
+            x: (T, B, n).
+
+        Raises:
+            hoconv.jit.BuildError: there is no compiler, or it failed.
+        """
+        program = self.program(which)
+        if impl == "cuda":
+            return program, self.cuda_loop(which)
+        if x.is_cuda:
+            return program, None
+        if has_rows(x.shape[1]):
+            program = self._streamed(which)
+        return program, self._cpp_loops(which != "inference")[program]
+
+    def prepare(self, which: str, impl: str, device_type: str) -> None:
+        """Compiles the loop of a program.
 
         Raises:
             hoconv.jit.BuildError: there is no compiler, or it failed.
         """
         if impl == "cuda":
-            return self.cuda_loop(which)
-        return self._cpp_loops(which != "inference")[which] if device_type == "cpu" else None
+            self.cuda_loop(which).prepare()
+        elif device_type == "cpu":
+            self._cpp_loops(which != "inference")
 
     def keeps_weights(self, which: str, x: Tensor, directions: int = 1) -> bool:
         """Whether one kernel keeps the weights on the GPU of x, for its batch, in a program.
@@ -128,9 +152,17 @@ class CompiledPlan:
         clusters = Clusters(program, always) if self.plan.persistent else None
         return CudaLoop(program, self.plan.recorded, clusters)
 
-    def _cpp(self, differentiable: bool) -> dict[str, CppLoop]:
+    def _stream(self, which: str) -> Program:
+        program = self.program(which)  # of a lower rung of the ladder as it is
+        return stream(program) if self.plan.recorded else program
+
+    def _cpp(self, differentiable: bool) -> dict[Program, CppLoop]:
         names = ("forward", "backward") if differentiable else ("inference",)
-        return compile_loops({name: self.program(name) for name in names})
+        programs = {name: self.program(name) for name in names}
+        for name in names:
+            if (streamed := self._streamed(name)) is not programs[name]:
+                programs[f"{name}_streamed"] = streamed
+        return {programs[name]: loop for name, loop in compile_loops(programs).items()}
 
 
 @functools.lru_cache(_KEPT)
@@ -153,6 +185,4 @@ def prepare(impl: str, device_type: str, text: str, which: str) -> None:
     if impl == "cuda" and made.plan.cudnn:
         return  # cuDNN computes the layer
     for program in (which, "backward") if which == "forward" else (which,):
-        loop = made.loop(program, impl, device_type)
-        if isinstance(loop, CudaLoop):
-            loop.prepare()
+        made.prepare(program, impl, device_type)

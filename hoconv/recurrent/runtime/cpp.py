@@ -41,6 +41,12 @@ def load() -> None:
     compile_loops({})
 
 
+def has_rows(B: int) -> bool:
+    """Whether threads take so many of B rows that a product of one step takes them no longer, by
+    row, than a product of all steps: csrc/recurrent/product.h has its speed with 32 rows."""
+    return 32 * torch.get_num_threads() <= B
+
+
 def compile_loops(programs: Mapping[str, Program]) -> dict[str, CppLoop]:
     """Compiles named programs into one library: their time loops, and the groups around these.
 

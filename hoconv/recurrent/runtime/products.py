@@ -1,6 +1,7 @@
 """Computes matrix products of whole sequences, on a CPU by csrc/recurrent/{product,outer}.h.
 
-A row of the result has the same bits on any number of threads.
+So a row of the result has the same bits whether a product is computed here or by the step
+(:mod:`hoconv.recurrent.passes.stream`), and on any number of threads.
 
 T time steps, B batch, n features of x, m of the result, or of the gradient g.
 """

@@ -29,19 +29,25 @@ from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, cell_case
 
 CELLS = [*READY, *range(50)]
+PROGRAMS = "inference", "forward", "backward"
 
 
 def check_loops(
     cases: Sequence[CellCase],
     schedule: str,
     compile: Callable[[Mapping[str, Program]], Mapping[str, Loop]],
+    change: Callable[[Program], Program] = lambda program: program,
 ) -> None:
-    """Every case by compiled loops, all compiled at once: their headers take longest."""
+    """Every case by compiled loops, all compiled at once: their headers take longest.
+
+    Args:
+        change: a pass that runs on each program before.
+    """
     plans = [plan(case.cell, torch.float64, schedule, **case.options) for case in cases]
+    for made in plans:  # which keeps its programs
+        vars(made).update({name: change(getattr(made, name)) for name in PROGRAMS})
     programs = {
-        f"{name}_{i}": getattr(made, name)
-        for i, made in enumerate(plans)
-        for name in ("inference", "forward", "backward")
+        f"{name}_{i}": getattr(made, name) for i, made in enumerate(plans) for name in PROGRAMS
     }
     loops = {programs[name]: loop for name, loop in compile(programs).items()}
     for case, made in zip(cases, plans):

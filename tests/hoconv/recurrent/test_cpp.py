@@ -18,11 +18,15 @@ from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir import evaluate
+from hoconv.recurrent.ir.kinds import PRODUCTS
+from hoconv.recurrent.ir.program import flat
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import compiled_op
+from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.runtime import pages, products
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
@@ -54,6 +58,13 @@ def test_compiled_loops_of_every_schedule_are_exact(schedule: str) -> None:
     cases = [cell_case(which, reverse=True) for which in names]
     cases += [cell_case(which, recompute=True) for which in names]
     check_loops(cases, schedule, compile_loops)
+
+
+def test_loops_of_many_rows_are_exact() -> None:
+    cases = [cell_case(which, masked=True) for which in READY]
+    cases += [cell_case(which, reverse=True) for which in (0, 9)]
+    cases += [cell_case(which, recompute=True, resets=True) for which in (*READY, 0, 9)]
+    check_loops(cases, "auto", compile_loops, stream)
 
 
 def pair(name: str, **arguments: Any) -> tuple[rnn.RNN, rnn.RNN]:
@@ -212,6 +223,30 @@ def test_products_of_whole_sequences_are_exact(
         assert (found.double() - exact).norm() <= tolerance * exact.norm()
     exact = evaluate.outer(g.double(), x.double())
     assert (products.outer(g, x).double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    made = rnn.RNN(rnn.lstm, 9, 17, impl="cpp", bidirectional=True, dtype=dtype)
+    x, found = sequence(5, 40, 9).to(dtype), []
+    before = torch.get_num_threads()
+    try:
+        for number in (1, 2):  # of which one has rows for products of a step
+            torch.set_num_threads(number)
+            found.append([*gradients(made, x), made(x)[0]])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_products_of_many_rows_are_those_of_the_step() -> None:
+    made = plan(bound("lstm"), torch.float32)
+    forward, backward = stream(made.forward), stream(made.backward)
+    assert not [op for op in flat(forward.before) if op.kind in PRODUCTS]
+    assert not [op for op in flat(backward.after) if op.kind in PRODUCTS]
+    assert stream(forward) is forward
+    half = plan(bound("lstm"), torch.bfloat16).forward
+    assert stream(half) is half
 
 
 def test_large_tensors_have_huge_pages() -> None:
