@@ -71,16 +71,19 @@ class Packed {
         A* to = at(panel);
         for (int64_t j = 0; j < width; ++j)
           to[j] = j < real && added != nullptr ? static_cast<A>(added[start + j]) : A(0);
-        // Some rows at a time, which stay in the level-1 cache while columns are copied.
-        constexpr int64_t kSome = 32;
-        for (int64_t first = 0; first < inner; first += kSome) {
-          const int64_t last = first + kSome < inner ? first + kSome : inner;
-          for (int64_t j = 0; j < width; ++j)
-            for (int64_t k = first; k < last; ++k)
-              to[(k + 1) * width + j] =
-                  j < real ? static_cast<A>(matrix[k * row_stride + (start + j) * column_stride])
-                           : A(0);
-        }
+        // Some columns at a time, at most the ways of a level-1 cache: a line of each stays there,
+        // also where they are a power of two apart.
+        constexpr int64_t kSome = 8;
+        for (int64_t first = 0; first < width; first += kSome)
+          for (int64_t k = 0; k < inner; ++k) {
+            const T* from = matrix + k * row_stride + (start + first) * column_stride;
+            A* row = to + (k + 1) * width + first;
+            if (first + kSome <= real)
+              for (int64_t j = 0; j < kSome; ++j) row[j] = static_cast<A>(from[j * column_stride]);
+            else
+              for (int64_t j = 0; j < kSome && first + j < width; ++j)
+                row[j] = first + j < real ? static_cast<A>(from[j * column_stride]) : A(0);
+          }
       }
     });
   }
