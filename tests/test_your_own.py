@@ -84,7 +84,6 @@ def test_commands_with_a_checkpoint(run, checkpoint, command):
 @pytest.mark.parametrize(
     ("trainer", "impl"),
     [
-        ("cpu", "auto"),
         ("cpu", "cpp"),
         pytest.param("gpu", "reference", marks=pytest.mark.gpu),
         pytest.param("gpu", "cuda", marks=pytest.mark.gpu),
