@@ -112,7 +112,7 @@ class CompiledPlan:
         program = self.program(which)
         if impl == "cuda":
             return program, self.cuda_loop(which)
-        if x.is_cuda:
+        if not x.is_cpu:
             return program, None
         if has_rows(x.shape[1]):
             program = self._streamed(which)
