@@ -233,13 +233,16 @@ def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient
 
 
 def _conv2d(
-    impl: str, x: Tensor, weight: Tensor, multiplier: str, stride: Pair, padding: Pair,
-    dilation: Pair, groups: int, gradient: Gradient,
+    impl: str, x: Tensor, weight: Tensor, multiplier: str, stride: Any, padding: Any, dilation: Any,
+    groups: int, gradient: Gradient,
 ) -> Tensor:  # fmt: skip
-    kinds = gradients.kinds(gradient)
-    return gradients.Conv2d.of(
-        x, weight, stride, padding, dilation, groups, multiplier, kinds, impl
+    windows = (  # whoever calls an implementation by itself gives what the operator is given
+        _pair("stride", stride, 1),
+        _pair("padding", padding, 0),
+        _pair("dilation", dilation, 1),
     )
+    kinds = gradients.kinds(gradient)
+    return gradients.Conv2d.of(x, weight, *windows, groups, multiplier, kinds, impl)
 
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:
