@@ -39,7 +39,7 @@ def digest(text: bytes, folder: Path | None, include: Sequence[Path]) -> str:
 
 
 def _headers(
-    text: bytes, folder: Path | None, include: Sequence[Path], seen: set[Path]
+    text: bytes, folder: Path | None, include: Sequence[Path], seen: set[str]
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the headers that a text includes, each once, whatever conditions they are under."""
     for quoted, bracketed, macro in _INCLUDE.findall(text):
@@ -51,8 +51,8 @@ def _headers(
         name = os.fsdecode(quoted or bracketed)
         folders = [folder, *include] if quoted and folder else include
         path = next((p for f in folders if (p := f / name).is_file()), None)
-        if path and path.resolve() not in seen:
-            seen.add(path.resolve())
+        if path and (plain := os.path.normpath(path)) not in seen:
+            seen.add(plain)
             contents = path.read_bytes()
             yield name, contents
             yield from _headers(contents, path.parent, include, seen)
