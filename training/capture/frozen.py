@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -76,7 +77,11 @@ class Attributes:
         self._seen |= {id(module) for _, module in modules}
         for path, module in modules:
             names = [n for n in _names_of_data(module) if self._selected(module, n)]
-            self._add(module, operator.attrgetter, names, [f"{path}.{n}" for n in names])
+            # Its own attributes are found sooner as items of its dictionary.
+            own = [n for n in names if n in vars(module)]
+            inherited = [n for n in names if n not in vars(module)]
+            self._add(vars(module), operator.itemgetter, own, [f"{path}.{n}" for n in own])
+            self._add(module, operator.attrgetter, inherited, [f"{path}.{n}" for n in inherited])
 
     def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
         """Adds items of a container."""
@@ -93,7 +98,7 @@ class Attributes:
         It runs in every step: what does not change is compared in few calls.
         """
         try:
-            now = [part for get, each in zip(self._getters, self._owners) for part in get(each)]
+            now = self._now()
         except (AttributeError, IndexError, KeyError):
             return self._find_missing()
         if not all(map(operator.is_, now, self._parts)) and (
@@ -113,10 +118,18 @@ class Attributes:
         self._measured = self._measure()
         return self
 
+    def _now(self) -> list[Any]:
+        parts = map(operator.call, self._getters, self._owners)
+        return list(itertools.chain.from_iterable(parts))
+
     def _measure(self) -> tuple[list[int], list[int], list[bool]]:
         """Returns the sizes of containers, and of tensors the place and whether it is trained."""
-        sizes, places = list(map(len, self._sized)), list(map(_place, self._tensors))
-        return sizes, places, [tensor.requires_grad for tensor in self._tensors]
+        try:
+            places = list(map(Tensor.data_ptr, self._tensors))
+        except RuntimeError:  # one has no memory of its own
+            places = list(map(_place, self._tensors))
+        sizes, trained = map(len, self._sized), map(_REQUIRES_GRAD, self._tensors)
+        return list(sizes), places, list(trained)
 
     def _find_missing(self) -> str | None:
         number = 0
@@ -216,6 +229,7 @@ def attributes_of(
     return attributes.finish()
 
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
 _LIBRARIES = {
