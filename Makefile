@@ -7,8 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 APP := $(VENV)/.installed-app
 DEV := $(VENV)/.installed-dev
-# A process for each core, each with whole files: the tests of a file share what is made once.
-PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
+# A process for each core, each with whole files: the tests of a file share what is made once. They
+# start many processes: bytecode is kept even where the environment says not to.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 \
+	--dist=loadfile
 # The library with the oldest PyTorch that pyproject.toml allows: where gradients depend on it.
 OLDEST := .venv-oldest
 OLDEST_TESTS := test_derivatives.py test_calls.py test_exported_programs.py recurrent
