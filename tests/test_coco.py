@@ -127,7 +127,9 @@ def test_implementations_agree_on_the_first_losses(small, impl):
     assert losses == pytest.approx(reference, rel=1e-3)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "impl", [pytest.param("reference", marks=pytest.mark.slow), *IMPLEMENTATIONS[1:]]
+)
 @pytest.mark.parametrize(
     "how",
     [

@@ -184,7 +184,14 @@ def test_slurm_starts_no_second_way_of_going_on(run, monkeypatch):
     assert not list(stopped.folder.glob("hpc_ckpt*"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a byte changed", "empty"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a byte changed",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("empty", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     run, monkeypatch, expected, damage
 ):

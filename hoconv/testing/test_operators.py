@@ -70,7 +70,7 @@ def a_few_samples(variant: Variant, dtype: torch.dtype) -> list[Sample]:
     """For what takes long a sample: some of all kinds, with an empty and the last one."""
     samples = list(variant.samples(dtype))
     empty = [s for s in samples if not elements(s)][:1]
-    return [*samples[1::10], *empty, samples[-1]]
+    return [*samples[1::15], *empty, samples[-1]]
 
 
 class Call(nn.Module):

@@ -113,7 +113,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @everywhere
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=100)
 def test_any_sizes_and_strides_give_the_definition(variant: Variant, data: st.DataObject) -> None:
     B, T = data.draw(st.integers(1, 3), "B"), data.draw(st.integers(1, 40), "T")
     H, head_channels = data.draw(st.integers(1, 3), "H"), data.draw(st.integers(1, 9), "C / H")
