@@ -51,14 +51,74 @@ struct Groups {
   }
 };
 
-// Adds the products of a stage from the packed operands.
+// Which of the warp's rows are not zero, and which are large: a bit for each row, of as many depths
+// as a vote of the lanes covers.
+template <typename T>
+struct Rows {
+  static constexpr int depths = 32 / T::R;
+  static constexpr unsigned of_depth = (uint64_t{1} << T::R) - 1;
+  unsigned exist, large;
+
+  template <typename L, int pitch>
+  __device__ __forceinline__ void find(const typename L::Left* left) {
+    const int lane = threadIdx.x % 32;
+    const auto row = left[lane / T::R * pitch + T::row(lane % T::R)];
+    exist = __ballot_sync(~0u, !L::zero(row)), large = __ballot_sync(~0u, L::large(row));
+  }
+  __device__ __forceinline__ bool mostly_zero() const { return __popc(exist) <= 16; }
+};
+
+// Adds the products of a stage, and skips every row that is zero. Since votes tell the compiler
+// that the branches do not diverge, a skipped row takes two instructions. Where no row is zero the
+// branches take half as long as the products: measured on an H200, as fast as add_dense where about
+// half of the rows are zero.
 template <typename Multiplier, typename T>
-__device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
-                                           const Stage<Multiplier, T>& stage, int first_row,
-                                           int first_column) {
+__device__ __forceinline__ void add_sparse(float (&sum)[T::R][T::C],
+                                           const Stage<Multiplier, T>& stage, Rows<T> rows,
+                                           int first_row, int first_column) {
   using L = Lane<Multiplier>;
   using S = Stage<Multiplier, T>;
-  using Rows = Pair<typename L::Left>;
+  const typename L::Left* left = stage.left + first_row;
+  const typename L::Right* right = stage.right + first_column;
+#pragma unroll 1
+  for (int d = 0; d < kDepth; ++d) {
+    if (d % Rows<T>::depths == 0 && d > 0) rows.template find<L, S::left_pitch>(left);
+    if (rows.exist & Rows<T>::of_depth) {
+      Column<L> y[T::C];
+#pragma unroll
+      for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
+      Pair<typename L::Left> x[T::R / 2];
+#pragma unroll
+      for (int i = 0; i < T::R; i += 2)
+        x[i / 2] = *reinterpret_cast<const Pair<typename L::Left>*>(left + T::row(i));
+      const auto add_rows = [&](auto some_large) {
+#pragma unroll
+        for (int i = 0; i < T::R; ++i) {
+          if (!(rows.exist & 1u << i)) continue;
+#pragma unroll
+          for (int j = 0; j < T::C; ++j)
+            L::template add<some_large.value, false>(sum[i][j], x[i / 2].row[i % 2], 1, y[j].word,
+                                                     y[j].exists);
+        }
+      };
+      if (rows.large & Rows<T>::of_depth)
+        add_rows(std::true_type());
+      else
+        add_rows(std::false_type());
+    }
+    rows.exist >>= T::R, rows.large >>= T::R;
+    left += S::left_pitch, right += S::right_pitch;
+  }
+}
+
+// Adds the products of a stage.
+template <typename Multiplier, typename T>
+__device__ __forceinline__ void add_dense(float (&sum)[T::R][T::C],
+                                          const Stage<Multiplier, T>& stage, int first_row,
+                                          int first_column) {
+  using L = Lane<Multiplier>;
+  using S = Stage<Multiplier, T>;
+  using Two = Pair<typename L::Left>;
   const typename L::Left* left = stage.left + first_row;
   const typename L::Right* right = stage.right + first_column;
   Groups<T> groups;
@@ -69,7 +129,7 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
   Column<L> y[T::C];
 #pragma unroll
   for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
-  Rows x = *reinterpret_cast<const Rows*>(left);
+  Two x = *reinterpret_cast<const Two*>(left);
 #pragma unroll 1  // the registers fit one depth
   for (int d = 0; d < kDepth; ++d) {
     right += S::right_pitch;
@@ -82,19 +142,16 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
 #pragma unroll
         for (int i = 0; i < rows; i += 2) {
           const bool end = i + 2 == rows;
-          const Rows next =
-              *reinterpret_cast<const Rows*>(end ? following : left + T::row(group + i + 2));
-          if (!some_zero.value || !T::skips || !L::zero(x.row[0]) || !L::zero(x.row[1])) {
-            float units[2] = {1, 1};
-            if constexpr (some_zero.value)
-              units[0] = L::unit(x.row[0]), units[1] = L::unit(x.row[1]);
+          const Two next =
+              *reinterpret_cast<const Two*>(end ? following : left + T::row(group + i + 2));
+          float units[2] = {1, 1};
+          if constexpr (some_zero.value) units[0] = L::unit(x.row[0]), units[1] = L::unit(x.row[1]);
 #pragma unroll
-            for (int j = 0; j < T::C; ++j)
+          for (int j = 0; j < T::C; ++j)
 #pragma unroll
-              for (int r = 0; r < 2; ++r)
-                L::template add<some_large.value, some_zero.value>(
-                    sum[group + i + r][j], x.row[r], units[r], y[j].word, y[j].exists);
-          }
+            for (int r = 0; r < 2; ++r)
+              L::template add<some_large.value, some_zero.value>(sum[group + i + r][j], x.row[r],
+                                                                 units[r], y[j].word, y[j].exists);
           if (last && end)
 #pragma unroll
             for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
@@ -114,6 +171,20 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
     groups.next_depth();
     left += S::left_pitch;
   }
+}
+
+// Adds the products of a stage from the packed operands.
+template <typename Multiplier, typename T>
+__device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
+                                           const Stage<Multiplier, T>& stage, int first_row,
+                                           int first_column) {
+  if constexpr (T::skips) {
+    Rows<T> rows;
+    rows.template find<Lane<Multiplier>, Stage<Multiplier, T>::left_pitch>(stage.left + first_row);
+    if (rows.mostly_zero())
+      return add_sparse<Multiplier, T>(sum, stage, rows, first_row, first_column);
+  }
+  add_dense<Multiplier, T>(sum, stage, first_row, first_column);
 }
 
 // Adds the products of a stage by the definition, from the packed operands.

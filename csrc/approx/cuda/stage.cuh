@@ -18,8 +18,8 @@ constexpr int kThreads = 128;
 template <int thread_rows, int thread_columns, int warp_rows, int blocks_at_once>
 struct Tile {
   static constexpr int blocks = blocks_at_once;
-  // Whether two rows are skipped where both are zero. The branch costs tiles that own more
-  // registers more than it saves.
+  // Whether rows that are zero are skipped where most are. With fewer blocks there are too few
+  // warps to hide the branches.
   static constexpr bool skips = blocks > 3;
   static constexpr int R = thread_rows, C = thread_columns;
   static constexpr int warp_columns = kThreads / 32 / warp_rows;
