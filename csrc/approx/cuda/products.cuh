@@ -51,6 +51,34 @@ struct Groups {
   }
 };
 
+// Adds the products of a stage where a thread has few in a depth: without branches, and all depths
+// unrolled, since branches and the loop would take longer than the products.
+template <typename Multiplier, typename T>
+__device__ __forceinline__ void add_few(float (&sum)[T::R][T::C], const Stage<Multiplier, T>& stage,
+                                        int first_row, int first_column) {
+  using L = Lane<Multiplier>;
+  using S = Stage<Multiplier, T>;
+  const typename L::Left* left = stage.left + first_row;
+  const typename L::Right* right = stage.right + first_column;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    Column<L> y[T::C];
+#pragma unroll
+    for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[d * S::right_pitch + T::column(j)]);
+#pragma unroll
+    for (int i = 0; i < T::R; i += 2) {
+      const auto x =
+          *reinterpret_cast<const Pair<typename L::Left>*>(left + d * S::left_pitch + T::row(i));
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < T::C; ++j)
+          L::template add<true, false>(sum[i + r][j], x.row[r], 1, y[j].word,
+                                       y[j].exists && !L::zero(x.row[r]));
+    }
+  }
+}
+
 // Which of the warp's rows are not zero, and which are large: a bit for each row, of as many depths
 // as a vote of the lanes covers.
 template <typename T>
@@ -178,13 +206,18 @@ template <typename Multiplier, typename T>
 __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
                                            const Stage<Multiplier, T>& stage, int first_row,
                                            int first_column) {
-  if constexpr (T::skips) {
-    Rows<T> rows;
-    rows.template find<Lane<Multiplier>, Stage<Multiplier, T>::left_pitch>(stage.left + first_row);
-    if (rows.mostly_zero())
-      return add_sparse<Multiplier, T>(sum, stage, rows, first_row, first_column);
+  if constexpr (T::R * T::C <= 4) {
+    add_few<Multiplier, T>(sum, stage, first_row, first_column);
+  } else {
+    if constexpr (T::skips) {
+      Rows<T> rows;
+      rows.template find<Lane<Multiplier>, Stage<Multiplier, T>::left_pitch>(stage.left +
+                                                                             first_row);
+      if (rows.mostly_zero())
+        return add_sparse<Multiplier, T>(sum, stage, rows, first_row, first_column);
+    }
+    add_dense<Multiplier, T>(sum, stage, first_row, first_column);
   }
-  add_dense<Multiplier, T>(sum, stage, first_row, first_column);
 }
 
 // Adds the products of a stage by the definition, from the packed operands.
