@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
       if (d % kPrefetchedDepths == 0) find(chunk, d + kPrefetchedDepths, depth);
       load(d + kDepth, shared.stages[current ^ 1]);
       if (!out_of_range) {
-        add_packed<Multiplier, T>(sum, shared.stages[current], my_row, my_column);
+        add_packed<Multiplier, T>(sum, shared.stages[current], my_row, my_column,
+                                  min(kDepth, depth - d));
       } else {
         float copy[T::R][T::C];
 #pragma unroll

@@ -139,11 +139,11 @@ __device__ __forceinline__ void add_sparse(float (&sum)[T::R][T::C],
   }
 }
 
-// Adds the products of a stage.
+// Adds the products of the first `depths` depths of a stage.
 template <typename Multiplier, typename T>
 __device__ __forceinline__ void add_dense(float (&sum)[T::R][T::C],
                                           const Stage<Multiplier, T>& stage, int first_row,
-                                          int first_column) {
+                                          int first_column, int depths) {
   using L = Lane<Multiplier>;
   using S = Stage<Multiplier, T>;
   using Two = Pair<typename L::Left>;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_dense(float (&sum)[T::R][T::C],
   for (int j = 0; j < T::C; ++j) y[j] = Column<L>(right[T::column(j)]);
   Two x = *reinterpret_cast<const Two*>(left);
 #pragma unroll 1  // the registers fit one depth
-  for (int d = 0; d < kDepth; ++d) {
+  for (int d = 0; d < depths; ++d) {
     right += S::right_pitch;
 #pragma unroll
     for (int group = 0; group < T::R; group += Groups<T>::rows) {
@@ -201,11 +201,12 @@ __device__ __forceinline__ void add_dense(float (&sum)[T::R][T::C],
   }
 }
 
-// Adds the products of a stage from the packed operands.
+// Adds the products of a stage from the packed operands. Only its first `depths` depths exist; the
+// others hold zeros.
 template <typename Multiplier, typename T>
 __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
                                            const Stage<Multiplier, T>& stage, int first_row,
-                                           int first_column) {
+                                           int first_column, int depths) {
   if constexpr (T::R * T::C <= 4) {
     add_few<Multiplier, T>(sum, stage, first_row, first_column);
   } else {
@@ -216,7 +217,7 @@ __device__ __forceinline__ void add_packed(float (&sum)[T::R][T::C],
       if (rows.mostly_zero())
         return add_sparse<Multiplier, T>(sum, stage, rows, first_row, first_column);
     }
-    add_dense<Multiplier, T>(sum, stage, first_row, first_column);
+    add_dense<Multiplier, T>(sum, stage, first_row, first_column, depths);
   }
 }
 
@@ -284,7 +285,7 @@ __device__ __noinline__ void add_out_of_range(float (&sum)[T::R][T::C],
   if (a.special() || b.special())
     add_special<Multiplier, T>(sum, p, matrix, first_row, first_column, k, last);
   else if (L::fast(a, b) || a.most == 0 || b.most == 0)
-    add_packed<Multiplier, T>(sum, stage, T::first_row(), T::first_column());
+    add_packed<Multiplier, T>(sum, stage, T::first_row(), T::first_column(), kDepth);
   else
     add_by_definition<Multiplier, T>(sum, stage);
 }
