@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
     multiply_matrices(const __grid_constant__ Product p,
                       const typename Lane<Multiplier>::Left* left_words,
                       const typename Lane<Multiplier>::Right* right_words,
-                      const int* any_out_of_range, int64_t row_tiles, int64_t column_tiles,
-                      float* parts) {
+                      const int* out_of_range_flags, int flags, int64_t row_tiles,
+                      int64_t column_tiles, float* parts) {
   using L = Lane<Multiplier>;
   using S = Stage<Multiplier, T>;
   extern __shared__ __align__(16) char memory[];
@@ -78,9 +78,11 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
     left.copy(d % (2 * kPrefetchedDepths), stage.left),
         right.copy(d % (2 * kPrefetchedDepths), stage.right);
   };
+  int flag = 0;
+  for (int n = threadIdx.x; n < flags; n += kThreads) flag |= out_of_range_flags[n];
   // A vote, although all threads have the same value: it tells the compiler that branches on it do
   // not diverge.
-  const bool check_range = __any_sync(~0u, *any_out_of_range);
+  const bool check_range = __any_sync(~0u, __syncthreads_or(flag));
   // Waits for a stage. Returns whether one of its numbers is out of range.
   const auto arrived = [&](const S& stage) {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -162,18 +164,24 @@ __device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
   return offset;
 }
 
-// blockIdx.y: the left or the right operand. Sets `any_out_of_range`, which must be 0 before.
+// Large blocks: each has a flag, which all blocks of the product read.
+constexpr int kPackThreads = 1024;
+
+// blockIdx.y: the left or the right operand. Every block sets its flag: a memset of one flag for
+// all would take longer than the packing of a small operand.
 template <typename L>
-__global__ void pack_operands(const float* left, int64_t left_size, typename L::Left* left_words,
-                              const float* right, int64_t right_size,
-                              typename L::Right* right_words, int* any_out_of_range) {
+__global__ void __launch_bounds__(kPackThreads)
+    pack_operands(const float* left, int64_t left_size, typename L::Left* left_words,
+                  const float* right, int64_t right_size, typename L::Right* right_words,
+                  int* out_of_range_flags) {
   const uint32_t offset = blockIdx.y == 0 ? pack_operand<L>(left, left_size, left_words)
                                           : pack_operand<L>(right, right_size, right_words);
-  if (offset > L::kInRange) *any_out_of_range = 1;
+  const int flag = __syncthreads_or(offset > L::kInRange);
+  if (threadIdx.x == 0) out_of_range_flags[blockIdx.y * gridDim.x + blockIdx.x] = flag;
 }
 
 // The most blocks of kernels whose threads loop over elements; more would not fill a GPU better.
-constexpr int64_t kMostPackBlocks = 2048, kMostAddBlocks = 4096;
+constexpr int64_t kMostPackBlocks = 256, kMostAddBlocks = 4096;
 
 int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
@@ -220,18 +228,20 @@ template <typename L>
 struct Packed {
   using Left = typename L::Left;
   using Right = typename L::Right;
-  Tensor memory, flag;
+  int64_t blocks;  // of each operand
+  Tensor memory, flags;
   const Left* left;
   const Right* right;
-  int* any_out_of_range;
+  int* out_of_range_flags;
 
   Packed(const View& a, const View& b, const Tensor& like, cudaStream_t stream)
-      : memory(floats(like, L::kPacked ? (a.span + b.span) * 2 : 0)),
-        flag(floats(like, 1)),
+      : blocks(
+            std::min<int64_t>(ceil_div(std::max(a.span, b.span), kPackThreads), kMostPackBlocks)),
+        memory(floats(like, L::kPacked ? (a.span + b.span) * 2 : 0)),
+        flags(floats(like, 2 * blocks)),
         left(reinterpret_cast<const Left*>(a.data)),
         right(reinterpret_cast<const Right*>(b.data)),
-        any_out_of_range(static_cast<int*>(flag.mutable_data_ptr())) {
-    STD_CUDA_CHECK(cudaMemsetAsync(any_out_of_range, 0, sizeof *any_out_of_range, stream));
+        out_of_range_flags(static_cast<int*>(flags.mutable_data_ptr())) {
     Left* left_words = nullptr;
     Right* right_words = nullptr;
     if constexpr (L::kPacked) {
@@ -239,11 +249,9 @@ struct Packed {
       left = left_words = static_cast<Left*>(memory.mutable_data_ptr());
       right = right_words = reinterpret_cast<Right*>(left_words + a.span);
     }
-    const int64_t blocks =
-        std::min<int64_t>(ceil_div(std::max(a.span, b.span), kThreads), kMostPackBlocks);
     if (blocks == 0) return;
-    pack_operands<L><<<dim3(blocks, 2), kThreads, 0, stream>>>(
-        a.data, a.span, left_words, b.data, b.span, right_words, any_out_of_range);
+    pack_operands<L><<<dim3(blocks, 2), kPackThreads, 0, stream>>>(
+        a.data, a.span, left_words, b.data, b.span, right_words, out_of_range_flags);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
@@ -263,7 +271,8 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   Tensor parts = floats(like, divided ? chunks * size : 0);
   auto* data = divided ? static_cast<float*>(parts.mutable_data_ptr()) : nullptr;
   kernel<<<dim3(blocks, divided ? chunks : 1), kThreads, bytes, stream>>>(
-      p, operands.left, operands.right, operands.any_out_of_range, row_tiles, column_tiles, data);
+      p, operands.left, operands.right, operands.out_of_range_flags, 2 * operands.blocks, row_tiles,
+      column_tiles, data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   if (!divided) return;
   add_chunks<<<std::min<int64_t>(ceil_div(size, kThreads), kMostAddBlocks), kThreads, 0, stream>>>(
