@@ -65,6 +65,9 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
   int my_row = T::first_row(), my_column = T::first_column();
   asm volatile("" : "+r"(my_row), "+r"(my_column));  // kept in registers: threadIdx is slow to read
 
+  // Whether one of the warp's rows exists.
+  const bool has_rows = __any_sync(~0u, first_row + my_row < p.M);
+
   // Computes the coordinates of kPrefetchedDepths columns, one a thread, for the whole block.
   const auto find = [&](int64_t chunk, int first, int depth) {
     const int operand = threadIdx.x / kPrefetchedDepths,
@@ -108,8 +111,9 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
       if (d % kPrefetchedDepths == 0) find(chunk, d + kPrefetchedDepths, depth);
       load(d + kDepth, shared.stages[current ^ 1]);
       if (!out_of_range) {
-        add_packed<Multiplier, T>(sum, shared.stages[current], my_row, my_column,
-                                  min(kDepth, depth - d));
+        if (has_rows)
+          add_packed<Multiplier, T>(sum, shared.stages[current], my_row, my_column,
+                                    min(kDepth, depth - d));
       } else {
         float copy[T::R][T::C];
 #pragma unroll
