@@ -115,7 +115,7 @@ Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints p
   outputs.leaves_out = true;
   gemm(multiplier,
        {outputs, weights(p, weight, 1, 0), images(out, p.in_channels()), p.G, p.B * p.H * p.W,
-        p.in_channels(), p.out_channels() * p.R * p.S},
+        p.in_channels(), p.out_channels() * p.R * p.S, true},
        grad, launch.stream);
   return out;
 }

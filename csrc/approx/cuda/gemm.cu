@@ -1,23 +1,16 @@
 // Checks a matrix product, and calls the kernel of its multiplier (gemm.cuh).
 
 #include <string>
-#include <utility>
 
 #include "approx/cuda/view.cuh"
 
 namespace hoconv::approx {
 
-void gemm(const std::string& multiplier, Product p, const Tensor& like, cudaStream_t stream) {
+void gemm(const std::string& multiplier, const Product& p, const Tensor& like,
+          cudaStream_t stream) {
   if (p.batch * p.M * p.N == 0) return;
   STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
                   "a product's rows, columns and depth: expected less than 2^31 each");
-  // Fewer rows than columns: the operands are swapped, since these multipliers are commutative.
-  if (p.M > p.N) {
-    std::swap(p.left, p.right);
-    std::swap(p.M, p.N);
-    std::swap(p.out.row, p.out.column);
-    std::swap(p.out.row_digits, p.out.column_digits);
-  }
   with_multiplier(multiplier,
                   [&](auto definition) { Gemm<decltype(definition)>::run(p, like, stream); });
 }

@@ -9,6 +9,10 @@
 // The sum over k is cut into chunks, which are added in ascending order (problem.h). Where there
 // are few tiles, each chunk has a block of its own, and a second kernel adds the chunks.
 //
+// Measured on an H200, a product of which a seventh of the left operand is not zero takes two
+// thirds of the time of a dense one. A dense one takes 1.2 times as long where its longer operand
+// is the left one, whose rows the lanes share.
+//
 // Each multiplier is instantiated in a source of its own (gemm/), since it takes long to compile.
 //
 // M, N rows and columns of the result, K what is summed over.
@@ -26,15 +30,25 @@
 namespace hoconv::approx {
 namespace {
 
+// What the packing finds, in flags of the device's memory.
+struct Flags {
+  int* out_of_range;  // one for each of `blocks` blocks that packed: whether some number is
+  int blocks;
+  int* swapped;  // whether the operands are packed for the swapped product
+};
+// Of a product and the swapped one, which both are launched, the one that the operands are not
+// packed for returns at once.
+enum class Runs { always, if_not_swapped, if_swapped };
+
 // blockIdx.x counts the tiles of all matrices. If chunks are divided among blocks, blockIdx.y
 // counts those, and each has a result of its own in `parts`.
 template <typename Multiplier, typename T>
 __global__ void __launch_bounds__(kThreads, T::blocks)
     multiply_matrices(const __grid_constant__ Product p,
                       const typename Lane<Multiplier>::Left* left_words,
-                      const typename Lane<Multiplier>::Right* right_words,
-                      const int* out_of_range_flags, int flags, int64_t row_tiles,
-                      int64_t column_tiles, float* parts) {
+                      const typename Lane<Multiplier>::Right* right_words, Flags flags, Runs runs,
+                      int64_t row_tiles, int64_t column_tiles, float* parts) {
+  if (runs != Runs::always && (*flags.swapped != 0) != (runs == Runs::if_swapped)) return;
   using L = Lane<Multiplier>;
   using S = Stage<Multiplier, T>;
   extern __shared__ __align__(16) char memory[];
@@ -82,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, T::blocks)
         right.copy(d % (2 * kPrefetchedDepths), stage.right);
   };
   int flag = 0;
-  for (int n = threadIdx.x; n < flags; n += kThreads) flag |= out_of_range_flags[n];
+  for (int n = threadIdx.x; n < flags.blocks; n += kThreads) flag |= flags.out_of_range[n];
   // A vote, although all threads have the same value: it tells the compiler that branches on it do
   // not diverge.
   const bool check_range = __any_sync(~0u, __syncthreads_or(flag));
@@ -171,17 +185,33 @@ __device__ uint32_t pack_operand(const float* from, int64_t size, Word* to) {
 // Large blocks: each has a flag, which all blocks of the product read.
 constexpr int kPackThreads = 1024;
 
-// blockIdx.y: the left or the right operand. Every block sets its flag: a memset of one flag for
-// all would take longer than the packing of a small operand.
+// Whether an operand is so sparse that skipping its zeros saves more than the better tile of the
+// swapped product: by a sample, the same for all blocks, at multiples of the golden ratio.
+__device__ bool sparse(const float* from, int64_t size) {
+  const uint64_t fraction = uint64_t{threadIdx.x * 0x9e3779b9u} << 32;
+  const bool zero = size > 0 && from[__umul64hi(fraction, size)] == 0;
+  return __syncthreads_count(zero) > kPackThreads * 5 / 8;
+}
+
+// blockIdx.y: the left or the right operand. If they `may_swap`, the left one is packed as the
+// right one of the swapped product unless it is sparse. Every block sets a flag of its own: a
+// memset of one for all would take longer than the packing of a small operand.
 template <typename L>
 __global__ void __launch_bounds__(kPackThreads)
-    pack_operands(const float* left, int64_t left_size, typename L::Left* left_words,
-                  const float* right, int64_t right_size, typename L::Right* right_words,
-                  int* out_of_range_flags) {
-  const uint32_t offset = blockIdx.y == 0 ? pack_operand<L>(left, left_size, left_words)
-                                          : pack_operand<L>(right, right_size, right_words);
+    pack_operands(const float* left, int64_t left_size, void* left_words, const float* right,
+                  int64_t right_size, void* right_words, Flags flags, bool may_swap) {
+  const bool swap = may_swap && !sparse(left, left_size);
+  const bool is_left = blockIdx.y == 0;
+  const float* from = is_left ? left : right;
+  const int64_t size = is_left ? left_size : right_size;
+  void* to = is_left ? left_words : right_words;
+  const uint32_t offset = is_left != swap
+                              ? pack_operand<L>(from, size, static_cast<typename L::Left*>(to))
+                              : pack_operand<L>(from, size, static_cast<typename L::Right*>(to));
   const int flag = __syncthreads_or(offset > L::kInRange);
-  if (threadIdx.x == 0) out_of_range_flags[blockIdx.y * gridDim.x + blockIdx.x] = flag;
+  if (threadIdx.x != 0) return;
+  flags.out_of_range[blockIdx.y * gridDim.x + blockIdx.x] = flag;
+  *flags.swapped = swap;  // all blocks write the same
 }
 
 // The most blocks of kernels whose threads loop over elements; more would not fill a GPU better.
@@ -227,41 +257,42 @@ Tensor floats(const Tensor& like, int64_t count) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size));
 }
 
-// The packed operands, at the offsets of the elements in the tensors.
+// The packed operands of a product, or of the swapped one, at the offsets of the elements in the
+// tensors.
 template <typename L>
 struct Packed {
-  using Left = typename L::Left;
-  using Right = typename L::Right;
-  int64_t blocks;  // of each operand
-  Tensor memory, flags;
-  const Left* left;
-  const Right* right;
-  int* out_of_range_flags;
+  Tensor memory, flag_memory;
+  const void *left, *right;  // of the product
+  Flags flags;
 
-  Packed(const View& a, const View& b, const Tensor& like, cudaStream_t stream)
-      : blocks(
-            std::min<int64_t>(ceil_div(std::max(a.span, b.span), kPackThreads), kMostPackBlocks)),
-        memory(floats(like, L::kPacked ? (a.span + b.span) * 2 : 0)),
-        flags(floats(like, 2 * blocks)),
-        left(reinterpret_cast<const Left*>(a.data)),
-        right(reinterpret_cast<const Right*>(b.data)),
-        out_of_range_flags(static_cast<int*>(flags.mutable_data_ptr())) {
-    Left* left_words = nullptr;
-    Right* right_words = nullptr;
+  Packed(const Product& p, bool may_swap, const Tensor& like, cudaStream_t stream)
+      : memory(floats(like, L::kPacked ? (p.left.span + p.right.span) * 2 : 0)),
+        flag_memory(floats(like, 2 * kMostPackBlocks + 1)),
+        left(p.left.data),
+        right(p.right.data) {
+    const int64_t blocks = std::min<int64_t>(
+        ceil_div(std::max(p.left.span, p.right.span), kPackThreads), kMostPackBlocks);
+    auto* data = static_cast<int*>(flag_memory.mutable_data_ptr());
+    flags = {data + 1, static_cast<int>(2 * blocks), data};
+    float *left_words = nullptr, *right_words = nullptr;
     if constexpr (L::kPacked) {
-      static_assert(sizeof(Left) == 2 * sizeof(float) && sizeof(Right) == sizeof(Left));
-      left = left_words = static_cast<Left*>(memory.mutable_data_ptr());
-      right = right_words = reinterpret_cast<Right*>(left_words + a.span);
+      static_assert(sizeof(typename L::Left) == 2 * sizeof(float) &&
+                    sizeof(typename L::Right) == 2 * sizeof(float));
+      left = left_words = static_cast<float*>(memory.mutable_data_ptr());
+      right = right_words = left_words + 2 * p.left.span;
     }
     if (blocks == 0) return;
     pack_operands<L><<<dim3(blocks, 2), kPackThreads, 0, stream>>>(
-        a.data, a.span, left_words, b.data, b.span, right_words, out_of_range_flags);
+        p.left.data, p.left.span, left_words, p.right.data, p.right.span, right_words, flags,
+        may_swap);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
 
+// Multiplies packed operands. `parts` is not null if the chunks are divided among blocks.
 template <typename Multiplier, typename T>
-void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStream_t stream) {
+void multiply(const Product& p, const Packed<Lane<Multiplier>>& operands, Runs runs, float* parts,
+              cudaStream_t stream) {
   using L = Lane<Multiplier>;
   const auto kernel = multiply_matrices<Multiplier, T>;
   constexpr int bytes = sizeof(Shared<Multiplier, T>);
@@ -269,18 +300,11 @@ void launch(const Product& p, const Tensor& like, int multiprocessors, cudaStrea
   const int64_t row_tiles = ceil_div(p.M, T::rows), column_tiles = ceil_div(p.N, T::columns);
   const int64_t blocks = tiles_of<T>(p), chunks = ceil_div(p.K, kChunk);
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "the result: too large");
-  const Packed<L> operands(p.left, p.right, like, stream);
-  const bool divided = divides<T>(p, multiprocessors);
-  const int64_t size = p.batch * p.M * p.N;
-  Tensor parts = floats(like, divided ? chunks * size : 0);
-  auto* data = divided ? static_cast<float*>(parts.mutable_data_ptr()) : nullptr;
-  kernel<<<dim3(blocks, divided ? chunks : 1), kThreads, bytes, stream>>>(
-      p, operands.left, operands.right, operands.out_of_range_flags, 2 * operands.blocks, row_tiles,
-      column_tiles, data);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  if (!divided) return;
-  add_chunks<<<std::min<int64_t>(ceil_div(size, kThreads), kMostAddBlocks), kThreads, 0, stream>>>(
-      data, chunks, size, p.out.data);
+  const void *left = operands.left, *right = operands.right;
+  if (runs == Runs::if_swapped) std::swap(left, right);
+  kernel<<<dim3(blocks, parts == nullptr ? 1 : chunks), kThreads, bytes, stream>>>(
+      p, static_cast<const typename L::Left*>(left), static_cast<const typename L::Right*>(right),
+      operands.flags, runs, row_tiles, column_tiles, parts);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -298,9 +322,28 @@ void with_tile(const Product& p, int multiprocessors, const F& f) {
 template <typename Multiplier>
 void Gemm<Multiplier>::run(const Product& p, const Tensor& like, cudaStream_t stream) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  // Tiles have more columns than rows, but only rows that are zero can be skipped. Whether a left
+  // operand with more rows than the right one is sparse, the kernel that packs it finds out.
+  const bool swap = p.M > p.N;
+  const bool may_swap = swap && p.left_may_be_sparse && p.N % 64 == 0 && Lane<Multiplier>::kPacked;
+  const Product usual = swap ? p.swapped() : p;
+  const Packed<Lane<Multiplier>> operands(may_swap ? p : usual, may_swap, like, stream);
   with_tile<Tile<16, 4, 4, 3>, Tile<8, 4, 4, 3>, Tile<8, 4, 4, 4>, Tile<4, 4, 4, 3>,
-            Tile<2, 1, 4, 4>>(p, multiprocessors, [&](auto tile) {
-    launch<Multiplier, decltype(tile)>(p, like, multiprocessors, stream);
+            Tile<2, 1, 4, 4>>(usual, multiprocessors, [&](auto tile) {
+    const int64_t chunks = ceil_div(p.K, kChunk), size = p.batch * p.M * p.N;
+    const bool divided = divides<decltype(tile)>(usual, multiprocessors);
+    Tensor memory = floats(like, divided ? chunks * size : 0);
+    auto* parts = divided ? static_cast<float*>(memory.mutable_data_ptr()) : nullptr;
+    multiply<Multiplier, decltype(tile)>(usual, operands,
+                                         may_swap ? Runs::if_swapped : Runs::always, parts, stream);
+    if (may_swap)
+      with_tile<Tile<8, 4, 4, 4>, Tile<8, 2, 4, 6>>(p, multiprocessors, [&](auto skipping) {
+        multiply<Multiplier, decltype(skipping)>(p, operands, Runs::if_not_swapped, parts, stream);
+      });
+    if (!divided) return;
+    add_chunks<<<std::min<int64_t>(ceil_div(size, kThreads), kMostAddBlocks), kThreads, 0,
+                 stream>>>(parts, chunks, size, p.out.data);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 

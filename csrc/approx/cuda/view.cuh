@@ -10,6 +10,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "approx/multipliers.h"
 #include "hoconv/cuda_launch.cuh"
@@ -147,14 +149,26 @@ struct Product {
   View left, right;
   Target out;
   int64_t batch, M, N, K;
+  bool left_may_be_sparse = false;  // its elements may be mostly zeros
+
+  // The same product with its operands exchanged: the multipliers are commutative.
+  Product swapped() const {
+    Product p = *this;
+    std::swap(p.left, p.right);
+    std::swap(p.M, p.N);
+    std::swap(p.out.row, p.out.column);
+    std::swap(p.out.row_digits, p.out.column_digits);
+    p.left_may_be_sparse = false;
+    return p;
+  }
 };
 
-// Computes a product that is not empty, with no more rows than columns, by one multiplier.
+// Computes a product that is not empty by one multiplier.
 template <typename Multiplier>
 struct Gemm {
   static void run(const Product& p, const Tensor& like, cudaStream_t stream);
 };
 
-void gemm(const std::string& multiplier, Product product, const Tensor& like, cudaStream_t stream);
+void gemm(const std::string& multiplier, const Product& p, const Tensor& like, cudaStream_t stream);
 
 }  // namespace hoconv::approx

@@ -195,6 +195,46 @@ def test_a_layer_of_a_network_has_the_bits_of_the_reference(
     assert_same_bits(variant, [x, weight], grad, multiplier=multiplier, padding=1)
 
 
+# On a GPU the kernel of a gradient depends on how many of its elements are zero.
+@same_bits_variants(CONV2D)
+@pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_gradients_of_any_density_have_the_bits_of_the_reference(
+    variant: Variant, density: float, multiplier: str
+) -> None:
+    x, weight = draw("half zeros", 3, 64, 5, 7), draw("normal", 20, 64, 3, 3)
+    grad = torch.where(torch.rand(3, 20, 5, 7) < density, draw("normal", 3, 20, 5, 7), 0.0)
+    assert_same_bits(variant, [x, weight], grad, multiplier=multiplier, padding=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiplier", ["mbm16", "mbm32", "mitchell16", "exact"])
+@pytest.mark.parametrize(
+    ("channels", "size", "filters"), [(1, 28, 64), (64, 14, 128), (128, 7, 256)]
+)
+@pytest.mark.parametrize(
+    ("kind", "density"),
+    [("normal", 0.15), ("normal", 0.5), ("normal", 1.0), ("many magnitudes", 0.15)],
+)
+def test_layers_that_fill_a_gpu_have_the_bits_of_the_cpu(
+    kind: str, density: float, channels: int, size: int, filters: int, multiplier: str
+) -> None:
+    """The tiles of large products, which the reference takes too long for."""
+    if reason := obstacle(CONV2D, "cpp", "cpu"):
+        pytest.skip(reason)
+    x, weight = (
+        draw("half zeros", 128, channels, size, size),
+        draw("normal", filters, channels, 3, 3),
+    )
+    grad = draw(kind, 128, filters, size, size)
+    grad = torch.where(torch.rand(grad.shape) < density, grad, 0.0)
+    options = {"multiplier": multiplier, "padding": 1}
+    got = results(approx.conv2d, [x, weight], "cuda", grad, impl="cuda", **options)
+    expected = results(approx.conv2d, [x, weight], "cpu", grad, impl="cpp", **options)
+    for name, a, b in zip(("output", "input", "weight"), got, expected, strict=True):
+        assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
+
+
 @conv2d_everywhere
 @pytest.mark.parametrize("multiplier", ["mbm16", "exact"])
 def test_only_pixels_that_meet_an_infinite_weight_get_its_gradient(
