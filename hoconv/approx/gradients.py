@@ -102,7 +102,7 @@ class _Product(torch.autograd.Function):
     @classmethod
     def of(cls, *args: Any) -> Tensor:
         """Applies the function, and refuses forward mode."""
-        if is_eager(*args):
+        if is_eager(args):
             wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
             return cls.eager.apply(*args) if wanted else cls.forward(*args)
         if not torch.compiler.is_compiling() and torch.overrides.has_torch_function(args):

@@ -367,7 +367,7 @@ def run_cuda(call: Call) -> list[Tensor]:
     tensors = call.x, *call.states, *call.parameters
     # torch.compile sees one op; torch.func knows how to transform it.
     if (
-        is_eager(*tensors)
+        is_eager(tensors)
         and (made := find_plan(call.plan)).plan.cudnn
         and not made.keeps_weights(call.program, call.x)
     ):
