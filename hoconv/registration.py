@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
@@ -349,13 +349,15 @@ def gradients(
     return found
 
 
-def autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts tensors where autocast is on, as it casts a convolution's inputs: float64 stays."""
+def autocast(device_type: str, *tensors: Any) -> tuple[Any, ...]:
+    """Casts tensors, or None, where autocast is on, as it casts a convolution's inputs: float64
+    stays."""
     if not autocasts(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
+        for t in tensors
     )
 
 
@@ -398,6 +400,15 @@ def _register_autocast(
             return op(*args)
 
     library.impl(op.name().removeprefix(f"{op.namespace}::"), cast, key, with_keyset=True)
+
+
+def get_parameter(module: nn.Module, name: str) -> Any:
+    """An attribute of a module that is a parameter, or what took its place: a parametrization, say.
+
+    ``Module.__getattr__`` takes three times as long to find a parameter.
+    """
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
 
 
 def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from hoconv.approx.gradients import Gradient, kinds
 from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul
 from hoconv.declaration import Operator
 from hoconv.implementations import check_name
+from hoconv.registration import get_parameter
 
 
 class ApproxConv2d(nn.Conv2d):
@@ -78,11 +79,12 @@ class ApproxConv2d(nn.Conv2d):
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
         out = conv2d(
-            x, self.weight, self.multiplier, stride=self.stride, padding=padding,
+            x, get_parameter(self, "weight"), self.multiplier, stride=self.stride, padding=padding,
             dilation=self.dilation, groups=self.groups, gradient=self.gradient, impl=self.impl,
         )  # fmt: skip
-        if self.bias is not None:
-            out = out + self.bias.reshape(-1, 1, 1)
+        bias = get_parameter(self, "bias")
+        if bias is not None:
+            out = out + bias.view(-1, 1, 1)
         return out if input.dim() == 4 else out.squeeze(0)
 
     def extra_repr(self) -> str:
@@ -130,11 +132,11 @@ class ApproxLinear(nn.Linear):
                 f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
             )
         x = input if input.dim() > 1 else input.unsqueeze(0)
-        out = matmul(
-            x, self.weight.mT, self.multiplier, gradient=self.gradient, impl=self.impl
-        )  # fmt: skip
-        if self.bias is not None:
-            out = out + self.bias
+        weight = get_parameter(self, "weight")
+        out = matmul(x, weight.mT, self.multiplier, gradient=self.gradient, impl=self.impl)
+        bias = get_parameter(self, "bias")
+        if bias is not None:
+            out = out + bias
         return out if input.dim() > 1 else out.squeeze(0)
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import check_name, resolve
-from hoconv.registration import autocast
+from hoconv.registration import autocast, get_parameter
 
 
 class HighOrderConv2d(nn.Module):
@@ -91,8 +91,8 @@ class HighOrderConv2d(nn.Module):
         generator = self.generator
         return high_order_layer(
             x,
-            generator.weight,
-            generator.bias,
+            get_parameter(generator, "weight"),
+            get_parameter(generator, "bias"),
             kernel_size=self.kernel_size,
             dilation=self.dilation,
             normalize=self.normalize,

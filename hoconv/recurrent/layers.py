@@ -29,7 +29,7 @@ from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.registration import autocasts
+from hoconv.registration import autocasts, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -291,10 +291,7 @@ class RNN(nn.Module):
             gathered.append([])
             for d in traced.declarations:
                 name = d.name + suffix
-                # Its own parameters first: Module.__getattr__ takes twice the time.
-                found = self._parameters.get(name)
-                # Another tensor may take its place, that of a parametrization, say.
-                tensor: Tensor = getattr(self, name) if found is None else found
+                tensor: Tensor = get_parameter(self, name)
                 gathered[-1].append(tensor)
                 own = own or tensor.dtype
                 if tensor.shape != d.shape:

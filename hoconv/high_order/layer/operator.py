@@ -72,9 +72,7 @@ def high_order_layer(
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     device_type = x.device.type
-    x, generator_weight = autocast(device_type, x, generator_weight)
-    if generator_bias is not None:
-        (generator_bias,) = autocast(device_type, generator_bias)
+    x, generator_weight, generator_bias = autocast(device_type, x, generator_weight, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
     name = resolve("high_order_layer", impl, device_type)
     return OPERATOR.implementations[name].function(
