@@ -23,26 +23,41 @@ inline void check_float(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, ": expected float32");
 }
 
+// Matrices (batch, rows, columns) of any strides, or one of them (rows, columns).
+struct Matrices {
+  int64_t batch, rows, columns;
+  int64_t batch_stride, row_stride, column_stride;
+
+  Matrices(const Tensor& t, const char* name) {
+    const int64_t dim = t.dim();
+    STD_TORCH_CHECK(dim == 2 || dim == 3, name, ": expected 2 or 3 dimensions, got ", dim);
+    check_float(t, name);
+    batch = dim == 3 ? t.size(0) : 1, batch_stride = dim == 3 ? t.stride(0) : 0;
+    rows = t.size(dim - 2), row_stride = t.stride(dim - 2);
+    columns = t.size(dim - 1), column_stride = t.stride(dim - 1);
+  }
+};
+
 struct Matmul {
+  Matrices a, b;
   int64_t batch, M, K, N;
 
-  // a (batch, M, K), b (batch, K, N), any strides.
-  Matmul(const Tensor& a, const Tensor& b) {
-    STD_TORCH_CHECK(a.dim() == 3, "a: expected 3 dimensions (B, M, K), got ", a.dim());
-    STD_TORCH_CHECK(b.dim() == 3, "b: expected 3 dimensions (B, K, N), got ", b.dim());
-    check_float(a, "a");
-    check_float(b, "b");
-    STD_TORCH_CHECK(a.device() == b.device(), "b: expected the device of a");
-    batch = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
-    STD_TORCH_CHECK(b.size(0) == batch && b.size(1) == K, "b: expected (", batch, ", ", K,
-                    ", N) as a is, got (", b.size(0), ", ", b.size(1), ", N)");
+  // a (batch, M, K) and b (batch, K, N), or a (M, K) and b (K, N).
+  Matmul(const Tensor& a_, const Tensor& b_)
+      : a(a_, "a"), b(b_, "b"), batch(a.batch), M(a.rows), K(a.columns), N(b.columns) {
+    STD_TORCH_CHECK(a_.device() == b_.device(), "b: expected the device of a");
+    STD_TORCH_CHECK(a_.dim() == b_.dim() && b.batch == batch && b.rows == K, "b: expected (", batch,
+                    ", ", K, ", N) as a is, got (", b.batch, ", ", b.rows, ", N)");
   }
 
-  void check_grad(const Tensor& grad) const {
-    check_float(grad, "grad");
-    STD_TORCH_CHECK(
-        grad.dim() == 3 && grad.size(0) == batch && grad.size(1) == M && grad.size(2) == N,
-        "grad: expected the shape of the product, (", batch, ", ", M, ", ", N, ")");
+  void check_grad(const Matrices& grad) const {
+    STD_TORCH_CHECK(grad.batch == batch && grad.rows == M && grad.columns == N,
+                    "grad: expected the shape of the product, (", batch, ", ", M, ", ", N, ")");
+  }
+
+  // The sizes of a result of so many columns and, as `like`, with or without a batch.
+  Ints result(const Tensor& like, int64_t columns) const {
+    return like.dim() == 2 ? Ints{M, columns} : Ints{batch, M, columns};
   }
 };
 

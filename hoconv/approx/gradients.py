@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import Op, is_eager, without_autocast
+from hoconv.registration import is_eager, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -157,7 +157,7 @@ class Matmul(_Product):
     def forward(
         a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
     ) -> Tensor:
-        return _call_with_batch(OPS[impl].matmul, multiplier, a, b)
+        return OPS[impl].matmul(a, b, multiplier)
 
     @staticmethod
     @_refuse_second_derivative
@@ -168,23 +168,16 @@ class Matmul(_Product):
 
         def gradient_of_left(kind: str, grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
             if kind == "approx":
-                return _call_with_batch(ops.matmul, multiplier, grad, right.mT)
+                return ops.matmul(grad, right.mT, multiplier)
             if kind == "ste":
                 with without_autocast(grad.device.type):
                     return grad @ right.mT
-            return _call_with_batch(ops.matmul_derivative, multiplier, grad, left, right)
+            return ops.matmul_derivative(grad, left, right, multiplier)
 
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of_left(gradient[0], grad, a, b) if need_a else None
         d_b = gradient_of_left(gradient[1], grad.mT, b.mT, a.mT).mT if need_b else None
         return d_a, d_b, None, None, None
-
-
-def _call_with_batch(op: Op, multiplier: str, *matrices: Tensor) -> Tensor:
-    """Calls an op of matrices that have a batch dimension, or none of them."""
-    if matrices[0].dim() == 3:
-        return op(*matrices, multiplier)
-    return op(*(m.unsqueeze(0) for m in matrices), multiplier).squeeze(0)
 
 
 class Conv2d(_Product):

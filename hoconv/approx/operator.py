@@ -184,7 +184,8 @@ def _check_operands(
 
 
 def _pair(name: str, value: Any, least: int) -> Pair:
-    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    # Of tuples it is known at once that they are sequences.
+    pair = tuple(value) if isinstance(value, (tuple, Sequence)) else (value, value)
     are_ints = all(map(_is_int, pair))
     if not are_ints or len(pair) != 2:
         error = ValueError if are_ints else TypeError
@@ -221,9 +222,11 @@ def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradie
 
 def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
     kinds = gradients.kinds(gradient)
+    if a.dim() == b.dim() == 2:
+        return gradients.Matmul.of(a, b, multiplier, kinds, impl)
     if b.dim() == 2:
         out = gradients.Matmul.of(a.flatten(0, -2), b, multiplier, kinds, impl)
-        return out if a.dim() == 2 else out.reshape(*a.shape[:-1], b.shape[1])
+        return out.reshape(*a.shape[:-1], b.shape[1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (
         t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:]) for t in (a, b)

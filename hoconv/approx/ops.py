@@ -36,7 +36,7 @@ _SCHEMAS = {
     # Of equal shapes, both contiguous; the derivative is with respect to a.
     "approx_multiply": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     "approx_multiply_derivative": "(Tensor a, Tensor b, str multiplier) -> Tensor",
-    # a (B, M, K), b (B, K, N), any strides.
+    # a (B, M, K), b (B, K, N), or all without B; any strides.
     "approx_matmul": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     "approx_matmul_derivative": "(Tensor grad, Tensor a, Tensor b, str multiplier) -> Tensor",
     # x (B, C, H, W), weight (O, C / G, R, S), grad (B, O, OH, OW), any strides; `size` is that of
@@ -77,7 +77,7 @@ def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
 
 
 def _fake_matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def _fake_matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -199,7 +199,7 @@ for _name in _SCHEMAS.keys() - {"approx_table_product", "approx_multiply_derivat
 
 @register_flop_formula(_ops.approx_matmul)
 def _matmul_flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(a_shape) * b_shape[2]
+    return 2 * math.prod(a_shape) * b_shape[-1]
 
 
 @register_flop_formula(_ops.approx_conv2d)

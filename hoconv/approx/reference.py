@@ -36,21 +36,22 @@ def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    """a (B, M, K) times b (B, K, N): out[m, n] = sum over k of a[m, k] * b[k, n]."""
+    """a (M, K) times b (K, N), or a (B, M, K) times b (B, K, N): out[m, n] = sum over k of
+    a[m, k] * b[k, n]."""
     return _sum_of_products(MULTIPLIERS[multiplier].multiply, a, b)
 
 
 def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
-    """The gradient of a (B, M, K) by the multiplier's own derivative d:
+    """The gradient of a by the multiplier's own derivative d:
     out[m, k] = sum over n of grad[m, n] * d(a[m, k], b[k, n]), in the order of all sums."""
     derivative = MULTIPLIERS[multiplier].derivative
     step = max(1, _MOST_PRODUCTS // max(a.numel(), 1))
 
     def products(first: int, last: int) -> Tensor:
-        slopes = derivative(a.unsqueeze(-1), b[:, None, :, first:last])  # (B, M, K, n)
-        return (grad[:, :, None, first:last] * slopes).movedim(-1, 0)
+        slopes = derivative(a.unsqueeze(-1), b[..., None, :, first:last])  # (..., M, K, n)
+        return (grad[..., None, first:last] * slopes).movedim(-1, 0)
 
-    return _ordered_sum(products, b.shape[2], step, torch.zeros_like(a))
+    return _ordered_sum(products, b.shape[-1], step, torch.zeros_like(a))
 
 
 def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
@@ -150,17 +151,18 @@ def columns(
 def _sum_of_products(
     product: Product, a: Tensor, b: Tensor, exists: Tensor | None = None
 ) -> Tensor:
-    """Multiplies a (B, M, K) by b (B, K, N); leaves out terms where `exists` (B, M, K) is false."""
-    (B, M, K), N = a.shape, b.shape[2]
+    """Multiplies a (..., M, K) by b (..., K, N); leaves out terms where `exists`, of a's shape, is
+    false."""
+    out = a.new_zeros(*a.shape[:-1], b.shape[-1])
 
     def products(first: int, last: int) -> Tensor:
-        terms = product(a[:, :, first:last, None], b[:, None, first:last, :])  # (B, M, k, N)
+        terms = product(a[..., first:last, None], b[..., None, first:last, :])  # (..., M, k, N)
         if exists is not None:
-            terms = torch.where(exists[:, :, first:last, None], terms, 0.0)
-        return terms.movedim(2, 0)
+            terms = torch.where(exists[..., first:last, None], terms, 0.0)
+        return terms.movedim(-2, 0)
 
-    step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
-    return _ordered_sum(products, K, step, a.new_zeros(B, M, N))
+    step = max(1, _MOST_PRODUCTS // max(out.numel(), 1))
+    return _ordered_sum(products, a.shape[-1], step, out)
 
 
 def _ordered_sum(products: Callable[[int, int], Tensor], K: int, step: int, zero: Tensor) -> Tensor:

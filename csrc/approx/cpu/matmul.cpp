@@ -11,15 +11,15 @@
 namespace hoconv::approx {
 namespace {
 
-// out (B, M, N) of a (B, M, K) and b (B, K, N).
+// out (B, M, N) of a (B, M, K) and b (B, K, N), or all of them without B.
 Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier) {
   const Matmul p(a, b);
-  Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.N});
+  Tensor out = torch::stable::new_empty(a, p.result(a, p.N));
   gemm(multiplier,
-       {static_cast<const float*>(a.const_data_ptr()), steps(p.batch, a.stride(0)),
-        steps(p.M, a.stride(1)), steps(p.K, a.stride(2))},
-       {static_cast<const float*>(b.const_data_ptr()), steps(p.batch, b.stride(0)),
-        steps(p.N, b.stride(2)), steps(p.K, b.stride(1))},
+       {static_cast<const float*>(a.const_data_ptr()), steps(p.batch, p.a.batch_stride),
+        steps(p.M, p.a.row_stride), steps(p.K, p.a.column_stride)},
+       {static_cast<const float*>(b.const_data_ptr()), steps(p.batch, p.b.batch_stride),
+        steps(p.N, p.b.column_stride), steps(p.K, p.b.row_stride)},
        {static_cast<float*>(out.data_ptr()), steps(p.batch, p.M * p.N), steps(p.M, p.N),
         steps(p.N, 1)});
   return out;

@@ -41,21 +41,23 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
 Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
                          std::string multiplier) {
   const Matmul p(a, b);
-  p.check_grad(grad);
-  Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.K});
+  const Matrices of_grad(grad, "grad");
+  p.check_grad(of_grad);
+  Tensor out = torch::stable::new_empty(a, p.result(a, p.K));
   const auto *g = static_cast<const float*>(grad.const_data_ptr()),
              *x = static_cast<const float*>(a.const_data_ptr()),
              *y = static_cast<const float*>(b.const_data_ptr());
   auto* target = static_cast<float*>(out.data_ptr());
-  const int64_t grad_n = grad.stride(2), a_k = a.stride(2), b_k = b.stride(1), b_n = b.stride(2);
+  const int64_t grad_n = of_grad.column_stride, a_k = p.a.column_stride;
+  const int64_t b_k = p.b.row_stride, b_n = p.b.column_stride;
   with_multiplier(multiplier, [&](auto m) {
     torch::stable::parallel_for(0, p.batch * p.M, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> row(p.K), product(p.K), sum(p.K);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t batch = i / p.M, line = i % p.M;
-        const float* grad_row = g + batch * grad.stride(0) + line * grad.stride(1);
-        const float* a_row = x + batch * a.stride(0) + line * a.stride(1);
-        const float* matrix = y + batch * b.stride(0);
+        const float* grad_row = g + batch * of_grad.batch_stride + line * of_grad.row_stride;
+        const float* a_row = x + batch * p.a.batch_stride + line * p.a.row_stride;
+        const float* matrix = y + batch * p.b.batch_stride;
         float* total = target + i * p.K;
         for (int64_t k = 0; k < p.K; ++k) row[k] = a_row[k * a_k];
         std::fill(total, total + p.K, 0.0f);

@@ -11,34 +11,34 @@
 namespace hoconv::approx {
 namespace {
 
-// Rows and columns that are one digit each.
-View matrix(const Tensor& t, int rows, int columns) {
+// Rows and columns, of these strides, that are one digit each.
+View matrix(const Tensor& t, int64_t batch, int64_t row, int64_t column) {
   const Digits one(1, 1);
   return {static_cast<const float*>(t.const_data_ptr()),
           span(t),
-          t.stride(0),
+          batch,
           0,
           0,
           1,
           1,
           1,
           1,
-          {one, t.stride(rows)},
-          {one, t.stride(columns)},
+          {one, row},
+          {one, column},
           false,
-          t.stride(columns) < t.stride(rows)};
+          column < row};
 }
 
-// out (B, M, N) of a (B, M, K) and b (B, K, N).
+// out (B, M, N) of a (B, M, K) and b (B, K, N), or all of them without B.
 Tensor matmul(Tensor a, Tensor b, std::string multiplier) {
-  const Matmul p(a, b);
   a = compact(a), b = compact(b);
-  Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.N});
+  const Matmul p(a, b);
+  Tensor out = torch::stable::new_empty(a, p.result(a, p.N));
   const Launch launch(a);
   const Digits one(1, 1);
   gemm(multiplier,
-       {matrix(a, 1, 2),
-        matrix(b, 2, 1),
+       {matrix(a, p.a.batch_stride, p.a.row_stride, p.a.column_stride),
+        matrix(b, p.b.batch_stride, p.b.column_stride, p.b.row_stride),
         {static_cast<float*>(out.mutable_data_ptr()), p.M * p.N, one, one, {p.N, 0, 0}, {1, 0, 0}},
         p.batch,
         p.M,

@@ -33,11 +33,11 @@ __global__ void products(const float* a, const float* b, float* out, int64_t siz
 struct Matrix {  // of a batch, any strides
   const float* data;
   int64_t batch, row, column;
-  explicit Matrix(const Tensor& t)
+  Matrix(const Tensor& t, const Matrices& m)
       : data(static_cast<const float*>(t.const_data_ptr())),
-        batch(t.stride(0)),
-        row(t.stride(1)),
-        column(t.stride(2)) {}
+        batch(m.batch_stride),
+        row(m.row_stride),
+        column(m.column_stride) {}
   __device__ float operator()(int64_t n, int64_t i, int64_t j) const {
     return data[n * batch + i * row + j * column];
   }
@@ -84,13 +84,15 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
 Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
                          std::string multiplier) {
   const Matmul p(a, b);
-  p.check_grad(grad);
-  Tensor out = torch::stable::new_empty(a, {p.batch, p.M, p.K});
+  const Matrices g(grad, "grad");
+  p.check_grad(g);
+  Tensor out = torch::stable::new_empty(a, p.result(a, p.K));
   if (out.numel() == 0) return out;
   const Launch launch(a);
   with_multiplier(multiplier, [&](auto definition) {
     derivatives<decltype(definition)><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-        Matrix(grad), Matrix(a), Matrix(b), static_cast<float*>(out.mutable_data_ptr()), p);
+        Matrix(grad, g), Matrix(a, p.a), Matrix(b, p.b),
+        static_cast<float*>(out.mutable_data_ptr()), p);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
