@@ -151,10 +151,14 @@ class Program:
     reverse: bool = False
 
     @functools.cached_property
+    def read(self) -> frozenset[Value]:
+        """What the steps read."""
+        return frozenset(v for op in flat(self.step) for v in op.values) | {*step_outputs(self)}
+
+    @functools.cached_property
     def made_before(self) -> tuple[Value, ...]:
         """The results of ops before the loop that the steps read."""
-        read = {v for op in flat(self.step) for v in op.values} | set(step_outputs(self))
-        return tuple(op.result for op in flat(self.before) if op.result in read)
+        return tuple(op.result for op in flat(self.before) if op.result in self.read)
 
     def __str__(self) -> str:
         return _Printer().program(self)

@@ -6,7 +6,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,36 +14,49 @@ from torch import Tensor
 
 from hoconv.recurrent.codegen.storage import Buffer, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
-from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.ir.program import Program, Value
 from hoconv.recurrent.runtime import pages
 from hoconv.recurrent.runtime.interpret import Tensors
 
 _KEPT = 1024  # descriptions of a storage, for a T and a B
 
 
-class _Described(NamedTuple):
-    """A buffer, the shape and dtype of its tensor, and whether that need not be contiguous."""
+class _Layout(NamedTuple):
+    """What T steps of B rows are given, and what they write.
 
-    buffer: Buffer
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    strided: bool
+    Attributes:
+        values: the values that are given, but for states.
+        given: the buffers of these, and of the first states where the loop reads them.
+        shapes, dtypes: of the tensors of these.
+        dense: those of them that are contiguous: the steps read them, and know no strides.
+        made: the other buffers, and the shapes and dtypes of their tensors.
+    """
+
+    values: tuple[Value, ...]
+    given: tuple[Buffer, ...]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    dense: tuple[Buffer, ...]
+    made: tuple[tuple[Buffer, tuple[int, ...], torch.dtype], ...]
 
 
 @functools.lru_cache(_KEPT)
-def _describe(
-    storage: Storage, T: int, B: int
-) -> tuple[tuple[_Described, ...], tuple[_Described, ...]]:
-    """The buffers of tensors that are given, in that order, and the others."""
-
-    def describe(buffers: Iterable[Buffer]) -> tuple[_Described, ...]:
-        return tuple(
-            _Described(b, b.shape(T, B), DTYPES[b.type.dtype], b in storage.strided)
-            for b in buffers
-        )
-
-    given = (*storage.params, *storage.sequences, *storage.first)
-    return describe(given), describe(b for b in storage.buffers if b not in given)
+def _lay_out(program: Program, storage: Storage, T: int, B: int) -> _Layout:
+    params, sequences = (p.value for p in program.params), (v for _, v in program.sequences)
+    values = (*params, *sequences, *program.made_before)
+    homes = (*storage.params, *storage.sequences)
+    given = (*homes, *storage.first)
+    # Ops before and after the loop, which alone read the weights of x, say, know strides.
+    unread = {b for v, b in zip(values, homes, strict=True) if v not in program.read}
+    made = (b for b in storage.buffers if b not in given)
+    return _Layout(
+        values,
+        given,
+        [torch.Size(b.shape(T, B)) for b in given],
+        [DTYPES[b.type.dtype] for b in given],
+        tuple(b for b in given if b not in storage.strided and b not in unread),
+        tuple((b, b.shape(T, B), DTYPES[b.type.dtype]) for b in made),
+    )
 
 
 def bind(
@@ -62,29 +75,31 @@ def bind(
         initial: (B, n) of each state.
         resident: the tensors of buffers with fixed addresses; values are copied into them.
     """
-    described, others = _describe(storage, T, B)
-    device = values[program.sequences[0][1]].device
-    given = [values[p.value] for p in program.params] + [values[v] for _, v in program.sequences]
-    given += [values[v] for v in program.made_before]
+    layout = _lay_out(program, storage, T, B)
+    given = [values[v] for v in layout.values]
     if storage.first:
         given += initial
-    tensors = dict(resident)
-    for (buffer, shape, dtype, strided), tensor in zip(described, given, strict=True):
-        # Compiled code reads it through a bare pointer.
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-            raise ValueError(
-                f"hoconv::recurrent: {buffer.name}: the compiled loop reads {dtype}, {shape}, "
-                f"{device}; got {tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}"
-            )
-        if buffer in resident:
-            resident[buffer].copy_(tensor)
-        else:
-            tensors[buffer] = tensor if strided or tensor.is_contiguous() else tensor.contiguous()
-    for buffer, shape, dtype, _ in others:
+    device = values[program.sequences[0][1]].device
+    if (
+        [t.shape for t in given] != layout.shapes
+        or [t.dtype for t in given] != layout.dtypes
+        or [t.device for t in given] != [device] * len(given)
+    ):
+        raise _explain(layout, given, device)
+    tensors = dict(zip(layout.given, given, strict=True))
+    for buffer, own in resident.items():
+        if buffer in tensors:
+            own.copy_(tensors[buffer])
+        tensors[buffer] = own
+    for buffer in layout.dense:
+        if not (tensor := tensors[buffer]).is_contiguous():
+            tensors[buffer] = tensor.contiguous()
+    on_cpu = device.type == "cpu"
+    for buffer, shape, dtype in layout.made:
         if buffer not in tensors:
             tensors[buffer] = (
                 pages.allocate(shape, dtype)
-                if device.type == "cpu"
+                if on_cpu
                 else torch.empty(shape, dtype=dtype, device=device)
             )
     if not storage.first:
@@ -93,6 +108,17 @@ def bind(
                 start = T - 1 if each.kind == "history" and program.reverse else 0
                 tensors[each].select(0, start).copy_(first)
     return tensors
+
+
+def _explain(layout: _Layout, given: list[Tensor], device: torch.device) -> ValueError:
+    """Says what differs from what compiled code reads, through bare pointers."""
+    for buffer, shape, dtype, t in zip(layout.given, layout.shapes, layout.dtypes, given):
+        if (t.shape, t.dtype, t.device) != (shape, dtype, device):
+            return ValueError(
+                f"hoconv::recurrent: {buffer.name}: the compiled loop reads {dtype}, "
+                f"{tuple(shape)}, {device}; got {t.dtype}, {tuple(t.shape)}, {t.device}"
+            )
+    raise AssertionError("nothing differs")
 
 
 def results(

@@ -261,6 +261,17 @@ def test_large_tensors_have_huge_pages() -> None:
     assert faults < size // 4096 // 2
 
 
+def test_weights_that_no_step_reads_are_not_copied() -> None:
+    made = rnn.LSTM(3, 4, impl="cpp")  # a product before the loop reads the weights of x
+    x = torch.randn(2, 1, 3)
+    with torch.no_grad():
+        made(x)
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
+            made(x)
+    assert "aten::clone" not in {event.key for event in profile.key_averages()}
+
+
 def test_the_number_of_calls_of_pytorch_does_not_depend_on_the_steps() -> None:
     made = rnn.RNN(rnn.lstm, 512, 512, impl="cpp", schedule="auto")
     numbers = []
