@@ -99,9 +99,7 @@ class CppLoop:
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]
         apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source
-        size = source.packed_bytes + B * source.row_bytes
-        memory = allocate_aligned(size)
-        packed = memory.data_ptr()
+        _memory, packed = allocate_aligned(source.packed_bytes + B * source.row_bytes)
         number = 0 if seed is None else int(seed)
         if self.function(T, B, number, pointers, apart, packed, packed + source.packed_bytes):
             raise RuntimeError(f"{program.name}: PyTorch's product or threads failed in the loop")

@@ -34,10 +34,12 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def allocate_aligned(count: int) -> Tensor:
-    """Bytes, uninitialised, that begin where the widest vector register can be loaded."""
+def allocate_aligned(count: int) -> tuple[Tensor, int]:
+    """Uninitialised memory, and the address of so many of its bytes, where the widest vector
+    register can be loaded."""
     memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % ALIGNMENT :][:count]
+    address = memory.data_ptr()
+    return memory, address + -address % ALIGNMENT
 
 
 @functools.cache

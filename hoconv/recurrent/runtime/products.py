@@ -50,9 +50,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (T, B, n), m, size = x.shape, len(weight), x.element_size()
     out = allocate((T, B, m), x.dtype)
     padded = max(2 * ALIGNMENT, -(-m * size // ALIGNMENT) * ALIGNMENT)
-    memory = allocate_aligned((n + 1) * padded)
+    _memory, aligned = allocate_aligned((n + 1) * padded)
     row, column = weight.stride()
-    _call("linear", x.dtype, out, x, weight, column, row, bias, T * B, n, m, memory)
+    _call("linear", x.dtype, out, x, weight, column, row, bias, T * B, n, m, aligned)
     return out
 
 
@@ -63,8 +63,8 @@ def outer(g: Tensor, x: Tensor) -> Tensor:
     g, x = g.contiguous(), x.contiguous()
     (T, B, m), n = g.shape, x.shape[-1]
     out = allocate((m, n), x.dtype)
-    memory = allocate_aligned(_BLOCK * -(-m // _TILE) * _TILE * x.element_size())
-    _call("outer", x.dtype, out, g, x, T * B, m, n, memory)
+    _memory, aligned = allocate_aligned(_BLOCK * -(-m // _TILE) * _TILE * x.element_size())
+    _call("outer", x.dtype, out, g, x, T * B, m, n, aligned)
     return out
 
 
@@ -84,6 +84,7 @@ def _suits(a: Tensor, b: Tensor) -> bool:
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None:
+    """Calls a product; an address that is a number is passed as a size is."""
     given = [
         ctypes.c_int64(each)
         if isinstance(each, int)
