@@ -9,7 +9,6 @@ waits for the GPU.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import Clusters
+from hoconv.recurrent.runtime.clusters import Clusters, current_stream, open_cubin
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
@@ -87,16 +86,16 @@ class CudaLoop:
         storage = self.source.steps.storage
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
-            with torch.cuda.device(device):
+            with torch.cuda.device(device.index):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
-            with torch.cuda.device(device):
+            with torch.cuda.device(device.index):
                 tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)
-        with torch.cuda.device(device), self._lock:
-            stream = torch.cuda.current_stream().cuda_stream
+        with torch.cuda.device(device.index), self._lock:
+            stream = current_stream()
             # A graph that the caller captures, or allocates for (as torch.compile does to warm up),
             # owns the memory allocated now: the workspace is not kept, and records no graphs.
             try:
@@ -120,7 +119,7 @@ class CudaLoop:
         _, B = count_steps(runs[0].program, runs[0].values)
         layout = self.clusters.find(B, device, len(runs))
         assert not isinstance(layout, str), layout
-        with torch.cuda.device(device):
+        with torch.cuda.device(device.index):
             return self.clusters.run(layout, runs, device)
 
     def keeps_weights(self, B: int, device: torch.device, runs: int = 1) -> bool:
@@ -141,9 +140,7 @@ class CudaLoop:
             loop.prepare()
 
     def _load(self, architecture: str) -> Cubin:
-        code = self._code(architecture).read_bytes()
-        driver = ctypes.CDLL("libcuda.so.1")
-        return Cubin(driver, code, lambda: torch.cuda.current_stream().cuda_stream)
+        return open_cubin(self._code(architecture))
 
     def _kept_workspace(
         self, B: int, device: torch.device, stream: int, _precision: Any
