@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d
 from hoconv.implementations import check_name
+from hoconv.registration import get_parameter
 
 
 class _Conv1d(nn.Module):
@@ -109,10 +110,10 @@ class _Conv1d(nn.Module):
         """Computes the operator's weights for x (B, C, T): (B or 1, H, K, T or 1)."""
         raise NotImplementedError
 
-    def _normalize(self, weight: Tensor) -> Tensor:
-        """Applies softmax over the taps of (B or 1, H, K, T or 1), then DropConnect."""
+    def _normalize(self, weight: Tensor, dim: int) -> Tensor:
+        """Applies softmax over the taps, which are dimension `dim`, then DropConnect."""
         if self.softmax:
-            weight = weight.softmax(2)
+            weight = weight.softmax(dim)
         if self.weight_dropout and self.training:
             weight = F.dropout(weight, self.weight_dropout)
         return weight
@@ -121,7 +122,8 @@ class _Conv1d(nn.Module):
         before = self.kernel_size - 1
         padding = before if self.padding == "causal" else before // 2
         out = dynamic_conv1d(x, weight, padding=padding, impl=self.impl)
-        return out if self.bias is None else out + self.bias.to(out.dtype).unsqueeze(1)
+        bias = get_parameter(self, "bias")
+        return out if bias is None else out + bias.to(out.dtype).unsqueeze(1)
 
     def extra_repr(self) -> str:
         return (
@@ -180,7 +182,9 @@ class LightweightConv1d(_Conv1d):
         nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))
 
     def _make_weight(self, x: Tensor) -> Tensor:
-        return self._normalize(self.weight.reshape(1, self.heads, self.kernel_size, 1))
+        return self._normalize(
+            get_parameter(self, "weight").view(1, self.heads, self.kernel_size, 1), 2
+        )
 
 
 class DynamicConv1d(_Conv1d):
@@ -232,5 +236,10 @@ class DynamicConv1d(_Conv1d):
         nn.init.xavier_uniform_(self.generator.weight)
 
     def _make_weight(self, x: Tensor) -> Tensor:
-        generated = self.generator(x.mT).mT  # (B, H * K, T)
-        return self._normalize(generated.unflatten(1, (self.heads, self.kernel_size)))
+        (B, _, T), H, K = x.shape, self.heads, self.kernel_size
+        generated = self.generator(x.mT)  # (B, T, H * K)
+        # Where taps are not beside each other, PyTorch's softmax copies them: on a GPU in a kernel
+        # of its own; on a CPU that is faster.
+        if x.is_cuda:
+            return self._normalize(generated.view(B, T, H, K), 3).permute(0, 2, 3, 1)
+        return self._normalize(generated.mT.view(B, H, K, T), 2)
