@@ -364,14 +364,11 @@ def run_compiled(impl: str, call: Call) -> list[Tensor]:
 
 def run_cuda(call: Call) -> list[Tensor]:
     """Runs a program of the plan in CUDA, or cuDNN if it computes the same at least as fast."""
-    tensors = call.x, *call.states, *call.parameters
     # torch.compile sees one op; torch.func knows how to transform it.
-    if (
-        is_eager(tensors)
-        and (made := find_plan(call.plan)).plan.cudnn
-        and not made.keeps_weights(call.program, call.x)
-    ):
-        return list(_CudnnFunction.apply(made, len(call.states), *tensors))
+    if not torch.compiler.is_compiling() and (made := find_plan(call.plan)).plan.cudnn:
+        tensors = call.x, *call.states, *call.parameters
+        if is_eager(tensors) and not made.keeps_weights(call.program, call.x):
+            return list(_CudnnFunction.apply(made, len(call.states), *tensors))
     return run_compiled("cuda", call)
 
 
