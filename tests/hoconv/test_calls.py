@@ -3,16 +3,20 @@ watches or replaces the calls of PyTorch still does."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import hoconv
+from hoconv import approx
 from hoconv.declaration import Sample, operators
 from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
 from hoconv.testing.variants import Variant, variants
@@ -109,3 +113,33 @@ def test_inference_mode_gives_the_same_output(variant: Variant, sample: Sample) 
         got = tree_leaves(variant.call(*sample.args, **sample.kwargs))
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     assert all(t.is_inference() for t in got)
+
+
+class Double(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+@pytest.mark.parametrize(
+    ("made", "inner", "shape"),
+    [
+        (hoconv.HighOrderConv2d(3, 3), "generator", (1, 3, 5, 5)),
+        (hoconv.LightweightConv1d(4, 3, bias=True), "", (1, 4, 6)),
+        (hoconv.DynamicConv1d(4, 3, generator_bias=True), "generator", (1, 4, 6)),
+        (approx.ApproxLinear(8, 4), "", (2, 8)),
+        (approx.ApproxConv2d(3, 3, 3), "", (1, 3, 5, 5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_parametrization_takes_the_place_of_a_parameter(
+    made: nn.Module, inner: str, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape)
+    for name in ("weight", "bias"):
+        doubled, parametrized = copy.deepcopy(made), copy.deepcopy(made)
+        with torch.no_grad():
+            getattr(doubled.get_submodule(inner), name).uniform_().mul_(2)
+            value = getattr(doubled.get_submodule(inner), name) / 2
+            getattr(parametrized.get_submodule(inner), name).copy_(value)
+        parametrize.register_parametrization(parametrized.get_submodule(inner), name, Double())
+        assert torch.equal(parametrized(x), doubled(x))
