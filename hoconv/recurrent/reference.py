@@ -92,7 +92,7 @@ def recurrent(
     """
     T, B = x.shape[:2]
     dtype = evaluate.accumulate_dtype(x.dtype)
-    now = [state.to(dtype, copy=True) for state in states]  # a cell may write to its states
+    now = [state.to(dtype) for state in states]
     outputs: list[Tensor] = []
     for t in reversed(range(T)) if reverse else range(T):
         frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)

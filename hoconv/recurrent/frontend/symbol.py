@@ -110,6 +110,16 @@ def _reflected(kind: str) -> Callable[[Symbol, Any], Symbol]:
     return lambda self, other: self.builder.apply(kind, other, self)
 
 
+def _assigned(operator: str) -> Callable[[Symbol, Any], Symbol]:
+    def refuse(self: Symbol, other: Any) -> Symbol:
+        fail(
+            f"a {operator}= b writes to a, which may be a state, an output or x, too; write "
+            f"a = a {operator} b"
+        )
+
+    return refuse
+
+
 class Symbol:
     """Rows (B, n) of features in a cell that is being traced."""
 
@@ -130,6 +140,9 @@ class Symbol:
     __eq__ = _binary("eq")  # pyright: ignore[reportAssignmentType]
     __ne__ = _binary("ne")  # pyright: ignore[reportAssignmentType]
     __and__, __or__ = _binary("and"), _binary("or")
+    __iadd__, __isub__, __imul__ = _assigned("+"), _assigned("-"), _assigned("*")
+    __itruediv__, __ipow__ = _assigned("/"), _assigned("**")
+    __iand__, __ior__ = _assigned("&"), _assigned("|")
     __hash__ = object.__hash__
     __array_ufunc__ = None  # NumPy's functions refuse it
 

@@ -86,6 +86,21 @@ def test_python_if_is_refused_with_where() -> None:
     refused(bad, "if h > 0", r"write rnn\.where\(condition, a, b\)")
 
 
+def test_assignments_that_write_to_a_value_are_refused() -> None:
+    """In the reference they would write to x, to an output of before, or to the caller's state."""
+
+    def to_a_state(x, h):
+        h += rnn.linear("h", x)
+        return h, dict(h=h)
+
+    def to_x(x, h):
+        x *= 2.0
+        return x, dict(h=h + rnn.linear("h", x))
+
+    refused(to_a_state, "h += ", r"a \+= b writes to a, .*; write a = a \+ b")
+    refused(to_x, "x *= 2.0", r"a \*= b writes to a, .*; write a = a \* b")
+
+
 @pytest.mark.parametrize("base", [0, -2.0, True])
 def test_powers_of_other_numbers_are_refused(base: Any) -> None:
     def bad(x, h):

@@ -60,23 +60,6 @@ def test_equals_pytorch(
     same(ours(x), theirs(x))
 
 
-def test_states_that_a_cell_writes_to_are_its_own() -> None:
-    @rnn.cell(state=("a", "b"))
-    def accumulating(x: Any, a: Any, b: Any) -> Any:
-        a += rnn.linear("a", x)
-        b += a
-        return a * b, dict(a=a, b=b)
-
-    written = rnn.RNN(accumulating, 3, 3, num_layers=2, dtype=torch.float64)
-    x = sequence(3, 2, 3)
-    with torch.no_grad():
-        written.impl = "reference"
-        expected = written(x, (torch.zeros(2, 2, 3).double(), torch.zeros(2, 2, 3).double()))
-        same(written(x), expected)
-        written.impl = "auto"
-        same(written(x), expected)
-
-
 @pytest.mark.parametrize(("kind", "states"), [("LSTM", 2), ("GRU", 1)])
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_equals_pytorch_packed_with_two_layers_and_directions(
