@@ -58,93 +58,141 @@ struct Mail {
     const uint32_t low = static_cast<uint32_t>(data), high = static_cast<uint32_t>(data >> 32);
     store_word(outgoing + box() + at, make_uint4(low, number, high, number));
   }
-  __device__ __forceinline__ uint64_t receive(int at) const {
-    uint4 word;
-    do word = load_word(incoming + box() + at);
-    while (word.y != number || word.w != number);
-    return word.x | uint64_t{word.z} << 32;
+  // Gets words `first`, `first` + `step`, ... before `end`. All are on their way at the same time.
+  template <int N>
+  __device__ __forceinline__ void receive(uint64_t (&data)[N], int first, int step, int end) const {
+    uint4 words[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (const int at = first + n * step; at < end) words[n] = load_word(incoming + box() + at);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (const int at = first + n * step; at < end) {
+        while (words[n].y != number || words[n].w != number)
+          words[n] = load_word(incoming + box() + at);
+        data[n] = words[n].x | uint64_t{words[n].z} << 32;
+      }
   }
   __device__ __forceinline__ int box() const { return number % 2 * words; }
 };
 
-// Rows of COLUMNS columns as vectors, as wide as pushes may be, that threads share.
-template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-struct Rows {
-  static constexpr bool WIDE = COLUMNS * sizeof(T) % 16 == 0 && STRIDE * sizeof(T) % 16 == 0;
-  static constexpr int BYTES = WIDE ? 16 : 8, WORDS = BYTES / 8;
-  static constexpr int EACH = BYTES / sizeof(T), VECTORS = COLUMNS / EACH, ALL = ROWS * VECTORS;
-  // Groups of threads that have all vectors: each pushes to some of the blocks.
-  static constexpr int GROUPS = ALL < THREADS ? THREADS / ALL : 1;
-  using Value = Vector<uint64_t, WORDS>;
-
-  static __device__ __forceinline__ int group() { return ALL < THREADS ? threadIdx.x / ALL : 0; }
-  static __device__ __forceinline__ int first() {
-    return ALL < THREADS ? threadIdx.x % ALL : threadIdx.x;
+// An array of vectors in rows: EACH columns of the first row, of the next, ..., then the next
+// columns. So what a block has of it, some columns of all rows, lies together, and so do 16 bytes of
+// 8 rows, which tensor cores read at once. Padding: without tensor cores, lanes read some columns of
+// a row, from different banks; and whatever a block has is a multiple of 16 bytes.
+template <typename T, int ROWS>
+struct Panels {
+  static constexpr int EACH = sizeof(T) == 2 ? 8 : 4;
+  static constexpr int HEIGHT = sizeof(T) == 2   ? ROWS
+                                : sizeof(T) == 1 ? ROWS + ROWS % 2
+                                                 : ROWS | 1;
+  static __device__ __forceinline__ int at(int row, int column) {
+    return (column / EACH * HEIGHT + row) * EACH + column % EACH;
   }
-  static __device__ __forceinline__ Value* vector(T* rows, int at) {
-    return reinterpret_cast<Value*>(rows + at / VECTORS * STRIDE + at % VECTORS * EACH);
+};
+
+// BYTES bytes that blocks get from one, in words and vectors that threads share.
+template <int THREADS, int BYTES>
+struct Slice {
+  static_assert(BYTES % 16 == 0);
+  static constexpr int VECTORS = BYTES / 16, WORDS = BYTES / 8;
+  static constexpr int WORDS_OF_THREAD = (WORDS + THREADS - 1) / THREADS;
+  // Groups of threads that have all vectors: each pushes to some of the blocks.
+  static constexpr int GROUPS = VECTORS < THREADS ? THREADS / VECTORS : 1;
+
+  static __device__ __forceinline__ int group() {
+    return VECTORS < THREADS ? threadIdx.x / VECTORS : 0;
+  }
+  static __device__ __forceinline__ int first() {
+    return VECTORS < THREADS ? threadIdx.x % VECTORS : threadIdx.x;
   }
   // Pushes a vector to the same place in COUNT of the C blocks, of which this one is the last.
   template <int C, int COUNT>
-  static __device__ __forceinline__ void push_to(const Exchanges& exchanges, Value* vector,
-                                                 const Value& value) {
+  static __device__ __forceinline__ void push_to(const Exchanges& exchanges, const uint4* vector,
+                                                 const uint4& value) {
     const uint32_t place = shared_address(vector), barrier = exchanges.barrier();
     const int rank = cluster_rank();
 #pragma unroll
     for (int other = 0; other < COUNT; other += GROUPS) {
       const int to = (rank + 1 + other + group()) % C;
       if (other + group() < COUNT)
-        push<BYTES>(address_in(place, to), address_in(barrier, to), &value);
+        push<16>(address_in(place, to), address_in(barrier, to), &value);
     }
-  }
-  static __device__ __forceinline__ Value receive(const Mail& mail, int word) {
-    Value value;
-#pragma unroll
-    for (int z = 0; z < WORDS; ++z) value.of[z] = mail.receive(word + z);
-    return value;
   }
 };
 
-// Pushes COLUMNS columns of ROWS rows to the same place in the C - 1 other blocks.
-template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-__device__ __forceinline__ void push_rows(const Exchanges& exchanges, T* from) {
-  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
-  if (R::group() >= R::GROUPS) return;
-  for (int at = R::first(); at < R::ALL; at += THREADS) {
-    auto* vector = R::vector(from, at);
-    R::template push_to<C, C - 1>(exchanges, vector, *vector);
-  }
+// Pushes a slice to the same place in the C - 1 other blocks.
+template <int C, int THREADS, int BYTES>
+__device__ __forceinline__ void push_slice(const Exchanges& exchanges, const void* from) {
+  using S = Slice<THREADS, BYTES>;
+  if (S::group() >= S::GROUPS) return;
+  const uint4* const vectors = static_cast<const uint4*>(from);
+  for (int at = S::first(); at < S::VECTORS; at += THREADS)
+    S::template push_to<C, C - 1>(exchanges, vectors + at, vectors[at]);
 }
 
-// Posts COLUMNS columns of ROWS rows to the partner, in words from `first_word` of the mailbox on.
-template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-__device__ __forceinline__ void post_rows(const Mail& mail, int first_word, T* from) {
-  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
-  for (int at = threadIdx.x; at < R::ALL; at += THREADS) {
-    const auto value = *R::vector(from, at);
+// Copies what threads have written to global memory to the same place in the blocks of `mask`: its
+// way from the L2 cache to all of them is one, where pushes take one each.
+template <int BYTES>
+__device__ __forceinline__ void copy_to_blocks(const Exchanges& exchanges, void* to,
+                                               const void* from, uint32_t mask) {
+  show_copies();
+  __syncthreads();
+  if (threadIdx.x == 0) copy_to<BYTES>(shared_address(to), exchanges.barrier(), from, mask);
+}
+template <int C>
+constexpr uint32_t ALL = (1u << C) - 1;
+
+// As push_slice, for much data, by way of `room` in global memory.
+template <int C, int THREADS, int BYTES>
+__device__ __forceinline__ void spread_slice(const Exchanges& exchanges, void* slice, void* room) {
+  for (int at = threadIdx.x; at < BYTES / 16; at += THREADS)
+    static_cast<uint4*>(room)[at] = static_cast<const uint4*>(slice)[at];
+  copy_to_blocks<BYTES>(exchanges, slice, room, ALL<C> & ~(1u << cluster_rank()));
+}
+
+// Posts a slice to the partner, in words from `first_word` of the mailbox on.
+template <int THREADS, int BYTES>
+__device__ __forceinline__ void post_slice(const Mail& mail, int first_word, const void* from) {
+  for (int at = threadIdx.x; at < BYTES / 8; at += THREADS)
+    mail.post(first_word + at, static_cast<const uint64_t*>(from)[at]);
+}
+
+// Gets such a slice.
+template <int THREADS, int BYTES>
+__device__ __forceinline__ void receive_slice(const Mail& mail, int first_word, void* to) {
+  using S = Slice<THREADS, BYTES>;
+  uint64_t words[S::WORDS_OF_THREAD];
+  mail.receive(words, first_word + threadIdx.x, THREADS, first_word + S::WORDS);
 #pragma unroll
-    for (int z = 0; z < R::WORDS; ++z) mail.post(first_word + at * R::WORDS + z, value.of[z]);
+  for (int n = 0; n < S::WORDS_OF_THREAD; ++n)
+    if (const int at = threadIdx.x + n * THREADS; at < S::WORDS)
+      static_cast<uint64_t*>(to)[at] = words[n];
+}
+
+// Gets such a slice and pushes it to the same place in all C blocks.
+template <int C, int THREADS, int BYTES>
+__device__ __forceinline__ void relay_slice(const Mail& mail, int first_word,
+                                            const Exchanges& exchanges, const void* to) {
+  using S = Slice<THREADS, BYTES>;
+  if (S::group() >= S::GROUPS) return;
+  for (int at = S::first(); at < S::VECTORS; at += THREADS) {
+    uint64_t words[2];
+    mail.receive(words, first_word + at * 2, 1, first_word + S::WORDS);
+    const uint4 value = make_uint4(static_cast<uint32_t>(words[0]),
+                                   static_cast<uint32_t>(words[0] >> 32),
+                                   static_cast<uint32_t>(words[1]),
+                                   static_cast<uint32_t>(words[1] >> 32));
+    S::template push_to<C, C>(exchanges, static_cast<const uint4*>(to) + at, value);
   }
 }
 
-// Gets such rows.
-template <int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-__device__ __forceinline__ void receive_rows(const Mail& mail, int first_word, T* to) {
-  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
-  for (int at = threadIdx.x; at < R::ALL; at += THREADS)
-    *R::vector(to, at) = R::receive(mail, first_word + at * R::WORDS);
-}
-
-// Gets such rows and pushes them to the same place in all C blocks.
-template <int C, int THREADS, int ROWS, int COLUMNS, int STRIDE, typename T>
-__device__ __forceinline__ void relay_rows(const Mail& mail, int first_word,
-                                           const Exchanges& exchanges, T* to) {
-  using R = Rows<THREADS, ROWS, COLUMNS, STRIDE, T>;
-  if (R::group() >= R::GROUPS) return;
-  for (int at = R::first(); at < R::ALL; at += THREADS) {
-    const auto value = R::receive(mail, first_word + at * R::WORDS);
-    R::template push_to<C, C>(exchanges, R::vector(to, at), value);
-  }
+// The same for much data, by way of `room` in global memory.
+template <int C, int THREADS, int BYTES>
+__device__ __forceinline__ void spread_received(const Mail& mail, int first_word,
+                                                const Exchanges& exchanges, void* to, void* room) {
+  receive_slice<THREADS, BYTES>(mail, first_word, room);
+  copy_to_blocks<BYTES>(exchanges, to, room, ALL<C>);
 }
 
 // Adds up the SPLIT partial sums of a product, (SPLIT, ROWS, STRIDE), and pushes to each block its
@@ -300,7 +348,7 @@ __device__ constexpr int count_copies(int turns) {
 }
 
 // A product by this block's slice of the weights, (M, K): y (SPLIT, ROWS, stride) is W x^T in
-// SPLIT sums over parts of K, for x (ROWS, stride). Each warp holds tiles of 16 rows and a part of
+// SPLIT sums over parts of K, for x in panels. Each warp holds tiles of 16 rows and a part of
 // K as operands of the tensor cores: HELD slices of 32 columns in registers, KEPT in shared memory,
 // at `rest`, and the others in global memory, at `far`, where they stay in the L2 cache: a thread
 // reads there what it has written itself. M is a multiple of 16, K of 32 SPLIT; SPLIT divides the
@@ -360,16 +408,16 @@ struct Product {
     }
   }
 
-  template <int X_STRIDE, int Y_STRIDE>
+  template <int Y_STRIDE>
   __device__ __forceinline__ void multiply(const T* x, float* y, const uint4* rest,
                                            const uint4* far) const {
     Sums sums = {};
-    add<0, SLICES, X_STRIDE>(sums, x, rest, far);
+    add<0, SLICES>(sums, x, rest, far);
     write<Y_STRIDE>(sums, y);
   }
 
   // Adds the products of slices BEGIN to END, for x from the first column of these on.
-  template <int BEGIN, int END, int X_STRIDE>
+  template <int BEGIN, int END>
   __device__ __forceinline__ void add(Sums& sums, const T* x, const uint4* rest,
                                       const uint4* far) const {
     constexpr int FIRST_KEPT = clamp(HELD, BEGIN, END), FIRST_FAR = clamp(HELD + KEPT, BEGIN, END);
@@ -385,8 +433,8 @@ struct Product {
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n) {
         const int row = n * 8 + lane % 8;  // past the last row: any, its sums are not stored
-        load_tiles(b[n], x + (row < ROWS ? row : ROWS - 1) * X_STRIDE + lane / 8 * 8 +
-                             ((s - BEGIN) * SPLIT + split()) * 32);
+        const int column = ((s - BEGIN) * SPLIT + split()) * 32 + lane / 8 * 8;
+        load_tiles(b[n], x + Panels<T, ROWS>::at(row < ROWS ? row : ROWS - 1, column));
       }
     };
     // `e` and `chain` are constants wherever loops are unrolled: sums stay in registers.
@@ -544,7 +592,7 @@ struct PlainProduct {
     }
   }
 
-  template <int X_STRIDE, int Y_STRIDE>
+  template <int Y_STRIDE>
   __device__ __forceinline__ void multiply(const A* x, A* y, uint4* rest, uint4* far) const {
     const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
 #pragma unroll
@@ -554,7 +602,7 @@ struct PlainProduct {
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
           const int row = begin + n < ROWS ? begin + n : ROWS - 1;
-          const A* from = x + row * X_STRIDE + (s * SPLIT + part) * 4;
+          const A* from = x + Panels<A, ROWS>::at(row, (s * SPLIT + part) * 4);
           const Four v = *reinterpret_cast<const Four*>(from);
 #pragma unroll
           for (int e = 0; e < EACH; ++e)

@@ -81,6 +81,23 @@ __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* 
   }
 }
 
+// Makes what this thread has written before visible to copies, and to products of shared memory,
+// that other threads begin after a barrier.
+__device__ __forceinline__ void show_copies() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+// Copies BYTES bytes of global memory to the same place in the blocks whose bits are in `mask`, and
+// counts them at the barrier of each.
+template <int BYTES>
+__device__ __forceinline__ void copy_to(uint32_t to, uint32_t barrier, const void* from,
+                                        uint32_t mask) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "n"(BYTES), "r"(barrier), "h"(static_cast<unsigned short>(mask))
+      : "memory");
+}
+
 // Stores and loads 16 bytes of global memory, each half at once.
 __device__ __forceinline__ void store_word(uint4* word, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(word), "r"(v.x), "r"(v.y),

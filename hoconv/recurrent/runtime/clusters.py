@@ -163,7 +163,7 @@ def launch_runs(
     blocks = teams * layout.shape.members
     for run in runs:
         tensors = bind(run.program, storage, T, B, run.values, run.initial, {})
-        mail, bytes = blocks * layout.mail_bytes, blocks * (layout.mail_bytes + layout.far_bytes)
+        mail, bytes = blocks * layout.mail_bytes, blocks * (layout.mail_bytes + layout.own_bytes)
         scratch = run.initial[0].new_empty(bytes, dtype=torch.uint8) if bytes else None
         if scratch is not None and mail:
             scratch[:mail].zero_()  # exchanges have numbers from 1 on
@@ -233,4 +233,4 @@ def current_stream() -> int:
 @functools.cache
 def _architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return f"sm_{major}{minor}a"  # with what later ones may not have: fast copies to many blocks

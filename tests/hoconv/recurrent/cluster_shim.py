@@ -186,6 +186,16 @@ void push(uint32_t to, uint32_t barrier, const void* from) {
   arrive(b, BYTES);
 }
 
+inline void show_copies() {}
+template <int BYTES>
+void copy_to(uint32_t to, uint32_t barrier, const void* from, uint32_t mask) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) abort();
+  for (size_t rank = 0; rank < current->cluster->blocks.size(); ++rank)
+    for (int at = 0; at < BYTES && mask >> rank & 1; at += 16)
+      push<16>(address_in(to, rank) + at, address_in(barrier, rank),
+               static_cast<const char*>(from) + at);
+}
+
 inline void arrive(const uint4* word) {
   const auto found = posted.find(word);
   if (found == posted.end()) return;

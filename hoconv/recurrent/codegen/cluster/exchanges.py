@@ -16,27 +16,32 @@ from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup
 from hoconv.recurrent.codegen.cluster.threads import Threads
-from hoconv.recurrent.codegen.expressions import initial, reduced
-from hoconv.recurrent.ir.program import BYTES, Op, Value
+from hoconv.recurrent.codegen.expressions import TYPES, initial, reduced
+from hoconv.recurrent.ir.program import Op, Value
 from hoconv.recurrent.passes.cluster.distribute import Gathered, SharedProduct
 from hoconv.recurrent.passes.cluster.sums import SPREAD
 
+_WORD = 8  # bytes of data in a word of a mailbox
+
 
 @dataclass(frozen=True)
-class _Rows:
-    """A block's own columns of rows in shared memory.
+class _Slice:
+    """What a block has in shared memory of something that others need.
 
     Attributes:
-        to: where those of its partner are.
+        own: where it is.
+        to: where that of its partner is.
+        bytes: of each.
         relayed: whether all blocks of the cluster get these.
+        room: where they get it from in global memory, if they do.
         word: of a mailbox, the first.
     """
 
     own: str
     to: str
-    columns: int
-    stride: int
+    bytes: int
     relayed: bool
+    room: str | None
     word: int
 
 
@@ -56,7 +61,8 @@ class Exchanges:
     def rows_of(self, gathered: Gathered) -> str:
         """The first element of this step's rows of a gathered vector; those of the own cluster."""
         index = self.shared.gathered.index(gathered)
-        count = self.shape.rows * self.layout.gathered_stride(gathered)
+        layout = self.layout
+        count = layout.height(gathered.dtype) * layout.gathered_columns(gathered)
         return f"gathered{index} + {self.copy(gathered.exchange, gathered.last_read, count)}"
 
     def element(self, gathered: Gathered, feature: str) -> str:
@@ -66,25 +72,28 @@ class Exchanges:
             own = f"{feature} + {self.layout.segment_column(gathered, index) - segment.start}"
             end = segment.start + segment.value.type.size
             column = f"{feature} < {end} ? {own} : {column}" if column else own
-        stride = self.layout.gathered_stride(gathered)
-        return f"({self.rows_of(gathered)})[r * {stride} + ({column})]"
+        return f"({self.rows_of(gathered)})[{self._place(gathered.dtype, column)}]"
+
+    def _place(self, dtype: str, column: str) -> str:
+        """Where a column of row r is in an array in panels."""
+        return f"Panels<{TYPES[dtype]}, ROWS>::at(r, {column})"
 
     def publish(self, phase: int, n: int) -> Iterator[str]:
         """Writes what others read of the loop over vectors of n to shared memory."""
         layout, shared = self.layout, self.shared
-        unit = "" if n == 1 else " + unit"
+        unit = "0" if n == 1 else "unit"
         for gathered in shared.gathered:
             for index, segment in enumerate(gathered.segments):
                 if gathered.exchange == phase and segment.value.type.size == n:
                     start = self._columns_of(gathered, index, "rank" if n > 1 else "0")
-                    place = f"r * {layout.gathered_stride(gathered)}{unit}"
+                    place = self._place(gathered.dtype, unit)
                     value = self.threads.typed(segment.value, n)
                     yield f"({start})[{place}] = {value};"
         for index, product in self.scattered(phase):
             before = 0
             for segment in product.segments:
                 if segment.value.type.size == n:
-                    place = f"r * {layout.operand_stride(index)} + {before} + unit"
+                    place = self._place(segment.value.type.dtype, f"{before} + unit")
                     yield f"x{index}[{place}] = {self.threads.typed(segment.value, n)};"
                 before += layout.units(segment.value.type.size)
         for group in self._groups(phase):
@@ -112,9 +121,8 @@ class Exchanges:
             if not layout.pushes_sums(index):
                 yield f"product{index}.write<{each.stride}>(total{index}, y{index});"
         else:
-            x, stride = self._operand(index)
-            given = f"{x}, y{index}, rest{index}, far{index}"
-            yield f"product{index}.multiply<{stride}, {each.stride}>({given});"
+            given = f"{self._operand(index)}, y{index}, rest{index}, far{index}"
+            yield f"product{index}.multiply<{each.stride}>({given});"
 
     def multiply_half(self, index: int) -> Iterator[str]:
         """Multiplies what the own cluster, or block, has of an operand, if that lies by itself."""
@@ -123,24 +131,22 @@ class Exchanges:
             yield self._add(index, 0, self.layout.slices[index].turns // 2)
 
     def _add(self, index: int, begin: int, end: int) -> str:
-        x, stride = self._operand(index, of_partner=begin > 0)
-        given = f"total{index}, {x}, rest{index}, far{index}"
-        return f"product{index}.add<{begin}, {end}, {stride}>({given});"
+        x = self._operand(index, of_partner=begin > 0)
+        return f"product{index}.add<{begin}, {end}>(total{index}, {x}, rest{index}, far{index});"
 
-    def _operand(self, index: int, of_partner: bool = False) -> tuple[str, int]:
-        """The first element of an operand, and the elements between its rows.
+    def _operand(self, index: int, of_partner: bool = False) -> str:
+        """The first element of an operand.
 
         Args:
             of_partner: whether of what the partner, or its cluster, has of it.
         """
         product = self.shared.products[index]
+        height = self.layout.height(product.op.values[0].type.dtype)
         if product.gathered is None:
-            own = self.layout.own_columns(product)
-            return f"x{index} + {own * of_partner}", self.layout.operand_stride(index)
-        stride = self.layout.gathered_stride(product.gathered)
+            return f"x{index} + {self.layout.own_columns(product) * height * of_partner}"
         if of_partner:
-            return f"relayed{self.shared.gathered.index(product.gathered)}", stride
-        return f"{self.rows_of(product.gathered)} + {product.column}", stride
+            return f"relayed{self.shared.gathered.index(product.gathered)}"
+        return f"{self.rows_of(product.gathered)} + {product.column * height}"
 
     def pushes(self, k: int) -> Iterator[str]:
         """What a block sends in an exchange."""
@@ -148,10 +154,12 @@ class Exchanges:
         for gathered in shared.gathered if self.shape.blocks > 1 else ():
             for index, segment in enumerate(gathered.segments):
                 if gathered.exchange == k and segment.value.type.size > 1:
-                    units = layout.units(segment.value.type.size)
-                    given = f"C, THREADS, ROWS, {units}, {layout.gathered_stride(gathered)}"
+                    given = f"C, THREADS, {layout.slice_bytes(segment.value)}"
                     start = self._columns_of(gathered, index, "rank")
-                    yield f"push_rows<{given}>(exchanges, {start});"
+                    if room := self._room(gathered, index):
+                        yield f"spread_slice<{given}>(exchanges, {start}, {room});"
+                    else:
+                        yield f"push_slice<{given}>(exchanges, {start});"
         for index, product in self.scattered(k):
             copy = self.copy(k, k + 1, layout.count_partial(product))
             if layout.pushes_sums(index):
@@ -174,33 +182,46 @@ class Exchanges:
             if rank == "partner":
                 rows = f"relayed{self.shared.gathered.index(gathered)}"
             rank += " % C"
-        return f"{rows} + {self.layout.segment_column(gathered, index)} + {rank} * {units}"
+        column = f"{self.layout.segment_column(gathered, index)} + {rank} * {units}"
+        return f"{rows} + ({column}) * {self.layout.height(gathered.dtype)}"
+
+    def _room(self, gathered: Gathered, index: int, relayed: bool = False) -> str | None:
+        """Where a block puts its columns of a segment for others, or those it relays to them."""
+        layout, at = self.layout, 0
+        for each in self.shared.gathered:
+            for of, segment in enumerate(each.segments):
+                if layout.spreads(segment.value):
+                    bytes = layout.slice_bytes(segment.value)
+                    if each is gathered and of == index:
+                        at += relayed * bytes
+                        return f"room + i % 2 * {layout.room_bytes} + {at}"
+                    at += self.shape.clusters * bytes
+        return None
 
     def posts(self, k: int, reduced: bool) -> Iterator[str]:
         """What a block sends to its partner in an exchange: what it reduces, or all else."""
-        for rows, is_reduced in self._list_posted(k):
+        for each, is_reduced in self._list_posted(k):
             if is_reduced == reduced:
-                yield f"post_rows<{self._sizes_of(rows)}>(mail, {rows.word}, {rows.own});"
+                yield f"post_slice<THREADS, {each.bytes}>(mail, {each.word}, {each.own});"
 
     def receive(self, k: int) -> Iterator[str]:
         """Gets from the partner what this block alone needs."""
-        for rows, _ in self._list_posted(k):
-            if not rows.relayed:
-                yield f"receive_rows<{self._sizes_of(rows)}>(mail, {rows.word}, {rows.to});"
+        for each, _ in self._list_posted(k):
+            if not each.relayed:
+                yield f"receive_slice<THREADS, {each.bytes}>(mail, {each.word}, {each.to});"
 
     def relay(self, k: int) -> Iterator[str]:
         """Gets from the partner what all blocks of the cluster need; ends the exchange with it."""
-        for rows, _ in self._list_posted(k):
-            if rows.relayed:
-                sizes = self._sizes_of(rows)
-                yield f"relay_rows<C, {sizes}>(mail, {rows.word}, exchanges, {rows.to});"
+        for each, _ in self._list_posted(k):
+            given = f"<C, THREADS, {each.bytes}>(mail, {each.word}, exchanges, {each.to}"
+            if each.room:
+                yield f"spread_received{given}, {each.room});"
+            elif each.relayed:
+                yield f"relay_slice{given});"
         if self.layout.posted_bytes(k):
             yield "++mail.number;"
 
-    def _sizes_of(self, rows: _Rows) -> str:
-        return f"THREADS, ROWS, {rows.columns}, {rows.stride}"
-
-    def _list_posted(self, k: int) -> Iterator[tuple[_Rows, bool]]:
+    def _list_posted(self, k: int) -> Iterator[tuple[_Slice, bool]]:
         """What partners post to each other in an exchange, and whether they reduce it first."""
         if self.shape.clusters == 1:
             return
@@ -209,22 +230,18 @@ class Exchanges:
             for index, segment in enumerate(gathered.segments):
                 if gathered.exchange == k and segment.value.type.size > 1:
                     own, to = (self._columns_of(gathered, index, r) for r in ("rank", "partner"))
-                    units = layout.units(segment.value.type.size)
-                    yield _Rows(own, to, units, layout.gathered_stride(gathered), True, word), False
-                    word += self._count_words(units, gathered.dtype)
+                    bytes = layout.slice_bytes(segment.value)
+                    room = self._room(gathered, index, relayed=True)
+                    yield _Slice(own, to, bytes, True, room, word), False
+                    word += bytes // _WORD
         for index, product in self.scattered(k):
-            units = sum(layout.units(s.value.type.size) for s in product.segments)
-            own, to = f"x{index}", f"x{index} + {layout.own_columns(product)}"
-            yield _Rows(own, to, units, layout.operand_stride(index), False, word), False
-            word += self._count_words(units, product.op.values[0].type.dtype)
+            bytes = sum(layout.slice_bytes(s.value) for s in product.segments)
+            own, to = f"x{index}", self._operand(index, of_partner=True)
+            yield _Slice(own, to, bytes, False, None, word), False
+            word += bytes // _WORD
         if k in layout.reductions:
-            stride = layout.reductions[k].stride
             own, to = (self._reduced_by(k, r) for r in ("rank", "partner"))
-            yield _Rows(own, to, stride, stride, True, word), True
-
-    def _count_words(self, columns: int, dtype: str) -> int:
-        """The words of a mailbox for rows of so many numbers."""
-        return self.shape.rows * columns * BYTES[dtype] // 8
+            yield _Slice(own, to, layout.reduced_bytes(k), True, None, word), True
 
     def reduce(self, k: int) -> Iterator[str]:
         """Reduces a block's own features of rows."""
@@ -243,9 +260,8 @@ class Exchanges:
     def push_reduced(self, k: int) -> Iterator[str]:
         """What a block sends of that."""
         if k in self.layout.reductions and self.shape.blocks > 1:
-            stride = self.layout.reductions[k].stride
-            mine = self._reduced_by(k, "rank")
-            yield f"push_rows<C, THREADS, ROWS, {stride}, {stride}>(exchanges, {mine});"
+            bytes, mine = self.layout.reduced_bytes(k), self._reduced_by(k, "rank")
+            yield f"push_slice<C, THREADS, {bytes}>(exchanges, {mine});"
 
     def combine(self, k: int) -> Iterator[str]:
         """Combines what blocks have reduced their own features of rows to in an exchange."""

@@ -361,9 +361,11 @@ class _Writer:
             start = f"reinterpret_cast<{own}*>(shared + {array.first_byte})"
             yield f"{own}* const {array.name} = {start};"
         at, far = self.layout.array_bytes, 0
-        own = f"c.scratch + int64_t{{blockIdx.x}} * {self.layout.far_bytes}"
+        own = f"c.scratch + int64_t{{blockIdx.x}} * {self.layout.own_bytes}"
         if self.shape.clusters > 1:  # mailboxes come first
             own += f" + int64_t{{gridDim.x}} * {self.layout.mail_bytes}"
+        if self.layout.room_bytes:
+            yield f"char* const room = {own} + {self.layout.far_bytes};"
         for index, each in enumerate(self.layout.slices):
             yield f"uint4* const rest{index} = reinterpret_cast<uint4*>(shared + {at});"
             yield f"uint4* const far{index} = reinterpret_cast<uint4*>({own} + {far});"

@@ -26,9 +26,10 @@ _UNITS = 8
 _TILE = 16  # rows of the weights in a tile of the tensor cores
 _TILE_COLUMNS = 8  # rows of the batch in a tile
 _BARRIERS = 16  # bytes
-# Elements between rows in shared memory, so that rows begin in different banks.
-_PADDING = {"bf16": 8, "f16": 8, "f32": 4, "f64": 2, "bool": 16}
-_SUM_PADDING = 4
+_SUM_PADDING = 4  # elements between rows of sums, so that rows begin in different banks
+# What a block gets of a vector, from which number of bytes on it comes from the L2 cache, in one copy
+# to all blocks of a cluster: that takes longer to begin than pushes, which share a block's way out.
+_SPREAD_BYTES = 6144
 # Registers of a thread for weights, by warps: what a multiprocessor has less what a step needs, of
 # which each further row and feature of a thread takes some.
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
@@ -219,8 +220,8 @@ class ClusterLayout:
             if product.gathered is None and product.exchange == exchange
         )
         given = self._given_bytes(exchange)
-        own = rows * ((blocks - 1) * given + blocks * sums)
-        relayed = rows * blocks * given * (self.shape.clusters - 1)
+        own = (blocks - 1) * given + blocks * rows * sums
+        relayed = blocks * given * (self.shape.clusters - 1)
         return [bytes for bytes in (own, relayed) if bytes]
 
     def posted_bytes(self, exchange: int) -> int:
@@ -228,12 +229,12 @@ class ClusterLayout:
         if self.shape.clusters == 1:
             return 0
         operands = sum(
-            BYTES[segment.value.type.dtype] * self.units(segment.value.type.size)
+            self.slice_bytes(segment.value)
             for product in self.shared.products
             for segment in product.segments
             if product.gathered is None and product.exchange == exchange
         )
-        return self.shape.rows * (self._given_bytes(exchange) + operands)
+        return self._given_bytes(exchange) + operands
 
     @property
     def mail_bytes(self) -> int:
@@ -241,15 +242,41 @@ class ClusterLayout:
         return 4 * max(map(self.posted_bytes, range(self.shared.exchanges)), default=0)
 
     def _given_bytes(self, exchange: int) -> int:
-        """What a block gives of a row to all others in an exchange."""
+        """What a block gives to all others in an exchange."""
         gathered = sum(
-            BYTES[g.dtype] * self.units(s.value.type.size)
+            self.slice_bytes(s.value)
             for g in self.shared.gathered
             for s in g.segments
             if g.exchange == exchange and s.value.type.size > 1
         )
-        reduced = self.reductions[exchange].stride if exchange in self.reductions else 0
-        return gathered + reduced * BYTES[self.wide]
+        return gathered + self.reduced_bytes(exchange)
+
+    def slice_bytes(self, value: Value) -> int:
+        """What a block has of a vector that others read."""
+        dtype = value.type.dtype
+        return BYTES[dtype] * self.units(value.type.size) * self.height(dtype)
+
+    def reduced_bytes(self, exchange: int) -> int:
+        """What a block reduces its own features of all rows to in an exchange."""
+        if exchange not in self.reductions:
+            return 0
+        return self.shape.rows * self.reductions[exchange].stride * BYTES[self.wide]
+
+    def spreads(self, value: Value) -> bool:
+        """Whether blocks get a gathered value from the L2 cache."""
+        enough = self.shape.blocks * self.slice_bytes(value) >= _SPREAD_BYTES
+        return value.type.size > 1 and self.shape.blocks > 1 and enough
+
+    @property
+    def room_bytes(self) -> int:
+        """The room in the L2 cache for what a block gives or, in a team, relays in a step."""
+        given = (s.value for g in self.shared.gathered for s in g.segments)
+        return self.shape.clusters * sum(self.slice_bytes(v) for v in given if self.spreads(v))
+
+    @property
+    def own_bytes(self) -> int:
+        """The global memory of a block: weights, and that room for two steps."""
+        return self.far_bytes + 2 * self.room_bytes
 
     # Features
 
@@ -391,18 +418,14 @@ class ClusterLayout:
         """Of what is pushed in an exchange: two, if others may push the next while it is read."""
         return 1 if last_read - exchange < self.shared.exchanges else 2
 
-    def gathered_stride(self, gathered: Gathered) -> int:
-        """The elements of a gathered row."""
-        return self.gathered_columns(gathered) + _PADDING[gathered.dtype]
+    def height(self, dtype: str) -> int:
+        """The rows of an array in panels, as ``Panels::HEIGHT``."""
+        rows = self.shape.rows
+        return {"bf16": rows, "f16": rows, "bool": rows + rows % 2}.get(dtype, rows | 1)
 
     def segment_column(self, gathered: Gathered, index: int) -> int:
-        """The first column of a segment in a gathered row."""
+        """The first column of a segment of a gathered vector."""
         return sum(self.width(s.value.type.size) for s in gathered.segments[:index])
-
-    def operand_stride(self, index: int) -> int:
-        """The elements of a row of what a block multiplies of an operand."""
-        dtype = self.shared.products[index].op.values[0].type.dtype
-        return self.slices[index].columns + _PADDING[dtype]
 
     def reduced_stride(self, group: ReductionGroup) -> int:
         """The elements of a row of a block's own features that are reduced."""
@@ -417,7 +440,7 @@ class ClusterLayout:
         rows, shared = self.shape.rows, self.shared
         for index, gathered in enumerate(shared.gathered):
             copies = self.copies(gathered.exchange, gathered.last_read)
-            count = rows * self.gathered_stride(gathered)
+            count = self.height(gathered.dtype) * self.gathered_columns(gathered)
             self._place(f"gathered{index}", gathered.dtype, copies * count)
             if self.parts_from_clusters(gathered):
                 # One copy: it is relayed when all blocks have pushed what follows reading it.
@@ -428,7 +451,7 @@ class ClusterLayout:
                 self._place(f"y{index}", self.wide, count)
             if product.gathered is None:
                 dtype = product.op.values[0].type.dtype
-                self._place(f"x{index}", dtype, rows * self.operand_stride(index))
+                self._place(f"x{index}", dtype, self.height(dtype) * self.slices[index].columns)
                 copies = self.copies(product.exchange, product.exchange + 1)
                 count = copies * self.count_partial(product)
                 self._place(f"sums{index}", self.sum_dtype(product), count)
