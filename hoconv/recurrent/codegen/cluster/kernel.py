@@ -126,22 +126,27 @@ class _Writer:
 
     # Memory of the call
 
-    def store(self, phase: int, n: int) -> Iterator[str]:
-        """Writes results of a phase to the sequences of the call."""
+    def store(
+        self, phase: int, n: int, step: str = "t", after: str = "after"
+    ) -> Iterator[str]:
+        """Writes results of a phase of a step to the sequences of the call."""
         for value, places in self.storage.stores.items():
             for segment in self.shared.segments(value):
                 if segment.value.type.size == n and self._phase_of(segment.value) == phase:
                     for place in places:
-                        yield from self._store(segment.value, value, segment.start, place)
+                        yield from self._store(
+                            segment.value, value, segment.start, place, after if place.after else step
+                        )
 
     def _phase_of(self, value: Value) -> int:
         found = (k for k, phase in enumerate(self.shared.phases) if value in phase)
         return next(found, 0)  # the first for a state
 
-    def _store(self, part: Value, value: Value, start: int, place: Location) -> Iterator[str]:
+    def _store(
+        self, part: Value, value: Value, start: int, place: Location, step: str
+    ) -> Iterator[str]:
         buffer, n = place.buffer, part.type.size
         if buffer.kind in ("sequence", "history"):
-            step = "after" if place.after else "t"
             alone = "if (rank == 0) " if n == 1 else ""
             column = f"({step} * B + row) * {value.type.size} + {feature(part)} + {start}"
             yield f"{alone}c.{buffer.name}[{column}] = {self.threads.typed(part, n)};"
@@ -209,10 +214,13 @@ class _Writer:
             yield from self.threads.loop(n, body, stores)
             if scalars:
                 yield "__syncthreads();"
-        if last:
-            yield from self.threads.all_loops(lambda _: (), lambda n: self.store(k, n))
-        else:
+        if not last:
             yield from self.exchange(k)
+
+    def store_last(self, step: str, after: str) -> list[str]:
+        """Writes results of the last phase of a step, when the exchange after it has begun."""
+        store = lambda n: self.store(self.shared.exchanges, n, step, after)  # noqa: E731
+        return self.threads.all_loops(lambda _: (), store)
 
     def _find_gathered(self, exchange: int) -> list[int]:
         """The products whose operand is gathered in an exchange."""
@@ -242,6 +250,10 @@ class _Writer:
         yield from self.exchanges.push_reduced(k)
         yield from self.exchanges.posts(k, reduced=True)
         yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
+        if k == 0:
+            yield "if (i > 0) {"
+            yield from self.store_last("before", "t")
+            yield "}"
         if k + 1 == self.shared.exchanges:
             yield "if (i + 1 < T) {"
             yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
@@ -332,7 +344,14 @@ class _Writer:
                     "[[maybe_unused]] const int64_t t = c.first ? c.first - i : i;",
                     "[[maybe_unused]] const int64_t following = c.first ? t - 1 : t + 1;",
                     "[[maybe_unused]] const int64_t after = i + 1 < T ? following : T;",
+                    "[[maybe_unused]] const int64_t before = c.first ? t + 1 : t - 1;",
                     *steps,
+                ),
+                "}",
+                "if (T > 0) {",
+                *_indent(
+                    "[[maybe_unused]] const int64_t before = c.first ? 0 : T - 1;",
+                    *self.store_last("before", "T"),
                 ),
                 "}",
                 *final,
