@@ -13,6 +13,7 @@ namespace hoconv::recurrent {
 
 // 16-bit types that only load, store and convert, rounding to nearest even; arithmetic is in float.
 struct BFloat16 {
+  static constexpr bool IS_BFLOAT16 = true;
   unsigned short bits;
   BFloat16() = default;
   __device__ explicit BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
@@ -20,6 +21,7 @@ struct BFloat16 {
 };
 
 struct Half {
+  static constexpr bool IS_BFLOAT16 = false;
   unsigned short bits;
   Half() = default;
   __device__ explicit Half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }

@@ -58,20 +58,27 @@ struct Mail {
     const uint32_t low = static_cast<uint32_t>(data), high = static_cast<uint32_t>(data >> 32);
     store_word(outgoing + box() + at, make_uint4(low, number, high, number));
   }
-  // Gets words `first`, `first` + `step`, ... before `end`. All are on their way at the same time.
+  // Gets words `first`, `first` + `step`, ... before `end`. Reads of all are on their way at the same
+  // time.
   template <int N>
   __device__ __forceinline__ void receive(uint64_t (&data)[N], int first, int step, int end) const {
-    uint4 words[N];
+    uint4 word[N];
+    bool missing = true;
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (const int at = first + n * step; at < end) words[n] = load_word(incoming + box() + at);
+    for (int n = 0; n < N; ++n) word[n] = make_uint4(0, first + n * step < end ? 0 : number, 0, 0);
+    while (missing) {
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (const int at = first + n * step; at < end) {
-        while (words[n].y != number || words[n].w != number)
-          words[n] = load_word(incoming + box() + at);
-        data[n] = words[n].x | uint64_t{words[n].z} << 32;
+      for (int n = 0; n < N; ++n)
+        if (word[n].y != number) word[n] = load_word(incoming + box() + first + n * step);
+      missing = false;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (word[n].w != number && first + n * step < end) word[n].y = 0;
+        missing |= word[n].y != number;
       }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) data[n] = word[n].x | uint64_t{word[n].z} << 32;
   }
   __device__ __forceinline__ int box() const { return number % 2 * words; }
 };
@@ -361,7 +368,11 @@ struct Product {
   static constexpr int EACH = (TILES + WARPS - 1) / WARPS, SLICES = K / 32 / SPLIT;
   static constexpr int FAR = SLICES - HELD - KEPT;
   static constexpr int COLUMN_TILES = (ROWS + 7) / 8, SUMS = EACH * COLUMN_TILES;
-  static constexpr int CHAINS = SUMS < 2 ? 4 : SUMS < 4 ? 2 : 1;  // sums that do not wait in turn
+  // Whether four warps multiply together: they read x once, and weights from shared memory without
+  // registers. It takes as long for 8 rows as for 24, and so longer than warps by themselves.
+  static constexpr bool TOGETHER = HAS_WARPGROUPS && COLUMN_TILES == 3 && WARPS % 4 == 0;
+  // Sums that do not wait in turn.
+  static constexpr int CHAINS = TOGETHER || SUMS >= 4 ? 1 : SUMS < 2 ? 4 : 2;
   uint32_t held[EACH][HELD > 0 ? HELD : 1][2][4];
 
   // What a lane sums up: of each tile, in several chains.
@@ -400,6 +411,10 @@ struct Product {
 #pragma unroll 1
       for (int s = HELD; s < SLICES; ++s) {
         const auto bits = load_slice(upper, lower, column_stride, column, k + s * SPLIT * 32);
+        if (TOGETHER && s < HELD + KEPT) {
+          keep(rest, e, s, bits);
+          continue;
+        }
         uint4* place =
             s < HELD + KEPT ? rest + at<KEPT>(e, s - HELD) : far + at<FAR>(e, s - HELD - KEPT);
         place[0] = make_uint4(bits.of[0], bits.of[1], bits.of[2], bits.of[3]);
@@ -423,7 +438,7 @@ struct Product {
     constexpr int FIRST_KEPT = clamp(HELD, BEGIN, END), FIRST_FAR = clamp(HELD + KEPT, BEGIN, END);
     constexpr int FIRST = (FIRST_FAR - HELD - KEPT) * EACH, LAST = (END - HELD - KEPT) * EACH;
     const int lane = threadIdx.x % 32;
-    if (tile(0) >= TILES) return;
+    if ((TOGETHER ? tile(0) / 4 * 4 : tile(0)) >= TILES) return;
     uint4 coming[AHEAD][2];
 #pragma unroll
     for (int f = FIRST; f < FIRST + AHEAD && f < LAST; ++f)
@@ -450,14 +465,18 @@ struct Product {
       const uint32_t a[2][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w}};
       turn(a, e, chain);
     };
+    if constexpr (TOGETHER) {
+      add_together<BEGIN, FIRST_FAR>(sums, x, rest);
+      end_products<T, 0>();
+    }
 #pragma unroll
-    for (int s = BEGIN; s < FIRST_KEPT; ++s) {
+    for (int s = BEGIN; s < FIRST_KEPT && !TOGETHER; ++s) {
       take(s);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) turn(held[e][s], e, s);
     }
 #pragma unroll(count_copies(FIRST_FAR - FIRST_KEPT))
-    for (int s = FIRST_KEPT; s < FIRST_FAR; ++s) {
+    for (int s = FIRST_KEPT; s < FIRST_FAR && !TOGETHER; ++s) {
       take(s);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
@@ -479,6 +498,42 @@ struct Product {
     }
   }
 
+  // Begins to add the products of slices BEGIN to END that four warps multiply together: a group
+  // for each tile.
+  template <int BEGIN, int END>
+  __device__ __forceinline__ void add_together(Sums& sums, const T* x, const uint4* rest) const {
+    constexpr int NEXT = Panels<T, ROWS>::HEIGHT;  // vectors of 8 columns
+    const uint32_t b = describe_tiles(x + split() * NEXT * 32, NEXT * 16);
+    const uint32_t a = describe_tiles(rest + kept(0, HELD), 1024);
+    begin_products<T>();
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+#pragma unroll
+      for (int s = BEGIN; s < END; ++s)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t columns = b + ((s - BEGIN) * SPLIT * 4 + half * 2) * NEXT;
+          if (s < HELD)
+            multiply_tiles<T>(sums.of[e], held[e][s < HELD ? s : 0][half], columns);
+          else
+            multiply_tiles<T>(sums.of[e], a + (e * KEPT + s - HELD) * 256 + half * 128, columns);
+        }
+      group_products<T>();
+    }
+  }
+
+  // Where what four warps keep of a slice is: tiles of 8 rows of 16 bytes, by columns, then rows.
+  static __device__ __forceinline__ int kept(int e, int s) {
+    return ((threadIdx.x / 128 * EACH + e) * KEPT + s - HELD) * 256;
+  }
+  static __device__ __forceinline__ void keep(uint4* rest, int e, int s,
+                                              const Vector<uint32_t, 8>& bits) {
+    uint32_t* const place = reinterpret_cast<uint32_t*>(rest + kept(e, s)) + threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < 8; ++z)
+      place[(z / 2 * 8 + threadIdx.x / 32 % 4 * 2 + z % 2) * 32] = bits.of[z];
+  }
+
   template <int Y_STRIDE>
   static __device__ __forceinline__ void write(const Sums& sums, float* y) {
     const int lane = threadIdx.x % 32;
@@ -495,36 +550,55 @@ struct Product {
         }
   }
 
-  // Pushes sums to the blocks whose columns they are, as push_sums does, where SPLIT is 1: M is C
-  // times COLUMNS, and the numbers are rounded to type S.
-  template <int C, int COLUMNS, typename S>
-  static __device__ __forceinline__ void push_sums(const Exchanges& exchanges, const Sums& sums,
-                                                   S* to) {
+  // Adds the products of the last slices, from BEGIN on, and pushes the sums to the blocks whose
+  // columns they are, as push_sums does, where SPLIT is 1: M is C times COLUMNS, and the numbers are
+  // rounded to type S. Sums of a tile are on their way while the next are multiplied.
+  template <int BEGIN, int C, int COLUMNS, typename S>
+  __device__ __forceinline__ void add_and_push(Sums& sums, const T* x, const uint4* rest,
+                                               const uint4* far, const Exchanges& exchanges,
+                                               S* to) const {
     static_assert(SPLIT == 1);
+    if constexpr (TOGETHER && FAR == 0) {
+      add_together<BEGIN, SLICES>(sums, x, rest);
+      push_in_turn<0, C, COLUMNS>(exchanges, sums, to);
+    } else {
+      add<BEGIN, SLICES>(sums, x, rest, far);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) push_tile<C, COLUMNS>(exchanges, sums, e, to);
+    }
+  }
+  template <int E, int C, int COLUMNS, typename S>
+  static __device__ __forceinline__ void push_in_turn(const Exchanges& exchanges, const Sums& sums,
+                                                      S* to) {
+    end_products<T, EACH - 1 - E>();
+    push_tile<C, COLUMNS>(exchanges, sums, E, to);
+    if constexpr (E + 1 < EACH) push_in_turn<E + 1, C, COLUMNS>(exchanges, sums, to);
+  }
+  template <int C, int COLUMNS, typename S>
+  static __device__ __forceinline__ void push_tile(const Exchanges& exchanges, const Sums& sums,
+                                                   int e, S* to) {
     const int lane = threadIdx.x % 32, rank = cluster_rank();
     const uint32_t barrier = exchanges.barrier();
 #pragma unroll
-    for (int e = 0; e < EACH; ++e)
+    for (int n = 0; n < COLUMN_TILES; ++n) {
+      float of[4];
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; ++n) {
-        float of[4];
+      for (int z = 0; z < 4; ++z) of[z] = sums.total(e, n, z);
+      // Lane l has rows 2 (l % 4) and the next of columns l / 4 and l / 4 + 8; it gets four columns
+      // of one row.
+      transpose<1>(of);
+      transpose<2>(of);
+      const int which = lane / 4 % 4;  // of the four numbers that a lane had
+      const int row = n * 8 + lane % 4 * 2 + which % 2;
+      const int m = tile(e) * 16 + which / 2 * 8 + lane / 16 * 4;
+      Vector<S, 4> vector;
 #pragma unroll
-        for (int z = 0; z < 4; ++z) of[z] = sums.total(e, n, z);
-        // Lane l has rows 2 (l % 4) and the next of columns l / 4 and l / 4 + 8; it gets four
-        // columns of one row.
-        transpose<1>(of);
-        transpose<2>(of);
-        const int which = lane / 4 % 4;  // of the four numbers that a lane had
-        const int row = n * 8 + lane % 4 * 2 + which % 2;
-        const int m = tile(e) * 16 + which / 2 * 8 + lane / 16 * 4;
-        Vector<S, 4> vector;
-#pragma unroll
-        for (int z = 0; z < 4; ++z) vector.of[z] = S(of[z]);
-        const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + m % COLUMNS);
-        if (row < ROWS && m < M)
-          push<4 * sizeof(S)>(address_in(place, m / COLUMNS), address_in(barrier, m / COLUMNS),
-                              &vector);
-      }
+      for (int z = 0; z < 4; ++z) vector.of[z] = S(of[z]);
+      const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + m % COLUMNS);
+      if (row < ROWS && m < M)
+        push<4 * sizeof(S)>(address_in(place, m / COLUMNS), address_in(barrier, m / COLUMNS),
+                            &vector);
+    }
   }
 
   // One of two steps in which four lanes, 4 apart, transpose four numbers of each.

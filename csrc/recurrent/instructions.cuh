@@ -81,10 +81,10 @@ __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* 
   }
 }
 
-// Makes what this thread has written before visible to copies, and to products of shared memory,
-// that other threads begin after a barrier.
+// Makes what this thread has written before to global memory visible to copies that other threads
+// begin after a barrier.
 __device__ __forceinline__ void show_copies() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // Copies BYTES bytes of global memory to the same place in the blocks whose bits are in `mask`, and
 // counts them at the barrier of each.
@@ -139,5 +139,78 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// Products of four neighbouring warps, which only compute capability 9.0 has. The code of others
+// does not contain them: they are templates.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool HAS_WARPGROUPS = true;
+#else
+constexpr bool HAS_WARPGROUPS = false;
+#endif
+
+// Describes tiles of 8 rows of 16 bytes in shared memory, of which those of further rows follow each
+// other, and that of the next columns lies so many bytes further on. The tiles that lie 16 n bytes
+// further on have the description plus n. All lanes of a warp have the same, and the compiler knows:
+// registers of a warp hold it.
+__device__ __forceinline__ uint32_t describe_tiles(const void* tiles, uint32_t next_columns) {
+  const uint32_t own = shared_address(tiles) & 0x3ffff;  // above it is the rank of the block
+  return __shfl_sync(0xffffffffu, own / 16 | next_columns / 16 << 16, 0);
+}
+
+// What threads have written to shared memory before a barrier is visible to products that begin.
+template <typename T>
+__device__ __forceinline__ void begin_products() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+// Products since the last call are a group; all but the last N groups have ended.
+template <typename T>
+__device__ __forceinline__ void group_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <typename T, int N>
+__device__ __forceinline__ void end_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Adds the product of a tile of 64 x 16 numbers, of which each warp has 16 rows, and one of 16 x 24
+// in shared memory. The first one is in registers, as of multiply_tile, or in shared memory, too.
+#define HOCONV_SUMS(s)                                                                            \
+  "+f"(s[0][0][0]), "+f"(s[0][0][1]), "+f"(s[0][0][2]), "+f"(s[0][0][3]), "+f"(s[1][0][0]),      \
+      "+f"(s[1][0][1]), "+f"(s[1][0][2]), "+f"(s[1][0][3]), "+f"(s[2][0][0]), "+f"(s[2][0][1]), \
+      "+f"(s[2][0][2]), "+f"(s[2][0][3])
+#define HOCONV_MULTIPLY(types) \
+  "wgmma.mma_async.sync.aligned.m64n24k16.f32." types " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
+#define HOCONV_TILES(name, low) ".reg .b64 " name "; mov.b64 " name ", {" low ", 8}; "
+template <typename T>
+__device__ __forceinline__ void multiply_tiles(float (&sum)[3][1][4], const uint32_t (&a)[4],
+                                               uint32_t b) {
+  if constexpr (T::IS_BFLOAT16)
+    asm volatile("{" HOCONV_TILES("b", "%16")
+                     HOCONV_MULTIPLY("bf16.bf16") "{%12,%13,%14,%15}, b, 1, 1, 1, 0;}"
+                 : HOCONV_SUMS(sum)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+  else
+    asm volatile("{" HOCONV_TILES("b", "%16")
+                     HOCONV_MULTIPLY("f16.f16") "{%12,%13,%14,%15}, b, 1, 1, 1, 0;}"
+                 : HOCONV_SUMS(sum)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <typename T>
+__device__ __forceinline__ void multiply_tiles(float (&sum)[3][1][4], uint32_t a, uint32_t b) {
+  if constexpr (T::IS_BFLOAT16)
+    asm volatile("{" HOCONV_TILES("a", "%12") HOCONV_TILES("b", "%13")
+                     HOCONV_MULTIPLY("bf16.bf16") "a, b, 1, 1, 1, 0, 0;}"
+                 : HOCONV_SUMS(sum)
+                 : "r"(a), "r"(b));
+  else
+    asm volatile("{" HOCONV_TILES("a", "%12") HOCONV_TILES("b", "%13")
+                     HOCONV_MULTIPLY("f16.f16") "a, b, 1, 1, 1, 0, 0;}"
+                 : HOCONV_SUMS(sum)
+                 : "r"(a), "r"(b));
+}
+#undef HOCONV_SUMS
+#undef HOCONV_MULTIPLY
+#undef HOCONV_TILES
 
 }  // namespace hoconv::recurrent

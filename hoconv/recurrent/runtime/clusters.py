@@ -17,7 +17,12 @@ from torch import Tensor
 
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
-from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
+from hoconv.recurrent.codegen.cluster.layout import (
+    SHARED_BYTES,
+    ClusterLayout,
+    ClusterShape,
+    Slice,
+)
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import BYTES, Group, Program, flat
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
@@ -183,14 +188,25 @@ def _estimate(layout: ClusterLayout) -> float:
     Fitted to 125 kernels of clusters on an H200.
     """
     exchange = 0.44 if layout.shape.blocks == 1 else 0.8
-    pushed = 4.9e-5 * layout.pushed_bytes
-    products = 0.016 * layout.tile_products + 0.002 * layout.plain_products
+    pushed = 4.9e-5 * (layout.pushed_bytes - layout.spread_bytes) + 5e-6 * layout.spread_bytes
     slower = layout.shape.warps / _WARPS[0]
-    warps = slower * (products + 0.04)
-    read = 4e-6 * layout.kept_bytes + 13e-6 * layout.far_bytes
+    products = [_estimate_product(layout, each) for each in layout.slices]
+    warps = slower * (sum(products) + 0.002 * layout.plain_products + 0.04)
+    read = 13e-6 * layout.far_bytes
     hops = sum(layout.posted_bytes(k) > 0 for k in range(layout.shared.exchanges))
-    waits = max(0.0, _HOP * hops - 0.016 * slower * layout.early_tile_products)
+    early = sum(
+        time / 2
+        for product, time in zip(layout.shared.products, products, strict=True)
+        if layout.halves(product)
+    )
+    waits = max(0.0, _HOP * hops - slower * early)
     return exchange * layout.shared.exchanges + waits + pushed + warps + read
+
+
+def _estimate_product(layout: ClusterLayout, each: Slice) -> float:
+    """The same of a product by tensor cores."""
+    of_tile, of_kept = (0.0049, 2.6e-6) if layout.together(each) else (0.016, 4e-6)
+    return of_tile * layout.count_tile_products(each) + of_kept * each.shared_bytes
 
 
 def _estimate_graph(program: Program, B: int) -> float:

@@ -51,6 +51,7 @@ namespace hoconv::recurrent {
 
 template <typename R>
 struct Rounded {
+  static constexpr bool IS_BFLOAT16 = false;
   uint16_t bits;
   Rounded() = default;
   explicit Rounded(float x) : bits(R(x).x) {}
@@ -87,8 +88,7 @@ struct Fiber {
   int64_t rounds = 0;
   std::function<bool()> ready;
   bool done = false;
-  const uint4* watched = nullptr;
-  uint4 seen;
+  std::map<const uint4*, uint4> seen;
 };
 static std::map<const uint4*, Posted> posted;
 static Fiber* current;
@@ -215,15 +215,14 @@ inline void store_word(uint4* word, uint4 value) {
 }
 inline uint4 load_word(const uint4* word) {
   arrive(word);
-  if (current->watched == word) {  // its reader polls it
-    Fiber& reader = *current;
-    wait_until([&reader, word] {
+  if (const auto found = current->seen.find(word); found != current->seen.end()) {
+    const uint4 seen = found->second;  // its reader polls it
+    wait_until([seen, word] {
       arrive(word);
-      return memcmp(word, &reader.seen, sizeof(uint4)) != 0;
+      return memcmp(word, &seen, sizeof(uint4)) != 0;
     });
   }
-  current->watched = word;
-  return current->seen = *word;
+  return current->seen[word] = *word;
 }
 
 inline void load_tiles(uint32_t (&tiles)[4], const void* row) {
@@ -254,6 +253,41 @@ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
       sum[z] += half(of_row.a[row / 8 + k / 8 * 2], k % 2) * half(of_column.b[k / 8], k % 2);
     }
   }
+}
+
+constexpr bool HAS_WARPGROUPS = true;
+inline uint32_t describe_tiles(const void* tiles, uint32_t next_columns) {
+  return (shared_address(tiles) & 0x3ffff) / 16 | next_columns / 16 << 16;
+}
+template <typename T>
+void begin_products() {}
+template <typename T>
+void group_products() {}
+template <typename T, int N>
+void end_products() {}
+// Numbers k and the next of a row of tiles of 8 rows of 16 bytes.
+inline uint32_t read_tiles(uint32_t tiles, int row, int k) {
+  const size_t at = (tiles & 0xffff) + (tiles >> 16) * (k / 8) + row;
+  uint32_t word;
+  if (at * 16 + 16 > own().memory.size()) abort();
+  memcpy(&word, shared_memory() + at * 16 + k % 8 * 2, 4);
+  return word;
+}
+template <typename T>
+void multiply_tiles(float (&sum)[3][1][4], const uint32_t (&a)[4], uint32_t b) {
+  const int lane = current->thread.x % 32;
+  for (int n = 0; n < 3; ++n) {
+    const int row = n * 8 + lane / 4, k = lane % 4 * 2;
+    multiply_tile(sum[n][0], a, read_tiles(b, row, k), read_tiles(b, row, k + 8), T());
+  }
+}
+template <typename T>
+void multiply_tiles(float (&sum)[3][1][4], uint32_t a, uint32_t b) {
+  const int lane = current->thread.x % 32, k = lane % 4 * 2;
+  const int row = current->thread.x / 32 % 4 * 16 + lane / 4;
+  const uint32_t of[4] = {read_tiles(a, row, k), read_tiles(a, row + 8, k),
+                          read_tiles(a, row, k + 8), read_tiles(a, row + 8, k + 8)};
+  multiply_tiles<T>(sum, of, b);
 }
 
 // Runs the teams of a launch, of so many clusters each, one after another.

@@ -150,6 +150,15 @@ def test_teams_are_exact(way: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("way", [WAYS[1], *TEAMS[:2]])
+def test_what_comes_from_the_l2_cache_is_exact(
+    way: tuple[ClusterShape, dict[str, bool], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hoconv.recurrent.codegen.cluster.layout._SPREAD_BYTES", 0)
+    check([*(of(cell, 20) for cell in (rnn.lstm, rnn.layernorm_lstm, heads, deep)), 0, 1], way)
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, *TEAMS])
 def test_more_random_cells_are_exact(way: tuple[ClusterShape, dict[str, bool], bool]) -> None:
@@ -176,6 +185,10 @@ def test_weights_that_a_block_has_no_room_for_are_read_at_every_step() -> None:
         (of(heads, 64), ClusterShape(2, 9, 2), SHARED_BYTES),
         (of(rnn.lstm, 160), ClusterShape(1, 3, 2), 1 << 16),
         (of(rnn.coupled_lstm, 200), ClusterShape(1, 9, 2), 0),
+        # Four warps multiply together; also some rows of weights that there are not.
+        (of(rnn.lstm, 20), ClusterShape(2, 19, 4), SHARED_BYTES),
+        (of(rnn.gru, 120), ClusterShape(1, 17, 8), 1 << 17),
+        (of(rnn.lstm, 160), ClusterShape(1, 22, 4), 1 << 16),
     ],
     ids=lambda each: each.name if isinstance(each, BoundCell) else "",
 )
@@ -198,6 +211,8 @@ def test_tensor_cores_multiply_what_they_should(
         (of(rnn.lstm, 60), ClusterShape(2, 3, 8, 2), SHARED_BYTES),  # warps split K, too
         (of(heads, 64), ClusterShape(2, 9, 2, 2), SHARED_BYTES),
         (of(rnn.coupled_lstm, 300), ClusterShape(2, 3, 2, 2), 1 << 16),
+        (of(rnn.lstm, 60), ClusterShape(2, 22, 8, 2), SHARED_BYTES),  # four warps together
+        (of(rnn.lstm, 300), ClusterShape(2, 18, 8, 2), 1 << 17),
     ],
     ids=lambda each: each.name if isinstance(each, BoundCell) else "",
 )

@@ -62,7 +62,7 @@ class Exchanges:
         """The first element of this step's rows of a gathered vector; those of the own cluster."""
         index = self.shared.gathered.index(gathered)
         layout = self.layout
-        count = layout.height(gathered.dtype) * layout.gathered_columns(gathered)
+        count = layout.count_panels(gathered.dtype, layout.gathered_columns(gathered))
         return f"gathered{index} + {self.copy(gathered.exchange, gathered.last_read, count)}"
 
     def element(self, gathered: Gathered, feature: str) -> str:
@@ -116,23 +116,27 @@ class Exchanges:
         """Multiplies an operand of which all has come, or the second half of it."""
         layout, each = self.layout, self.layout.slices[index]
         product = self.shared.products[index]
-        if layout.halves(product):
-            yield self._add(index, each.turns // 2, each.turns)
-            if not layout.pushes_sums(index):
-                yield f"product{index}.write<{each.stride}>(total{index}, y{index});"
+        begin = each.turns // 2 * layout.halves(product)
+        x, memory = self._operand(index, of_partner=begin > 0), f"rest{index}, far{index}"
+        if layout.pushes_sums(index):
+            copy = self.copy(product.exchange, product.exchange + 1, layout.count_partial(product))
+            given = f"{begin}, C, {layout.units(product.parts[0].value.type.size)}"
+            to = f"exchanges, sums{index} + {copy}"
+            yield f"product{index}.add_and_push<{given}>(total{index}, {x}, {memory}, {to});"
+        elif begin:
+            yield f"product{index}.add<{begin}, {each.turns}>(total{index}, {x}, {memory});"
+            yield f"product{index}.write<{each.stride}>(total{index}, y{index});"
         else:
-            given = f"{self._operand(index)}, y{index}, rest{index}, far{index}"
-            yield f"product{index}.multiply<{each.stride}>({given});"
+            yield f"product{index}.multiply<{each.stride}>({x}, y{index}, {memory});"
 
     def multiply_half(self, index: int) -> Iterator[str]:
         """Multiplies what the own cluster, or block, has of an operand, if that lies by itself."""
-        if self.layout.halves(self.shared.products[index]):
+        halves = self.layout.halves(self.shared.products[index])
+        if halves or self.layout.pushes_sums(index):
             yield f"decltype(product{index})::Sums total{index} = {{}};"
-            yield self._add(index, 0, self.layout.slices[index].turns // 2)
-
-    def _add(self, index: int, begin: int, end: int) -> str:
-        x = self._operand(index, of_partner=begin > 0)
-        return f"product{index}.add<{begin}, {end}>(total{index}, {x}, rest{index}, far{index});"
+        if halves:
+            given = f"total{index}, {self._operand(index)}, rest{index}, far{index}"
+            yield f"product{index}.add<0, {self.layout.slices[index].turns // 2}>({given});"
 
     def _operand(self, index: int, of_partner: bool = False) -> str:
         """The first element of an operand.
@@ -162,12 +166,7 @@ class Exchanges:
                         yield f"push_slice<{given}>(exchanges, {start});"
         for index, product in self.scattered(k):
             copy = self.copy(k, k + 1, layout.count_partial(product))
-            if layout.pushes_sums(index):
-                given = f"C, {layout.units(product.parts[0].value.type.size)}"
-                to = f"exchanges, total{index}, sums{index} + {copy}"
-                yield f"product{index}.push_sums<{given}>({to});"
-                continue
-            for part in product.parts:
+            for part in product.parts if not layout.pushes_sums(index) else ():
                 row = layout.part_row(product, part.value)
                 sizes = f"{layout.units(part.value.type.size)}, {layout.slices[index].stride}"
                 given = f"C, THREADS, ROWS, {sizes}, {layout.count_sums(index)}"

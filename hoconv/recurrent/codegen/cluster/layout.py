@@ -9,7 +9,6 @@ n features of a value, m features of a product's result, k features of its opera
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
@@ -172,21 +171,15 @@ class ClusterLayout:
         """The weights that a block reads from global memory at every step."""
         return sum(each.far_bytes for each in self.slices)
 
-    @property
-    def tile_products(self) -> int:
+    def count_tile_products(self, each: Slice) -> int:
         """The products of a warp by tensor cores in a step, of 16 x 16 by 16 x 8 numbers."""
-        return self._count_tile_products(lambda _: True)
-
-    @property
-    def early_tile_products(self) -> int:
-        """Those of them that wait for no other cluster."""
-        return self._count_tile_products(self.halves) // 2
-
-    def _count_tile_products(self, chosen: Callable[[SharedProduct], bool]) -> int:
         tiles = -(-self.shape.rows // _TILE_COLUMNS)
-        slices = zip(self.shared.products, self.slices, strict=True)
-        turns = sum(each.each * each.turns for product, each in slices if chosen(product))
-        return 2 * tiles * turns * self.tiled
+        return 2 * tiles * each.each * each.turns * self.tiled
+
+    def together(self, each: Slice) -> bool:
+        """Whether four warps multiply together, as ``Product::TOGETHER``."""
+        tiles = -(-self.shape.rows // _TILE_COLUMNS)
+        return self.tiled and tiles == 3 and self.shape.warps // each.splits % 4 == 0
 
     @property
     def plain_products(self) -> int:
@@ -200,6 +193,11 @@ class ClusterLayout:
     def pushed_bytes(self) -> int:
         """What a block gets from others of its cluster in a step."""
         return sum(sum(self.expected_bytes(k)) for k in range(self.shared.exchanges))
+
+    @property
+    def spread_bytes(self) -> int:
+        """The part of that which comes from the L2 cache."""
+        return self.room_bytes * self.shape.blocks - self.room_bytes // self.shape.clusters
 
     def register_dtype(self, value: Value) -> str:
         """The dtype in which a thread holds a value: parts of products are as they are summed."""
@@ -324,7 +322,7 @@ class ClusterLayout:
         """Whether blocks push partial sums from registers: what a lane has belongs to one block."""
         product = self.shared.products[index]
         one = len(product.parts) == 1 and self.slices[index].splits == 1
-        return self.halves(product) and product.gathered is None and one
+        return self.tiled and product.gathered is None and one
 
     def sum_dtype(self, product: SharedProduct) -> str:
         """The dtype in which blocks push partial sums.
@@ -423,6 +421,11 @@ class ClusterLayout:
         rows = self.shape.rows
         return {"bf16": rows, "f16": rows, "bool": rows + rows % 2}.get(dtype, rows | 1)
 
+    def count_panels(self, dtype: str, columns: int) -> int:
+        """The elements of an array in panels; tensor cores read whole tiles of rows."""
+        past = -self.shape.rows % _TILE_COLUMNS * _TILE_COLUMNS
+        return self.height(dtype) * columns + past * self.tiled
+
     def segment_column(self, gathered: Gathered, index: int) -> int:
         """The first column of a segment of a gathered vector."""
         return sum(self.width(s.value.type.size) for s in gathered.segments[:index])
@@ -440,7 +443,7 @@ class ClusterLayout:
         rows, shared = self.shape.rows, self.shared
         for index, gathered in enumerate(shared.gathered):
             copies = self.copies(gathered.exchange, gathered.last_read)
-            count = self.height(gathered.dtype) * self.gathered_columns(gathered)
+            count = self.count_panels(gathered.dtype, self.gathered_columns(gathered))
             self._place(f"gathered{index}", gathered.dtype, copies * count)
             if self.parts_from_clusters(gathered):
                 # One copy: it is relayed when all blocks have pushed what follows reading it.
@@ -451,7 +454,7 @@ class ClusterLayout:
                 self._place(f"y{index}", self.wide, count)
             if product.gathered is None:
                 dtype = product.op.values[0].type.dtype
-                self._place(f"x{index}", dtype, self.height(dtype) * self.slices[index].columns)
+                self._place(f"x{index}", dtype, self.count_panels(dtype, self.slices[index].columns))
                 copies = self.copies(product.exchange, product.exchange + 1)
                 count = copies * self.count_partial(product)
                 self._place(f"sums{index}", self.sum_dtype(product), count)
