@@ -58,27 +58,31 @@ struct Mail {
     const uint32_t low = static_cast<uint32_t>(data), high = static_cast<uint32_t>(data >> 32);
     store_word(outgoing + box() + at, make_uint4(low, number, high, number));
   }
-  // Gets words `first`, `first` + `step`, ... before `end`. Reads of all are on their way at the same
-  // time.
+  // Reads words `first`, `first` + `step`, ... before `end`, whether or not they have come.
   template <int N>
-  __device__ __forceinline__ void receive(uint64_t (&data)[N], int first, int step, int end) const {
-    uint4 word[N];
-    bool missing = true;
+  __device__ __forceinline__ void look(uint4 (&found)[N], int first, int step, int end) const {
 #pragma unroll
-    for (int n = 0; n < N; ++n) word[n] = make_uint4(0, first + n * step < end ? 0 : number, 0, 0);
-    while (missing) {
+    for (int n = 0; n < N; ++n)
+      found[n] = first + n * step < end ? load_word(incoming + box() + first + n * step)
+                                        : make_uint4(0, number, 0, number);
+  }
+  // Gets them; `found` is what a look has found. Reads of all are on their way at the same time.
+  template <int N>
+  __device__ __forceinline__ void receive(uint64_t (&data)[N], uint4 (&found)[N], int first,
+                                          int step) const {
+    for (bool all = false; !all;) {
+      all = true;
+#pragma unroll
+      for (int n = 0; n < N; ++n) all &= has_come(found[n]);
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        if (word[n].y != number) word[n] = load_word(incoming + box() + first + n * step);
-      missing = false;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        if (word[n].w != number && first + n * step < end) word[n].y = 0;
-        missing |= word[n].y != number;
-      }
+        if (!has_come(found[n])) found[n] = load_word(incoming + box() + first + n * step);
     }
 #pragma unroll
-    for (int n = 0; n < N; ++n) data[n] = word[n].x | uint64_t{word[n].z} << 32;
+    for (int n = 0; n < N; ++n) data[n] = found[n].x | uint64_t{found[n].z} << 32;
+  }
+  __device__ __forceinline__ bool has_come(const uint4& word) const {
+    return word.y == number && word.w == number;
   }
   __device__ __forceinline__ int box() const { return number % 2 * words; }
 };
@@ -103,7 +107,9 @@ template <int THREADS, int BYTES>
 struct Slice {
   static_assert(BYTES % 16 == 0);
   static constexpr int VECTORS = BYTES / 16, WORDS = BYTES / 8;
-  static constexpr int WORDS_OF_THREAD = (WORDS + THREADS - 1) / THREADS;
+  struct Words {
+    uint4 of[(WORDS + THREADS - 1) / THREADS];
+  };
   // Groups of threads that have all vectors: each pushes to some of the blocks.
   static constexpr int GROUPS = VECTORS < THREADS ? THREADS / VECTORS : 1;
 
@@ -165,15 +171,26 @@ __device__ __forceinline__ void post_slice(const Mail& mail, int first_word, con
     mail.post(first_word + at, static_cast<const uint64_t*>(from)[at]);
 }
 
-// Gets such a slice.
+// Looks for such a slice. A look takes long, and others do something meanwhile.
 template <int THREADS, int BYTES>
-__device__ __forceinline__ void receive_slice(const Mail& mail, int first_word, void* to) {
+__device__ __forceinline__ auto look_for(const Mail& mail, int first_word) {
   using S = Slice<THREADS, BYTES>;
-  uint64_t words[S::WORDS_OF_THREAD];
-  mail.receive(words, first_word + threadIdx.x, THREADS, first_word + S::WORDS);
+  typename S::Words words;
+  mail.look(words.of, first_word + threadIdx.x, THREADS, first_word + S::WORDS);
+  return words;
+}
+
+// Gets such a slice; `found` is what a look has found of it.
+template <int THREADS, int BYTES>
+__device__ __forceinline__ void receive_slice(const Mail& mail, int first_word,
+                                              typename Slice<THREADS, BYTES>::Words& found,
+                                              void* to) {
+  constexpr int N = sizeof(found.of) / sizeof(uint4);
+  uint64_t words[N];
+  mail.receive(words, found.of, first_word + threadIdx.x, THREADS);
 #pragma unroll
-  for (int n = 0; n < S::WORDS_OF_THREAD; ++n)
-    if (const int at = threadIdx.x + n * THREADS; at < S::WORDS)
+  for (int n = 0; n < N; ++n)
+    if (const int at = threadIdx.x + n * THREADS; at < BYTES / 8)
       static_cast<uint64_t*>(to)[at] = words[n];
 }
 
@@ -184,12 +201,11 @@ __device__ __forceinline__ void relay_slice(const Mail& mail, int first_word,
   using S = Slice<THREADS, BYTES>;
   if (S::group() >= S::GROUPS) return;
   for (int at = S::first(); at < S::VECTORS; at += THREADS) {
+    uint4 found[2];
     uint64_t words[2];
-    mail.receive(words, first_word + at * 2, 1, first_word + S::WORDS);
-    const uint4 value = make_uint4(static_cast<uint32_t>(words[0]),
-                                   static_cast<uint32_t>(words[0] >> 32),
-                                   static_cast<uint32_t>(words[1]),
-                                   static_cast<uint32_t>(words[1] >> 32));
+    mail.look(found, first_word + at * 2, 1, first_word + S::WORDS);
+    mail.receive(words, found, first_word + at * 2, 1);
+    const uint4 value = make_uint4(found[0].x, found[0].z, found[1].x, found[1].z);
     S::template push_to<C, C>(exchanges, static_cast<const uint4*>(to) + at, value);
   }
 }
@@ -197,8 +213,9 @@ __device__ __forceinline__ void relay_slice(const Mail& mail, int first_word,
 // The same for much data, by way of `room` in global memory.
 template <int C, int THREADS, int BYTES>
 __device__ __forceinline__ void spread_received(const Mail& mail, int first_word,
+                                                typename Slice<THREADS, BYTES>::Words& found,
                                                 const Exchanges& exchanges, void* to, void* room) {
-  receive_slice<THREADS, BYTES>(mail, first_word, room);
+  receive_slice<THREADS, BYTES>(mail, first_word, found, room);
   copy_to_blocks<BYTES>(exchanges, to, room, ALL<C>);
 }
 
@@ -328,14 +345,16 @@ __device__ __forceinline__ void combine_spreads(const A* from, A* to) {
 }
 
 // Loads what a lane holds of two rows of the weights, null past the last, and of 32 columns from k
-// on. It is no part of its caller, which would be many times as long and take as long to compile.
+// on and from k + `next` on: each time takes as long as memory does. It is no part of its caller,
+// which would be many times as long and take as long to compile.
 template <typename T, typename K>
-__device__ __noinline__ Vector<uint32_t, 8> load_slice(const T* upper, const T* lower,
-                                                       int64_t column_stride, K column, int k) {
-  Vector<uint32_t, 8> bits;
+__device__ __noinline__ Vector<uint32_t, 16> load_slices(const T* upper, const T* lower,
+                                                         int64_t column_stride, K column, int k,
+                                                         int next) {
+  Vector<uint32_t, 16> bits;
 #pragma unroll
-  for (int z = 0; z < 8; ++z) {
-    const int first = column(k + z / 2 * 8), second = column(k + z / 2 * 8 + 1);
+  for (int z = 0; z < 16; ++z) {
+    const int at = k + z / 8 * next + z % 8 / 2 * 8, first = column(at), second = column(at + 1);
     const T* from = z % 2 ? lower : upper;
     const uint32_t low = from && first >= 0 ? from[first * column_stride].bits : 0;
     const uint32_t high = from && second >= 0 ? from[second * column_stride].bits : 0;
@@ -394,6 +413,7 @@ struct Product {
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const T* weights, int64_t row_stride, int64_t column_stride,
                                        R row, K_ column, uint4* rest, uint4* far) {
+    constexpr int NEXT = SPLIT * 32;  // from a slice to the next
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -403,24 +423,31 @@ struct Product {
       const T* const lower = second < 0 ? nullptr : weights + second * row_stride;
       const int k = split() * 32 + lane % 4 * 2;
 #pragma unroll
-      for (int s = 0; s < HELD; ++s) {
-        const auto bits = load_slice(upper, lower, column_stride, column, k + s * SPLIT * 32);
+      for (int s = 0; s < HELD; s += 2) {
+        const auto bits = load_slices(upper, lower, column_stride, column, k + s * NEXT, NEXT);
 #pragma unroll
-        for (int z = 0; z < 8; ++z) held[e][s][z / 4][z % 4] = bits.of[z];
+        for (int z = 0; z < 16 && s + z / 8 < HELD; ++z)
+          held[e][s + z / 8][z % 8 / 4][z % 4] = bits.of[z];
       }
 #pragma unroll 1
-      for (int s = HELD; s < SLICES; ++s) {
-        const auto bits = load_slice(upper, lower, column_stride, column, k + s * SPLIT * 32);
-        if (TOGETHER && s < HELD + KEPT) {
-          keep(rest, e, s, bits);
-          continue;
-        }
-        uint4* place =
-            s < HELD + KEPT ? rest + at<KEPT>(e, s - HELD) : far + at<FAR>(e, s - HELD - KEPT);
-        place[0] = make_uint4(bits.of[0], bits.of[1], bits.of[2], bits.of[3]);
-        place[32] = make_uint4(bits.of[4], bits.of[5], bits.of[6], bits.of[7]);
+      for (int s = HELD; s < SLICES; s += 2) {
+        const auto bits = load_slices(upper, lower, column_stride, column, k + s * NEXT, NEXT);
+        put(rest, far, e, s, bits.of);
+        if (s + 1 < SLICES) put(rest, far, e, s + 1, bits.of + 8);
       }
     }
+  }
+  // Puts what a lane has of a slice where it reads it at every step.
+  static __device__ __forceinline__ void put(uint4* rest, uint4* far, int e, int s,
+                                             const uint32_t* bits) {
+    if (TOGETHER && s < HELD + KEPT) {
+      keep(rest, e, s, bits);
+      return;
+    }
+    uint4* const place =
+        s < HELD + KEPT ? rest + at<KEPT>(e, s - HELD) : far + at<FAR>(e, s - HELD - KEPT);
+    place[0] = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+    place[32] = make_uint4(bits[4], bits[5], bits[6], bits[7]);
   }
 
   template <int Y_STRIDE>
@@ -527,11 +554,11 @@ struct Product {
     return ((threadIdx.x / 128 * EACH + e) * KEPT + s - HELD) * 256;
   }
   static __device__ __forceinline__ void keep(uint4* rest, int e, int s,
-                                              const Vector<uint32_t, 8>& bits) {
+                                              const uint32_t* bits) {
     uint32_t* const place = reinterpret_cast<uint32_t*>(rest + kept(e, s)) + threadIdx.x % 32;
 #pragma unroll
     for (int z = 0; z < 8; ++z)
-      place[(z / 2 * 8 + threadIdx.x / 32 % 4 * 2 + z % 2) * 32] = bits.of[z];
+      place[(z / 2 * 8 + threadIdx.x / 32 % 4 * 2 + z % 2) * 32] = bits[z];
   }
 
   template <int Y_STRIDE>
@@ -552,52 +579,70 @@ struct Product {
 
   // Adds the products of the last slices, from BEGIN on, and pushes the sums to the blocks whose
   // columns they are, as push_sums does, where SPLIT is 1: M is C times COLUMNS, and the numbers are
-  // rounded to type S. Sums of a tile are on their way while the next are multiplied.
+  // rounded to type S. Sums of a tile are on their way while the next are multiplied. `stage` has
+  // room for a tile of each warp, if S has 16 bits.
   template <int BEGIN, int C, int COLUMNS, typename S>
   __device__ __forceinline__ void add_and_push(Sums& sums, const T* x, const uint4* rest,
-                                               const uint4* far, const Exchanges& exchanges,
-                                               S* to) const {
+                                               const uint4* far, const Exchanges& exchanges, S* to,
+                                               uint4* stage) const {
     static_assert(SPLIT == 1);
     if constexpr (TOGETHER && FAR == 0) {
       add_together<BEGIN, SLICES>(sums, x, rest);
-      push_in_turn<0, C, COLUMNS>(exchanges, sums, to);
+      push_in_turn<0, C, COLUMNS>(exchanges, sums, to, stage);
     } else {
       add<BEGIN, SLICES>(sums, x, rest, far);
 #pragma unroll
-      for (int e = 0; e < EACH; ++e) push_tile<C, COLUMNS>(exchanges, sums, e, to);
+      for (int e = 0; e < EACH; ++e) push_tile<C, COLUMNS>(exchanges, sums, e, to, stage);
     }
   }
   template <int E, int C, int COLUMNS, typename S>
   static __device__ __forceinline__ void push_in_turn(const Exchanges& exchanges, const Sums& sums,
-                                                      S* to) {
+                                                      S* to, uint4* stage) {
     end_products<T, EACH - 1 - E>();
-    push_tile<C, COLUMNS>(exchanges, sums, E, to);
-    if constexpr (E + 1 < EACH) push_in_turn<E + 1, C, COLUMNS>(exchanges, sums, to);
+    push_tile<C, COLUMNS>(exchanges, sums, E, to, stage);
+    if constexpr (E + 1 < EACH) push_in_turn<E + 1, C, COLUMNS>(exchanges, sums, to, stage);
   }
+  // A multiprocessor pushes about a vector in each clock, of whatever size: these have 16 bytes.
   template <int C, int COLUMNS, typename S>
   static __device__ __forceinline__ void push_tile(const Exchanges& exchanges, const Sums& sums,
-                                                   int e, S* to) {
+                                                   int e, S* to, uint4* stage) {
     const int lane = threadIdx.x % 32, rank = cluster_rank();
     const uint32_t barrier = exchanges.barrier();
-#pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n) {
-      float of[4];
-#pragma unroll
-      for (int z = 0; z < 4; ++z) of[z] = sums.total(e, n, z);
-      // Lane l has rows 2 (l % 4) and the next of columns l / 4 and l / 4 + 8; it gets four columns
-      // of one row.
-      transpose<1>(of);
-      transpose<2>(of);
-      const int which = lane / 4 % 4;  // of the four numbers that a lane had
-      const int row = n * 8 + lane % 4 * 2 + which % 2;
-      const int m = tile(e) * 16 + which / 2 * 8 + lane / 16 * 4;
-      Vector<S, 4> vector;
-#pragma unroll
-      for (int z = 0; z < 4; ++z) vector.of[z] = S(of[z]);
+    const auto push_vector = [&](int row, int m, const void* vector) {
       const uint32_t place = shared_address(to + (rank * ROWS + row) * COLUMNS + m % COLUMNS);
       if (row < ROWS && m < M)
-        push<4 * sizeof(S)>(address_in(place, m / COLUMNS), address_in(barrier, m / COLUMNS),
-                            &vector);
+        push<16>(address_in(place, m / COLUMNS), address_in(barrier, m / COLUMNS), vector);
+    };
+    if constexpr (sizeof(S) == 2) {
+      uint4* const own = stage + threadIdx.x / 32 * COLUMN_TILES * 16;
+      __syncwarp();  // until the last tile is read
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        uint32_t pairs[2];
+#pragma unroll
+        for (int z = 0; z < 2; ++z)
+          pairs[z] = S(sums.total(e, n, z * 2)).bits |
+                     uint32_t{S(sums.total(e, n, z * 2 + 1)).bits} << 16;
+        store_turned(own + n * 16 + lane % 16, pairs);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int at = lane; at < COLUMN_TILES * 16; at += 32)
+        push_vector(at / 16 * 8 + at % 8, tile(e) * 16 + at / 8 % 2 * 8, own + at);
+    } else {
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        Vector<S, 4> vector;
+#pragma unroll
+        for (int z = 0; z < 4; ++z) vector.of[z] = sums.total(e, n, z);
+        // Lane l has rows 2 (l % 4) and the next of columns l / 4 and l / 4 + 8; it gets four
+        // columns of one row.
+        transpose<1>(vector.of);
+        transpose<2>(vector.of);
+        const int which = lane / 4 % 4;  // of the four numbers that a lane had
+        push_vector(n * 8 + lane % 4 * 2 + which % 2,
+                    tile(e) * 16 + which / 2 * 8 + lane / 16 * 4, &vector);
+      }
     }
   }
 
@@ -625,7 +670,7 @@ struct Product {
   }
 };
 
-// Loads four columns from k on of a row of the weights; as load_slice, no part of its caller.
+// Loads four columns from k on of a row of the weights; as load_slices, no part of its caller.
 template <typename A, typename K>
 __device__ __noinline__ Vector<A, 4> load_four(const A* row, int64_t column_stride, K column,
                                                int k) {

@@ -122,6 +122,15 @@ __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row
                : "memory");
 }
 
+// Stores two such tiles with rows and columns in each other's place: lane l < 16 gives the address
+// of row l % 8 of tile l / 8, which has column l % 8 of what lanes have.
+__device__ __forceinline__ void store_turned(void* row, const uint32_t (&tiles)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                   shared_address(row)),
+               "r"(tiles[0]), "r"(tiles[1])
+               : "memory");
+}
+
 // Adds the product of a tile of 16 x 16 numbers and one of 16 x 8 to one of 16 x 8.
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                               uint32_t b1, BFloat16) {

@@ -221,6 +221,8 @@ inline uint4 load_word(const uint4* word) {
       arrive(word);
       return memcmp(word, &seen, sizeof(uint4)) != 0;
     });
+    current->seen.erase(word);
+    return *word;
   }
   return current->seen[word] = *word;
 }
@@ -233,6 +235,18 @@ inline void load_tiles(uint32_t (&tiles)[4], const void* row) {
     memcpy(&from, rows[tile * 8 + lane / 4], sizeof(from));
     memcpy(&tiles[tile], from + lane % 4 * 4, 4);
   }
+}
+inline void store_turned(void* row, const uint32_t (&tiles)[2]) {
+  struct Given { uint32_t tiles[2]; char* row; } given = {{tiles[0], tiles[1]}, (char*)row};
+  const char(*lanes)[32] = collect(given);
+  const int lane = current->thread.x % 32;
+  for (int tile = 0; tile < 2; ++tile)
+    for (int z = 0; z < 2; ++z) {
+      Given to;
+      memcpy(&to, lanes[tile * 8 + lane % 4 * 2 + z], sizeof(Given));
+      memcpy(to.row + lane / 4 * 2, (const char*)&tiles[tile] + z * 2, 2);
+    }
+  __syncwarp();
 }
 template <typename T>
 void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup
 from hoconv.recurrent.codegen.cluster.threads import Threads
 from hoconv.recurrent.codegen.expressions import TYPES, initial, reduced
-from hoconv.recurrent.ir.program import Op, Value
+from hoconv.recurrent.ir.program import BYTES, Op, Value
 from hoconv.recurrent.passes.cluster.distribute import Gathered, SharedProduct
 from hoconv.recurrent.passes.cluster.sums import SPREAD
 
@@ -121,7 +121,9 @@ class Exchanges:
         if layout.pushes_sums(index):
             copy = self.copy(product.exchange, product.exchange + 1, layout.count_partial(product))
             given = f"{begin}, C, {layout.units(product.parts[0].value.type.size)}"
-            to = f"exchanges, sums{index} + {copy}"
+            rounded = BYTES[layout.sum_dtype(product)] == 2
+            stage = f"reinterpret_cast<uint4*>(stage{index})" if rounded else "nullptr"
+            to = f"exchanges, sums{index} + {copy}, {stage}"
             yield f"product{index}.add_and_push<{given}>(total{index}, {x}, {memory}, {to});"
         elif begin:
             yield f"product{index}.add<{begin}, {each.turns}>(total{index}, {x}, {memory});"
@@ -203,20 +205,33 @@ class Exchanges:
             if is_reduced == reduced:
                 yield f"post_slice<THREADS, {each.bytes}>(mail, {each.word}, {each.own});"
 
+    def look(self, k: int) -> Iterator[str]:
+        """Looks for what the partner has posted, but what it reduces, before it is needed."""
+        for each, is_reduced in self._list_posted(k):
+            if not is_reduced and (each.room or not each.relayed):
+                given = f"look_for<THREADS, {each.bytes}>(mail, {each.word})"
+                yield f"auto {self._found(k, each)} = {given};"
+
+    def _found(self, k: int, each: _Slice) -> str:
+        """The name of what a look finds."""
+        return f"found{k}_{each.word}"
+
     def receive(self, k: int) -> Iterator[str]:
         """Gets from the partner what this block alone needs."""
         for each, _ in self._list_posted(k):
             if not each.relayed:
-                yield f"receive_slice<THREADS, {each.bytes}>(mail, {each.word}, {each.to});"
+                given = f"mail, {each.word}, {self._found(k, each)}, {each.to}"
+                yield f"receive_slice<THREADS, {each.bytes}>({given});"
 
     def relay(self, k: int) -> Iterator[str]:
         """Gets from the partner what all blocks of the cluster need; ends the exchange with it."""
         for each, _ in self._list_posted(k):
-            given = f"<C, THREADS, {each.bytes}>(mail, {each.word}, exchanges, {each.to}"
+            sizes, to = f"C, THREADS, {each.bytes}", f"exchanges, {each.to}"
             if each.room:
-                yield f"spread_received{given}, {each.room});"
+                given = f"mail, {each.word}, {self._found(k, each)}, {to}, {each.room}"
+                yield f"spread_received<{sizes}>({given});"
             elif each.relayed:
-                yield f"relay_slice{given});"
+                yield f"relay_slice<{sizes}>(mail, {each.word}, {to});"
         if self.layout.posted_bytes(k):
             yield "++mail.number;"
 

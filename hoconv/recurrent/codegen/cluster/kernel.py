@@ -126,17 +126,25 @@ class _Writer:
 
     # Memory of the call
 
-    def store(
-        self, phase: int, n: int, step: str = "t", after: str = "after"
-    ) -> Iterator[str]:
-        """Writes results of a phase of a step to the sequences of the call."""
+    def store(self, phase: int, n: int, late: bool = False) -> Iterator[str]:
+        """Writes results of a phase to the sequences of the call.
+
+        Args:
+            late: whether those of the step before, which are written when the first exchange of a
+                step has begun: what the last phase computes, but not what it loads.
+        """
+        step, after = ("before", "t") if late else ("t", "after")
         for value, places in self.storage.stores.items():
             for segment in self.shared.segments(value):
-                if segment.value.type.size == n and self._phase_of(segment.value) == phase:
-                    for place in places:
-                        yield from self._store(
-                            segment.value, value, segment.start, place, after if place.after else step
-                        )
+                part = segment.value
+                if part.type.size == n and self._phase_of(part) == phase:
+                    last = phase == self.shared.exchanges and not self._is_loaded(part)
+                    for place in places if last == late else ():
+                        own = after if place.after else step
+                        yield from self._store(part, value, segment.start, place, own)
+
+    def _is_loaded(self, value: Value) -> bool:
+        return value in self.shared.loads or value not in self.shared.made
 
     def _phase_of(self, value: Value) -> int:
         found = (k for k, phase in enumerate(self.shared.phases) if value in phase)
@@ -214,13 +222,21 @@ class _Writer:
             yield from self.threads.loop(n, body, stores)
             if scalars:
                 yield "__syncthreads();"
-        if not last:
+        if last:
+            yield from self._store_all(k)
+        else:
             yield from self.exchange(k)
 
-    def store_last(self, step: str, after: str) -> list[str]:
-        """Writes results of the last phase of a step, when the exchange after it has begun."""
-        store = lambda n: self.store(self.shared.exchanges, n, step, after)  # noqa: E731
-        return self.threads.all_loops(lambda _: (), store)
+    def _store_all(self, k: int, late: bool = False) -> list[str]:
+        return self.threads.all_loops(lambda _: (), lambda n: self.store(k, n, late))
+
+    def _load_all(self, k: int) -> Iterator[str]:
+        """Loads what the phase after an exchange reads; in the last one for the next step, too."""
+        yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda _: ())
+        if k + 1 == self.shared.exchanges:
+            yield "if (i + 1 < T) {"
+            yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
+            yield "}"
 
     def _find_gathered(self, exchange: int) -> list[int]:
         """The products whose operand is gathered in an exchange."""
@@ -232,6 +248,9 @@ class _Writer:
         yield "__syncthreads();"
         yield from self.exchanges.posts(k, reduced=False)
         scattered = [index for index, _ in self.exchanges.scattered(k)]
+        looks = list(self.exchanges.look(k))
+        if scattered and looks:
+            yield from (*self._load_all(k), *looks)
         for index in scattered:
             yield from self.exchanges.multiply_half(index)
         received = list(self.exchanges.receive(k))
@@ -249,15 +268,12 @@ class _Writer:
             yield "__syncthreads();"
         yield from self.exchanges.push_reduced(k)
         yield from self.exchanges.posts(k, reduced=True)
-        yield from self.threads.all_loops(lambda n: self.load(k + 1, n), lambda n: self.store(k, n))
+        if not (scattered and looks):
+            yield from (*self._load_all(k), *looks)
+        yield from self._store_all(k)
         if k == 0:
-            yield "if (i > 0) {"
-            yield from self.store_last("before", "t")
-            yield "}"
-        if k + 1 == self.shared.exchanges:
-            yield "if (i + 1 < T) {"
-            yield from self.threads.all_loops(lambda n: self.load(0, n), lambda _: ())
-            yield "}"
+            last = self._store_all(self.shared.exchanges, late=True)
+            yield from ("if (i > 0) {", *last, "}")
         if self.shape.blocks == 1:
             return
         first, *rest = self.exchanges.waits(k) or ["cluster_sync();"]
@@ -350,8 +366,8 @@ class _Writer:
                 "}",
                 "if (T > 0) {",
                 *_indent(
-                    "[[maybe_unused]] const int64_t before = c.first ? 0 : T - 1;",
-                    *self.store_last("before", "T"),
+                    "[[maybe_unused]] const int64_t before = c.first ? 0 : T - 1, t = T;",
+                    *self._store_all(self.shared.exchanges, late=True),
                 ),
                 "}",
                 *final,

@@ -9,7 +9,7 @@ n features of a value, m features of a product's result, k features of its opera
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hoconv.recurrent.codegen.cluster.reductions import ReductionGroup, find_reductions
 from hoconv.recurrent.ir.program import BYTES, Value
@@ -34,6 +34,7 @@ _SPREAD_BYTES = 6144
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
 _AHEAD = 40  # registers for weights that are read from global memory ahead of their use
 _SUMS = 32  # registers that a product needs for sums in any case
+_TOGETHER = 24  # registers that products of four warps do not need for operands
 _MOST_SPLITS = 8
 _MOST_BATCH = 8  # rows whose sums, without tensor cores, fit registers
 # The shared memory of a block of compute capability 9.0.
@@ -322,7 +323,7 @@ class ClusterLayout:
         """Whether blocks push partial sums from registers: what a lane has belongs to one block."""
         product = self.shared.products[index]
         one = len(product.parts) == 1 and self.slices[index].splits == 1
-        return self.tiled and product.gathered is None and one
+        return self.halves(product) and product.gathered is None and one
 
     def sum_dtype(self, product: SharedProduct) -> str:
         """The dtype in which blocks push partial sums.
@@ -343,7 +344,8 @@ class ClusterLayout:
         for product in self.shared.products:
             m, k = self._count_rows(product), self._count_columns(product)
             if self.tiled:
-                made = self._slice_tiles(m, k, 1 + self.halves(product), registers, room)
+                halves = 1 + self.halves(product)
+                made = self._slice_tiles(m, k, halves, registers, room, ahead)
             else:
                 made = self._slice(m, k, registers, room)
             found.append(made)
@@ -351,15 +353,19 @@ class ClusterLayout:
             room -= made.shared_bytes
         return found
 
-    def _slice_tiles(self, m: int, k: int, halves: int, registers: int, room: int) -> Slice:
+    def _slice_tiles(
+        self, m: int, k: int, halves: int, registers: int, room: int, ahead: int
+    ) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
         tiles, warps = m // _TILE, self.shape.warps
         splits = self._choose_splits(tiles, k // COLUMNS // halves)
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
         sums = 4 * each * -(-self.shape.rows // _TILE_COLUMNS)
-        held = max(0, min(turns, (registers - max(0, sums - _SUMS)) // (8 * each)))
         own = each * warps * _TILE * COLUMNS * 2
-        return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
+        made = Slice(m, k, splits, 0, 0, each, turns, own)
+        registers += _TOGETHER * (self.together(made) and not ahead) - max(0, sums - _SUMS)
+        held = max(0, min(turns, registers // (8 * each)))
+        return replace(made, held=held, kept=min(turns - held, room // own))
 
     def _choose_splits(self, tiles: int, columns: int) -> int:
         """The parts of K of which warps have tiles: the fewest that give no warp more than need be.
@@ -452,6 +458,9 @@ class ClusterLayout:
             count = self.count_sums(index) * rows * self.slices[index].stride
             if not self.pushes_sums(index):
                 self._place(f"y{index}", self.wide, count)
+            elif BYTES[self.sum_dtype(product)] == 2:
+                tiles = self.shape.warps * -(-rows // _TILE_COLUMNS)
+                self._place(f"stage{index}", self.sum_dtype(product), tiles * 8 * _TILE)
             if product.gathered is None:
                 dtype = product.op.values[0].type.dtype
                 self._place(f"x{index}", dtype, self.count_panels(dtype, self.slices[index].columns))
