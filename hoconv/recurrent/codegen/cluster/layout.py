@@ -26,8 +26,8 @@ _TILE = 16  # rows of the weights in a tile of the tensor cores
 _TILE_COLUMNS = 8  # rows of the batch in a tile
 _BARRIERS = 16  # bytes
 _SUM_PADDING = 4  # elements between rows of sums, so that rows begin in different banks
-# What a block gets of a vector, from which number of bytes on it comes from the L2 cache, in one copy
-# to all blocks of a cluster: that takes longer to begin than pushes, which share a block's way out.
+# Vectors of which a block gets so many bytes come from the L2 cache, in one copy for all blocks of
+# a cluster: that takes longer to begin than pushes do.
 _SPREAD_BYTES = 6144
 # Registers of a thread for weights, by warps: what a multiprocessor has less what a step needs, of
 # which each further row and feature of a thread takes some.
@@ -358,7 +358,7 @@ class ClusterLayout:
     ) -> Slice:
         """Of tiles for tensor cores: a turn is 16 rows by 32 columns of a warp."""
         tiles, warps = m // _TILE, self.shape.warps
-        splits = self._choose_splits(tiles, k // COLUMNS // halves)
+        splits = self._choose_splits(m, k // COLUMNS, halves)
         each, turns = -(-tiles * splits // warps), k // COLUMNS // splits
         sums = 4 * each * -(-self.shape.rows // _TILE_COLUMNS)
         own = each * warps * _TILE * COLUMNS * 2
@@ -367,14 +367,24 @@ class ClusterLayout:
         held = max(0, min(turns, registers // (8 * each)))
         return replace(made, held=held, kept=min(turns - held, room // own))
 
-    def _choose_splits(self, tiles: int, columns: int) -> int:
-        """The parts of K of which warps have tiles: the fewest that give no warp more than need be.
+    def _choose_splits(self, m: int, columns: int, halves: int) -> int:
+        """The parts of K of which warps have tiles, so that a product takes the least time.
 
-        Sums of more parts are written and read again.
+        The more parts there are, the more tiles a warp has, for which it reads x once; but sums of
+        all parts are written and read again.
         """
-        warps = self.shape.warps
-        possible = [n for n in (1, 2, 4, 8) if warps % n == 0 and columns % n == 0]
-        return min(possible, key=lambda n: -(-tiles * n // warps) * (columns // n))
+        warps, rows = self.shape.warps, self.shape.rows
+        possible = [n for n in (1, 2, 4, 8) if warps % n == 0 and columns // halves % n == 0]
+
+        def estimate(n: int) -> float:
+            """About the clocks of a product."""
+            each, turns = -(-m // _TILE * n // warps), columns // n
+            sums = n * (rows * m / 10 + 80)
+            if self.together(Slice(m, 0, n, 0, 0, each, turns, 0)):
+                return 80 * each * turns + sums
+            return -(-rows // _TILE_COLUMNS) * turns * warps * (2 * each + 4) + sums
+
+        return min(possible, key=estimate)
 
     def _slice(self, m: int, k: int, registers: int, room: int) -> Slice:
         """Of plain multiply-adds: a turn is 4 columns of the rows of a thread."""
@@ -463,7 +473,9 @@ class ClusterLayout:
                 self._place(f"stage{index}", self.sum_dtype(product), tiles * 8 * _TILE)
             if product.gathered is None:
                 dtype = product.op.values[0].type.dtype
-                self._place(f"x{index}", dtype, self.count_panels(dtype, self.slices[index].columns))
+                self._place(
+                    f"x{index}", dtype, self.count_panels(dtype, self.slices[index].columns)
+                )
                 copies = self.copies(product.exchange, product.exchange + 1)
                 count = copies * self.count_partial(product)
                 self._place(f"sums{index}", self.sum_dtype(product), count)
