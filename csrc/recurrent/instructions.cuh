@@ -125,10 +125,10 @@ __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], const void* row
 // Stores two such tiles with rows and columns in each other's place: lane l < 16 gives the address
 // of row l % 8 of tile l / 8, which has column l % 8 of what lanes have.
 __device__ __forceinline__ void store_turned(void* row, const uint32_t (&tiles)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                   shared_address(row)),
-               "r"(tiles[0]), "r"(tiles[1])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)),
+      "r"(tiles[0]), "r"(tiles[1])
+      : "memory");
 }
 
 // Adds the product of a tile of 16 x 16 numbers and one of 16 x 8 to one of 16 x 8.
@@ -157,10 +157,10 @@ constexpr bool HAS_WARPGROUPS = true;
 constexpr bool HAS_WARPGROUPS = false;
 #endif
 
-// Describes tiles of 8 rows of 16 bytes in shared memory, of which those of further rows follow each
-// other, and that of the next columns lies so many bytes further on. The tiles that lie 16 n bytes
-// further on have the description plus n. All lanes of a warp have the same, and the compiler knows:
-// registers of a warp hold it.
+// Describes tiles of 8 rows of 16 bytes in shared memory, of which those of further rows follow
+// each other, and that of the next columns lies so many bytes further on. The tiles that lie 16 n
+// bytes further on have the description plus n. All lanes of a warp have the same, and the compiler
+// knows: registers of a warp hold it.
 __device__ __forceinline__ uint32_t describe_tiles(const void* tiles, uint32_t next_columns) {
   const uint32_t own = shared_address(tiles) & 0x3ffff;  // above it is the rank of the block
   return __shfl_sync(0xffffffffu, own / 16 | next_columns / 16 << 16, 0);
@@ -184,8 +184,8 @@ __device__ __forceinline__ void end_products() {
 
 // Adds the product of a tile of 64 x 16 numbers, of which each warp has 16 rows, and one of 16 x 24
 // in shared memory. The first one is in registers, as of multiply_tile, or in shared memory, too.
-#define HOCONV_SUMS(s)                                                                            \
-  "+f"(s[0][0][0]), "+f"(s[0][0][1]), "+f"(s[0][0][2]), "+f"(s[0][0][3]), "+f"(s[1][0][0]),      \
+#define HOCONV_SUMS(s)                                                                          \
+  "+f"(s[0][0][0]), "+f"(s[0][0][1]), "+f"(s[0][0][2]), "+f"(s[0][0][3]), "+f"(s[1][0][0]),     \
       "+f"(s[1][0][1]), "+f"(s[1][0][2]), "+f"(s[1][0][3]), "+f"(s[2][0][0]), "+f"(s[2][0][1]), \
       "+f"(s[2][0][2]), "+f"(s[2][0][3])
 #define HOCONV_MULTIPLY(types) \

@@ -1,9 +1,11 @@
 """What the blocks of a cluster exchange: gathered operands, partial sums, and reductions of rows.
 
-In a team of two clusters, a block posts its columns of what all blocks get to its partner, which
-relays them to its own cluster. Of a product whose partial sums are exchanged, it posts its operand:
-each cluster multiplies all of the operand, and adds up the results that its own blocks need. Either
-way tensor cores multiply what the own cluster has while the rest is on its way.
+What all blocks of a cluster get of a large vector comes from the L2 cache: a block puts its columns
+there, and one copy brings them to all others. In a team of two clusters, a block posts its columns
+to its partner, too, which relays them to its own cluster. Of a product whose partial sums are
+exchanged, it posts its operand: each cluster multiplies all of the operand, and adds up the results
+that its own blocks need. Either way tensor cores multiply what the own cluster has while the rest
+is on its way.
 
 Exchange k follows phase k of a step. r a row of the cluster, i the number of steps already done, n
 features of a vector, C blocks of a cluster, MEMBERS blocks of a team.
