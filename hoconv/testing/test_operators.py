@@ -303,7 +303,9 @@ def test_torch_library_finds_no_fault(variant: Variant, dtype: torch.dtype) -> N
 
 
 def test_compiled_equals_eager(variant: Variant) -> None:
-    for sample in a_few_samples(variant, torch.float32):
+    samples = a_few_samples(variant, torch.float32)
+    # A reference is PyTorch's own ops, which take long to trace: what is tested is the call of it.
+    for sample in samples[-2:] if variant.impl == "reference" else samples:
         torch.compiler.reset()
         eager = output_and_gradients(variant.call, sample.args, sample.kwargs)
         compiled = torch.compile(variant.call, fullgraph=True, backend="aot_eager")
