@@ -106,9 +106,14 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)
 
 
-def is_plain(args: Iterable[Any]) -> bool:
-    """Whether no tensor and no mode asks for a dispatch of its own."""
-    return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
+def is_plain(args: Sequence[Any]) -> bool:
+    """Whether no tensor and no mode asks for a dispatch of its own.
+
+    The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
+    """
+    if torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
+        return False
+    return not any(each.is_neg() for each in args if isinstance(each, Tensor))
 
 
 # Arguments of an op without a dispatch of their own; lists are of numbers.
