@@ -106,4 +106,5 @@ def recurrent(
         outputs.append(output.to(x.dtype))
     if reverse:
         outputs.reverse()
-    return torch.stack(outputs), [state.to(x.dtype) for state in now]
+    # Copies: a cell may return x or a state of before as it is.
+    return torch.stack(outputs), [state.to(x.dtype, copy=True) for state in now]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hoconv.recurrent.frontend.errors import CellError, find_line, locate_error
 from hoconv.recurrent.frontend.frame import Frame, Row, enter_frame
 
@@ -120,7 +122,8 @@ class BoundCell:
             The output of the step, (B, n), and the next states by name.
 
         Raises:
-            CellError: the cell raised an exception, or returned something else.
+            CellError: the cell that is traced raised an exception, or returned something else.
+                One that computes with tensors raises what PyTorch does.
         """
         function = self.cell.function
         try:
@@ -129,9 +132,13 @@ class BoundCell:
         except CellError:
             raise
         except Exception as error:
+            filename = function.__code__.co_filename
             line = find_line(error.__traceback__, function.__code__)
+            if isinstance(x, Tensor):  # PyTorch's own: out of memory, say, or a checkpoint's end
+                error.add_note(f"{filename}:{line}: in the cell {self.name}")
+                raise
             message = f"{type(error).__name__}: {error}"
-            raise locate_error(message, function.__code__.co_filename, line, self.name) from error
+            raise locate_error(message, filename, line, self.name) from error
         return self._check_result(result)
 
     def _check_result(self, result: Any) -> tuple[Row, dict[str, Row]]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
 from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
@@ -392,3 +393,48 @@ def test_noise_of_probability_one_is_certain_in_training() -> None:
         for cell, output, state in ((dropped, zero(x), zero(h)), (kept, x, h)):
             same(rnn.RNN(cell, 4, 4, impl=impl)(x, h), (output, state))
         same(rnn.RNN(dropped, 4, 4, impl=impl).eval()(x, h), (x, h))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_numbers_that_pytorch_keeps_negated(impl: str) -> None:
+    """The imaginary part of a conjugate is a view of memory that has the other sign."""
+    made = rnn.LSTM(3, 4, dtype=torch.float64, impl=impl)
+    x, z = sequence(5, 2, 3), torch.randn(1, 2, 4, dtype=torch.complex128)
+    negated = z.conj().imag
+    assert negated.is_neg()
+    same(made(x, (z.real, negated))[0], made(x, (z.real.clone(), -z.imag))[0])
+
+    h, c = made(x)[1]
+    found = torch.autograd.grad((torch.complex(h, c).conj() * z).real.sum(), [*made.parameters()])
+    h, c = made(x)[1]
+    same(found, torch.autograd.grad((h * z.real + c * z.imag).sum(), [*made.parameters()]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_returned_states_share_no_memory(impl: str) -> None:
+    @rnn.cell(state={"last": "input_size", "before": "input_size"})
+    def delay(x: Any, last: Any, before: Any) -> Any:
+        return before * 2.0, dict(last=x, before=last)
+
+    made = rnn.RNN(delay, 3, 3, impl=impl)
+    x, given = torch.randn(1, 2, 3), (torch.randn(1, 2, 3), torch.randn(1, 2, 3))
+    with torch.no_grad():
+        returned = made(x, given)[1]
+    assert torch.equal(returned[0], x)
+    assert torch.equal(returned[1], given[0])
+    memory = [t.untyped_storage().data_ptr() for t in (x, *given, *returned)]
+    assert len({*memory}) == len(memory)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_checkpoints_of_activations(impl: str) -> None:
+    """PyTorch ends a recomputation by an exception of its own, in the middle of a cell."""
+    made, x = rnn.LSTM(3, 4, dtype=torch.float64, impl=impl), sequence(5, 2, 3)
+
+    def grads(call: Any) -> Any:
+        return torch.autograd.grad(call().sum(), [*made.parameters()])
+
+    def run() -> Tensor:
+        return made(x)[0]
+
+    same(grads(lambda: checkpoint(run, use_reentrant=False)), grads(run))
