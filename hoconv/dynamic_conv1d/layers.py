@@ -182,9 +182,9 @@ class LightweightConv1d(_Conv1d):
         nn.init.xavier_uniform_(self.weight.detach().unsqueeze(1))
 
     def _make_weight(self, x: Tensor) -> Tensor:
-        return self._normalize(
-            get_parameter(self, "weight").view(1, self.heads, self.kernel_size, 1), 2
-        )
+        weight = get_parameter(self, "weight")
+        _check_shape("weight", weight, self.heads, self.kernel_size)
+        return self._normalize(weight.view(1, self.heads, self.kernel_size, 1), 2)
 
 
 class DynamicConv1d(_Conv1d):
@@ -237,9 +237,15 @@ class DynamicConv1d(_Conv1d):
 
     def _make_weight(self, x: Tensor) -> Tensor:
         (B, _, T), H, K = x.shape, self.heads, self.kernel_size
-        generated = self.generator(x.mT)  # (B, T, H * K)
+        generated = self.generator(x.mT)
+        _check_shape("what the generator returns", generated, B, T, H * K)
         # Where taps are not beside each other, PyTorch's softmax copies them: on a GPU in a kernel
         # of its own; on a CPU that is faster.
         if x.is_cuda:
             return self._normalize(generated.view(B, T, H, K), 3).permute(0, 2, 3, 1)
         return self._normalize(generated.mT.view(B, H, K, T), 2)
+
+
+def _check_shape(name: str, tensor: Tensor, *expected: int) -> None:
+    if tensor.shape != expected:
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(tensor.shape)}")

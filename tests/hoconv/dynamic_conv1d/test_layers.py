@@ -375,3 +375,16 @@ def test_wrong_number_of_channels_is_refused_by_name(kind: Any) -> None:
     for shape in ((2, 4, 9), (2, 12, 9), (6, 9), (2, 6, 9, 1)):
         with pytest.raises(ValueError, match=r"^x: expected \(B, 6, T\), got shape"):
             kind(6, 3)(torch.zeros(shape))
+
+
+def test_other_shapes_of_weights_are_refused() -> None:
+    """As many numbers in another order would do otherwise."""
+    x = torch.randn(2, 6, 5)
+    dynamic = DynamicConv1d(6, 3, heads=2)
+    dynamic.generator.register_forward_hook(lambda module, given, result: result.mT)
+    with pytest.raises(ValueError, match=r"generator returns: expected shape \(2, 5, 6\), got"):
+        dynamic(x)
+    lightweight = LightweightConv1d(6, 3, heads=2)
+    lightweight.weight = nn.Parameter(torch.randn(3, 2))
+    with pytest.raises(ValueError, match=r"weight: expected shape \(2, 3\), got \(3, 2\)"):
+        lightweight(x)
