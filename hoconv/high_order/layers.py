@@ -5,11 +5,12 @@ B batch, C channels, G groups of channels, H height, W width, k kernel size.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from hoconv.high_order.conv2d.operator import high_order_conv2d
 from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import check_name, resolve
@@ -20,10 +21,12 @@ class HighOrderConv2d(nn.Module):
     """A convolution whose kernels are generated, for every pixel, by another convolution.
 
     The generator, an ``nn.Conv2d`` over the same input, gives k * k weights for each pixel and
-    group, and :func:`hoconv.high_order_layer` applies them. That function takes the generator's
-    parameters: the generator's forward, and hooks on it, do not run. The implementations other than
-    `reference` compute both steps in one kernel where they can (:meth:`why_unfused`). One state
-    dict (``generator.weight``, ``generator.bias``) serves every implementation.
+    group: channel i * G + g is tap i of group g. :func:`hoconv.high_order_layer` takes its
+    parameters, and the implementations other than `reference` compute both steps in one kernel
+    where they can (:meth:`why_unfused`). A generator that has hooks, as pruning adds them, or that
+    another module has replaced, is called, and :func:`hoconv.high_order_conv2d` applies what it
+    returns, (B, k * k * G, H, W). One state dict (``generator.weight``, ``generator.bias``) serves
+    every implementation.
     With ``normalize="softmax"`` the weights of a pixel are positive and sum to one, as in dynamic
     upsampling and lightweight convolutions.
 
@@ -89,6 +92,8 @@ class HighOrderConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         generator = self.generator
+        if not _computes_as_made(generator):
+            return self._call_generator(x)
         return high_order_layer(
             x,
             get_parameter(generator, "weight"),
@@ -99,6 +104,20 @@ class HighOrderConv2d(nn.Module):
             residual=self.residual,
             impl=self.impl,
         )
+
+    def _call_generator(self, x: Tensor) -> Tensor:
+        generated, K, G = self.generator(x), self.kernel_size**2, self.groups
+        expected = (x.shape[0], K * G, *x.shape[2:])
+        if generated.shape != expected:
+            raise ValueError(
+                f"what the generator returns: expected shape {expected}, "
+                f"got {tuple(generated.shape)}"
+            )
+        x, generated = autocast(x.device.type, x, generated)
+        taps = generated.unflatten(1, (K, G))
+        taps = taps.softmax(1) if self.normalize else taps
+        out = high_order_conv2d(x, taps.transpose(0, 1), dilation=self.dilation, impl=self.impl)
+        return x + out if self.residual else out
 
     @torch.no_grad()
     def why_unfused(self) -> str | None:
@@ -111,6 +130,8 @@ class HighOrderConv2d(nn.Module):
         Raises:
             hoconv.implementations.ImplementationError: that implementation cannot run here.
         """
+        if not _computes_as_made(self.generator):
+            return "its generator has hooks, or is no convolution as the layer makes it"
         device_type = self.generator.weight.device.type
         (weight,) = autocast(device_type, self.generator.weight)
         impl = resolve(OPERATOR.name, self.impl, device_type)
@@ -122,3 +143,17 @@ class HighOrderConv2d(nn.Module):
             f"dilation={self.dilation}, normalize={self.normalize!r}, residual={self.residual}, "
             f"impl={self.impl!r}"
         )
+
+
+def _computes_as_made(generator: Any) -> bool:
+    """Whether a generator is the convolution that its parameters say, and nothing else happens when
+    it is called."""
+    return (
+        getattr(generator.forward, "__func__", None) is nn.Conv2d.forward
+        and not (generator._forward_pre_hooks or generator._forward_hooks)
+        and not (generator._backward_pre_hooks or generator._backward_hooks)
+        and generator.padding == "same"
+        and generator.padding_mode == "zeros"
+        and generator.stride == generator.dilation == (1, 1)
+        and generator.groups == 1
+    )

@@ -39,7 +39,11 @@ class FiniteLayers(pl.Callback):
         self._called: dict[str, str] = {}  # name -> description, of the modules called in this step
         device = trainer.strategy.root_device.type
         chosen = choose_implementations(pl_module, device)
+        # A layer whose generator has hooks is not fused: it is watched as a whole.
+        parts = tuple(f"{name}." for name in chosen)
         for name, module in pl_module.named_modules():
+            if name.startswith(parts):
+                continue
             kind = type(module).__name__
             kind += f", impl={chosen[name].name}" if name in chosen else ""
             self._watch(name, f"{name or 'the model'} ({kind})", module)
