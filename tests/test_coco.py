@@ -91,7 +91,7 @@ def test_a_sweep_ends_with_the_metrics_of_its_models(run, cache_dir):
     assert "test/cider_d" in table
 
 
-@pytest.mark.parametrize("cached", ["true", "false"])
+@pytest.mark.parametrize("cached", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monkeypatch, cached):
     less = ("trainer.limit_train_batches=10", "trainer.limit_val_batches=1")
     how = ("impl=reference", "trainer=cpu", f"data.cache_images={cached}", *less)

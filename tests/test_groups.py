@@ -65,7 +65,9 @@ def test_a_plateau_lowers_the_rate(run, rates):
     assert [rates[i] for i in (0, 4, 8)] == pytest.approx([1e-30, 1e-30, 1e-31])
 
 
-@pytest.mark.parametrize("model", ["classifier", "segmentation", "captions"])
+@pytest.mark.parametrize(
+    "model", ["classifier", "segmentation", pytest.param("captions", marks=pytest.mark.slow)]
+)
 def test_labels_are_smoothed_in_training_only(run, tmp_path, model):
     choice = {"classifier": ()}.get(
         model,

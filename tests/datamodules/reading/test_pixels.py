@@ -12,7 +12,7 @@ def digits(length: int) -> Tensor:
     return torch.stack([torch.arange(length) // 256**place % 256 for place in range(4)])[:, None]
 
 
-@pytest.mark.parametrize("count", [1, 2, 64, 224, 1000])
+@pytest.mark.parametrize("count", [1, 2, 64, pytest.param(224, marks=pytest.mark.slow), 1000])
 def test_the_nearest_pixels_are_those_that_torch_takes(count):
     for length in (*range(1, 700, 3), 4095, 4096, 4097, 10**5 + 1, 2**24 + 3):
         if length > 10**5 and count != 224:
