@@ -119,8 +119,8 @@ class Attributes:
         return self
 
     def _now(self) -> list[Any]:
-        parts = map(operator.call, self._getters, self._owners)
-        return list(itertools.chain.from_iterable(parts))
+        call: Any = operator.call  # of which pyright takes no map
+        return list(itertools.chain.from_iterable(map(call, self._getters, self._owners)))
 
     def _measure(self) -> tuple[list[int], list[int], list[bool]]:
         """Returns the sizes of containers, and of tensors the place and whether it is trained."""
