@@ -239,8 +239,8 @@ class DynamicConv1d(_Conv1d):
         (B, _, T), H, K = x.shape, self.heads, self.kernel_size
         generated = self.generator(x.mT)
         _check_shape("what the generator returns", generated, B, T, H * K)
-        # Where taps are not beside each other, PyTorch's softmax copies them: on a GPU in a kernel
-        # of its own; on a CPU that is faster.
+        # On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel
+        # of its own. On a CPU, the one over the last dimension is slower.
         if x.is_cuda:
             return self._normalize(generated.view(B, T, H, K), 3).permute(0, 2, 3, 1)
         return self._normalize(generated.mT.view(B, H, K, T), 2)

@@ -119,7 +119,7 @@ class Attributes:
         return self
 
     def _now(self) -> list[Any]:
-        call: Any = operator.call  # of which pyright takes no map
+        call: Any = operator.call  # whose type pyright does not accept in a map
         return list(itertools.chain.from_iterable(map(call, self._getters, self._owners)))
 
     def _measure(self) -> tuple[list[int], list[int], list[bool]]:
