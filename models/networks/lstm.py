@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
 from models.arguments import require_sizes
+from models.networks.narrow import NarrowLinear
 
 
 class ImageReader(nn.Module):
@@ -79,7 +80,7 @@ class ImageReader(nn.Module):
             if name.startswith("bias_f_"):
                 longest = height if by_row else height * width
                 nn.init.uniform_(parameter, 0.0, math.log(max(2, longest - 1)))
-        self.classifier = nn.Linear(options.get("proj_size", hidden_size), num_classes)
+        self.classifier = NarrowLinear(options.get("proj_size", hidden_size), num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.steps == "rows":
