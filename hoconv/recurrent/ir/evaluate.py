@@ -54,8 +54,11 @@ def cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, in the dtype of the weight."""
-    return F.linear(in_dtype(x, weight.dtype), weight, bias)
+    """x W^T + b, in the dtype of the weight.
+
+    Of a sequence with other strides PyTorch multiplies step by step, and adds the bias by itself.
+    """
+    return F.linear(in_dtype(x, weight.dtype).contiguous(), weight, bias)
 
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
