@@ -682,24 +682,45 @@ __device__ __noinline__ Vector<A, 4> load_four(const A* row, int64_t column_stri
   return four;
 }
 
+// Adds up sums over SPLIT neighbouring lanes, each of which keeps its share of the totals: those
+// from a lane's first on, which this returns, that many less a SPLITth.
+template <int SPLIT, int COUNT, typename A>
+__device__ __forceinline__ int add_shares(A (&sums)[COUNT]) {
+  static_assert(COUNT % SPLIT == 0);
+  int first = 0;
+  if constexpr (SPLIT > 1) {
+    constexpr int HALF = COUNT / 2;
+    const bool upper = threadIdx.x & SPLIT / 2;
+    A kept[HALF];
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+      const A given = upper ? sums[i] : sums[i + HALF];
+      kept[i] = (upper ? sums[i + HALF] : sums[i]) + __shfl_xor_sync(~0u, given, SPLIT / 2);
+    }
+    first = upper * HALF + add_shares<SPLIT / 2>(kept);
+#pragma unroll
+    for (int i = 0; i < COUNT / SPLIT; ++i) sums[i] = kept[i];
+  }
+  return first;
+}
+
 // The same without tensor cores, in float32 or float64: SPLIT lanes share EACH rows of the weights
 // and add up at the end, so that y is (ROWS, stride). They take turns with 4 columns; HELD turns
-// are in registers, KEPT in shared memory.
-template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
+// are in registers, KEPT in shared memory. x has BATCH rows at a time.
+template <typename A, int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT, int BATCH>
 struct PlainProduct {
   using Four = Vector<A, 4>;
   static constexpr int GROUPS = THREADS / SPLIT, EACH = (M + GROUPS - 1) / GROUPS;
-  static constexpr int TURNS = K / 4 / SPLIT, PASSES = (ROWS + 7) / 8;
-  static constexpr int BATCH = (ROWS + PASSES - 1) / PASSES;  // rows whose sums fit registers
+  static constexpr int TURNS = K / 4 / SPLIT;
   Four held[EACH][HELD > 0 ? HELD : 1];
 
   template <typename R, typename K_>
   __device__ __forceinline__ void load(const A* weights, int64_t row_stride, int64_t column_stride,
                                        R row, K_ column, uint4* rest, uint4* far) {
-    const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
+    const int first = threadIdx.x / SPLIT * EACH, part = threadIdx.x % SPLIT;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-      const int found = group + e * GROUPS < M ? row(group + e * GROUPS) : -1;
+      const int found = first + e < M ? row(first + e) : -1;
       const A* const from = found < 0 ? nullptr : weights + found * row_stride;
 #pragma unroll
       for (int s = 0; s < HELD; ++s)
@@ -712,10 +733,11 @@ struct PlainProduct {
 
   template <int Y_STRIDE>
   __device__ __forceinline__ void multiply(const A* x, A* y, uint4* rest, uint4* far) const {
+    constexpr int SUMS = (EACH * BATCH + SPLIT - 1) / SPLIT;  // of a lane, in the end
     const int group = threadIdx.x / SPLIT, part = threadIdx.x % SPLIT;
 #pragma unroll
     for (int begin = 0; begin < ROWS; begin += BATCH) {
-      A sums[EACH][BATCH] = {};
+      A sums[SUMS * SPLIT] = {};
       const auto turn = [&](const Four(&w)[EACH], int s) {
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
@@ -725,7 +747,7 @@ struct PlainProduct {
 #pragma unroll
           for (int e = 0; e < EACH; ++e)
 #pragma unroll
-            for (int z = 0; z < 4; ++z) sums[e][n] += w[e].of[z] * v.of[z];
+            for (int z = 0; z < 4; ++z) sums[n * EACH + e] += w[e].of[z] * v.of[z];
         }
       };
       Four w[EACH];
@@ -747,16 +769,12 @@ struct PlainProduct {
         for (int e = 0; e < EACH; ++e) w[e] = *at(nullptr, far, e, s);
         turn(w, s);
       }
+      const int first = add_shares<SPLIT>(sums);
 #pragma unroll
-      for (int e = 0; e < EACH; ++e)
-#pragma unroll
-        for (int n = 0; n < BATCH; ++n) {
-          A sum = sums[e][n];
-#pragma unroll
-          for (int far = 1; far < SPLIT; far *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
-          const int m = group + e * GROUPS;
-          if (part == n % SPLIT && m < M && begin + n < ROWS) y[(begin + n) * Y_STRIDE + m] = sum;
-        }
+      for (int i = 0; i < SUMS; ++i) {
+        const int n = begin + (first + i) / EACH, m = group * EACH + (first + i) % EACH;
+        if (first + i < EACH * BATCH && n < ROWS && m < M) y[n * Y_STRIDE + m] = sums[i];
+      }
     }
   }
 
@@ -767,11 +785,5 @@ struct PlainProduct {
     return from + (turn * EACH + e) * THREADS + threadIdx.x;
   }
 };
-template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
-struct Product<float, M, K, ROWS, THREADS, SPLIT, HELD, KEPT>
-    : PlainProduct<float, M, K, ROWS, THREADS, SPLIT, HELD, KEPT> {};
-template <int M, int K, int ROWS, int THREADS, int SPLIT, int HELD, int KEPT>
-struct Product<double, M, K, ROWS, THREADS, SPLIT, HELD, KEPT>
-    : PlainProduct<double, M, K, ROWS, THREADS, SPLIT, HELD, KEPT> {};
 
 }  // namespace hoconv::recurrent

@@ -411,7 +411,11 @@ class _Writer:
         for index, (product, each) in enumerate(zip(self.shared.products, self.layout.slices)):
             dtype = TYPES[product.op.values[0].type.dtype]
             sizes = f"{each.rows}, {each.columns}, ROWS, THREADS, {each.splits}"
-            yield f"Product<{dtype}, {sizes}, {each.held}, {each.kept}> product{index};"
+            sizes += f", {each.held}, {each.kept}"
+            name = "Product"
+            if not self.layout.tiled:
+                name, sizes = "PlainProduct", f"{sizes}, {each.batch}"
+            yield f"{name}<{dtype}, {sizes}> product{index};"
 
     def _load_weights(self, index: int) -> list[str]:
         product = self.shared.products[index]

@@ -33,10 +33,11 @@ _SPREAD_BYTES = 6144
 # which each further row and feature of a thread takes some.
 _REGISTERS, _REGISTERS_OF_PAIR, _MOST_PAIRS = {8: 160, 12: 112}, 16, 4
 _AHEAD = 40  # registers for weights that are read from global memory ahead of their use
-_SUMS = 32  # registers that a product needs for sums in any case
+_SUMS = 32  # registers that a product of tensor cores needs for sums in any case
 _TOGETHER = 24  # registers that products of four warps do not need for operands
 _MOST_SPLITS = 8
-_MOST_BATCH = 8  # rows whose sums, without tensor cores, fit registers
+# Without tensor cores: registers for sums that any product needs, and that one has at most.
+_PLAIN_SUMS, _MOST_SUMS = 16, 48
 # The shared memory of a block of compute capability 9.0.
 SHARED_BYTES = 232448
 
@@ -77,6 +78,7 @@ class Slice:
         splits, held, kept, each, turns: as SPLIT, HELD, KEPT, EACH and SLICES or TURNS of
             ``Product``.
         turn_bytes: what a turn reads.
+        batch: as BATCH of ``PlainProduct``; 0 for tensor cores.
     """
 
     rows: int
@@ -87,6 +89,7 @@ class Slice:
     each: int
     turns: int
     turn_bytes: int
+    batch: int = 0
 
     @property
     def register_bytes(self) -> int:
@@ -185,10 +188,10 @@ class ClusterLayout:
     @property
     def plain_products(self) -> int:
         """The multiply-adds of a thread in a step, without tensor cores."""
-        passes = -(-self.shape.rows // _MOST_BATCH)
-        rows = passes * -(-self.shape.rows // passes)
-        count = 4 * rows * sum(each.each * each.turns for each in self.slices)
-        return count * (not self.tiled)
+        if self.tiled:
+            return 0
+        rows = self.shape.rows
+        return sum(4 * _round(rows, each.batch) * each.each * each.turns for each in self.slices)
 
     @functools.cached_property
     def pushed_bytes(self) -> int:
@@ -392,9 +395,14 @@ class ClusterLayout:
         while 2 * splits <= min(4 * threads // m, _MOST_SPLITS):
             splits *= 2
         each, turns = -(-m * splits // threads), k // 4 // splits
-        held = max(0, min(turns, registers // (each * BYTES[self.wide])))
-        own = 4 * BYTES[self.wide] * each * threads
-        return Slice(m, k, splits, held, min(turns - held, room // own), each, turns, own)
+        own = BYTES[self.wide] * each // 4  # registers of a row's sums
+        passes = -(-self.shape.rows // max(1, _MOST_SUMS // own))
+        batch = -(-self.shape.rows // passes)
+        registers -= max(0, own * batch - _PLAIN_SUMS)
+        held = max(0, min(turns, registers // (4 * own)))
+        turn_bytes = 16 * own * threads
+        kept = min(turns - held, room // turn_bytes)
+        return Slice(m, k, splits, held, kept, each, turns, turn_bytes, batch)
 
     def _count_rows(self, product: SharedProduct) -> int:
         own = self.units if product.gathered else self.cluster_width
