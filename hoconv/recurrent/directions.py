@@ -16,9 +16,7 @@ from hoconv.recurrent.ops import (
     Call,
     Inputs,
     differentiate_again,
-    finish,
     read_backward,
-    start,
 )
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.registration import is_eager, is_plain, without_autocast
@@ -61,14 +59,11 @@ def _run_together(made: CompiledPlan, calls: Sequence[Call], which: str) -> list
 
 def _run(made: CompiledPlan, which: str, inputs: Sequence[Inputs]) -> list[list[Tensor]]:
     """Runs a program in both directions; returns what the op of each returns."""
-    loop, programs = made.cuda_loop(which), made.both(which)
     with without_autocast(inputs[0].sequences[0].device.type):  # programs choose their dtypes
-        runs = [start(made, p, loop, each) for p, each in zip(programs, inputs, strict=True)]
-        written = loop.run_together([run.steps for run in runs])
-        return [
-            finish(made, which, each, run, *of_loop)
-            for each, run, of_loop in zip(inputs, runs, written, strict=True)
-        ]
+        hosts = zip(made.hosts_of_both(which), inputs, strict=True)
+        started = [host.start(*each) for host, each in hosts]
+        written = made.cuda_loop(which).run_together([next(steps) for steps in started])
+        return [steps.send(each) for steps, each in zip(started, written, strict=True)]
 
 
 class _BothDirections(torch.autograd.Function):

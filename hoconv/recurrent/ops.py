@@ -21,8 +21,9 @@ from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.recurrent.runtime.interpret import Loop, Run, Tensors, interpret
-from hoconv.recurrent.runtime.packing import pack, unpack
+from hoconv.recurrent.runtime.host import separate
+from hoconv.recurrent.runtime.interpret import interpret
+from hoconv.recurrent.runtime.packing import pack
 from hoconv.registration import (
     Op,
     gradients,
@@ -31,8 +32,6 @@ from hoconv.registration import (
     register_vmap,
     without_autocast,
 )
-
-_KEPT = 256  # programs
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -56,12 +55,9 @@ def _run(
     impl: str,
 ) -> list[Tensor]:
     """Runs a program. Gradients may share memory; other results and states do not."""
-    made = find_plan(plan)
-    device_type = sequences[0].device.type
-    inputs = Inputs(sequences, states, parameters, seed)
-    with without_autocast(device_type):  # the program chooses its dtypes itself
-        run = start(made, *made.find(which, impl, sequences[0]), inputs)
-        return finish(made, which, inputs, run, *run.run_steps())
+    run = find_plan(plan).find(which, impl, sequences[0])
+    with without_autocast(sequences[0].device.type):  # the program chooses its dtypes itself
+        return run(sequences, states, parameters, seed)
 
 
 class Inputs(NamedTuple):
@@ -73,57 +69,12 @@ class Inputs(NamedTuple):
     seed: Tensor | None
 
 
-def start(made: CompiledPlan, program: Program, loop: Loop | None, inputs: Inputs) -> Run:
-    """Runs what a program has before its loop."""
-    params = pack(program, _name_parameters(made, inputs.parameters))
-    states = _name_states(program, inputs.states)
-    sequences = _name_sequences(program, inputs.sequences)
-    return Run(program, params, sequences, states, inputs.seed, loop)
-
-
-def finish(
-    made: CompiledPlan, which: str, inputs: Inputs, run: Run, written: Tensors,
-    final: list[Tensor],
-) -> list[Tensor]:  # fmt: skip
-    """Runs what a program has after its loop, which returned `written` and `final`."""
-    sequences, states, parameters, _ = inputs
-    program = run.steps.program
-    results, last = run.finish(written, final)
-    if which == "backward":
-        rows = results.get("d_x")
-        x = torch.zeros_like(sequences[0]) if rows is None else rows
-        unpacked = unpack(program, results, _name_parameters(made, parameters))
-        return [x, *unpacked.values(), *last.values()]
-    found = [*results.values(), *last.values()]
-    if run.loop and _are_of_loop(program):
-        return found
-    return _separate(found, (*sequences, *states, *parameters))
-
-
 def _run_apart(
     sequences: list[Tensor], states: list[Tensor], parameters: list[Tensor], *args: Any
 ) -> list[Tensor]:
     """As :func:`_run`, but nothing shares memory, as PyTorch expects of an op."""
     found = _run(sequences, states, parameters, *args)
-    return _separate(found, (*sequences, *states, *parameters))
-
-
-@functools.lru_cache(_KEPT)
-def _are_of_loop(program: Program) -> bool:
-    """Whether a loop writes each result of a program, to memory of its own."""
-    values = [value for _, value in program.results]
-    return {*values} <= {y.sequence for y in program.yields} and len({*values}) == len(values)
-
-
-def _separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Copies what shares memory with an earlier tensor, or with one of `others`."""
-    taken = {t.untyped_storage().data_ptr() for t in others}
-    found = []
-    for tensor in tensors:
-        start = tensor.untyped_storage().data_ptr()
-        found.append(tensor.clone() if start in taken else tensor.contiguous())
-        taken.add(start)
-    return found
+    return separate(found, (*sequences, *states, *parameters))
 
 
 _library.impl("recurrent.compiled", _run_apart, "CPU")

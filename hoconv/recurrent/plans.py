@@ -19,7 +19,7 @@ from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.runtime.clusters import Clusters
 from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops, has_rows
 from hoconv.recurrent.runtime.cuda import CudaLoop
-from hoconv.recurrent.runtime.interpret import Loop
+from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.schedule import Plan, plan_trace
 
 # The number of plans that a process keeps; it compiles older ones again.
@@ -90,6 +90,8 @@ class CompiledPlan:
         # Of a program, as of `program`, and the same program in the other direction. They share
         # their values, so that one kernel can run both.
         self.both = functools.cache(self._both)
+        self.hosts_of_both = functools.cache(self._host_both)
+        self._hosts = functools.cache(self._host)
         # Of a program, the same as it runs where threads of a CPU have many rows.
         self._streamed = functools.cache(self._stream)
         self._cpp_loops = functools.cache(self._cpp)
@@ -98,9 +100,8 @@ class CompiledPlan:
         """One of the plan's programs: ``inference``, ``forward`` or ``backward``."""
         return getattr(self.plan, which)
 
-    def find(self, which: str, impl: str, x: Tensor) -> tuple[Program, Loop | None]:
-        """What computes one of the plan's programs: the program that runs, and the loop that runs
-        its steps, or None for PyTorch, op by op.
+    def find(self, which: str, impl: str, x: Tensor) -> HostCode:
+        """What runs one of the plan's programs.
 
         Args:
             which: as of :meth:`program`.
@@ -109,14 +110,8 @@ class CompiledPlan:
         Raises:
             hoconv.jit.BuildError: there is no compiler, or it failed.
         """
-        program = self.program(which)
-        if impl == "cuda":
-            return program, self.cuda_loop(which)
-        if not x.is_cpu:
-            return program, None
-        if has_rows(x.shape[1]):
-            program = self._streamed(which)
-        return program, self._cpp_loops(which != "inference")[program]
+        on_cpu = x.is_cpu
+        return self._hosts(which, impl, on_cpu, on_cpu and has_rows(x.shape[1]))
 
     def prepare(self, which: str, impl: str, device_type: str) -> None:
         """Compiles the loop of a program.
@@ -142,6 +137,20 @@ class CompiledPlan:
             self.cuda_loop(name).keeps_weights(x.shape[1], x.device, directions)
             for name in programs
         )
+
+    def _host(self, which: str, impl: str, on_cpu: bool, streamed: bool) -> HostCode:
+        program, loop = self.program(which), None
+        if impl == "cuda":
+            loop = self.cuda_loop(which)
+        elif on_cpu:
+            program = self._streamed(which) if streamed else program
+            loop = self._cpp_loops(which != "inference")[program]
+        return HostCode(program, self.names, which == "backward", loop)
+
+    def _host_both(self, which: str) -> list[HostCode]:
+        """What runs a program in both directions on a GPU."""
+        loop = self.cuda_loop(which)
+        return [HostCode(p, self.names, which == "backward", loop) for p in self.both(which)]
 
     def _both(self, which: str) -> tuple[Program, Program]:
         program = self.program(which)

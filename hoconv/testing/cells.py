@@ -17,8 +17,9 @@ from hoconv.recurrent.ir.program import Program, flat, step_outputs
 from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
+from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.runtime.interpret import Loop, interpret
-from hoconv.recurrent.runtime.packing import pack, unpack
+from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import Plan
 
 # Absolute and relative, in float64.
@@ -57,6 +58,21 @@ def _reads_every_state(cell: BoundCell) -> bool:
     program = simplify(infer_dtypes(trace(cell, training=True).program, torch.float64))
     read = {v for op in flat(program.step) for v in op.values} | {*step_outputs(program)}
     return read.issuperset(state.value for state in program.states)
+
+
+def run_program(
+    program: Program,
+    sequences: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    seed: Tensor | None,
+    loop: Loop | None,
+) -> dict[str, Tensor]:
+    """Runs a program with a loop; returns its results, and the states after the last step."""
+    run = HostCode(program, list(parameters), False, loop)
+    read = [sequences[name] for name, _ in program.sequences]
+    found = run(read, list(states.values()), list(parameters.values()), seed)
+    return dict(zip([*(name for name, _ in program.results), *states], found, strict=True))
 
 
 class CellCase:
@@ -115,15 +131,10 @@ class CellCase:
     def assert_close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
         assert_close(self.cell, got, exact)
 
-    def run(
-        self, program: Program, loop: Loop | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        params = pack(program, self.parameters)
-        return interpret(program, params, self.sequences, self.states, self.seed, loop)
-
     def check(self, program: Program) -> Program:
         """Asserts that a program's results, and its gradients by autograd, are exact."""
-        results, final = self.run(verify(program))
+        params = pack(verify(program), self.parameters)
+        results, final = interpret(program, params, self.sequences, self.states, self.seed)
         got = {"output": results["output"], **final}
         self.assert_close(got, self.exact)
         self.assert_close(gradients(got, self.leaves, self.cotangents), self.gradients)
@@ -134,18 +145,18 @@ class CellCase:
         with torch.no_grad():
             for program in (plan.inference, plan.forward, plan.backward):
                 verify(program)
-            results, final = self.run(plan.inference, loop(plan.inference))
-            self.assert_close({"output": results["output"], **final}, self.exact)
-            results, final = self.run(plan.forward, loop(plan.forward))
-            self.assert_close({"output": results.pop("output"), **final}, self.exact)
-            params = pack(plan.backward, self.parameters)
+            for program in (plan.inference, plan.forward):
+                results = run_program(
+                    program, self.sequences, self.states, self.parameters, self.seed, loop(program)
+                )
+                self.assert_close({name: results[name] for name in self.exact}, self.exact)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
-            sequences = {name: read[name] for name, _ in plan.backward.sequences}
-            states = {f"d_{name}": self.cotangents[name] for name in self.states}
-            results, final = interpret(
-                plan.backward, params, sequences, states, self.seed, loop(plan.backward)
+            host = HostCode(plan.backward, list(self.parameters), True, loop(plan.backward))
+            d_x, *rest = host(
+                [read[name] for name, _ in plan.backward.sequences],
+                [self.cotangents[name] for name in self.states],
+                list(self.parameters.values()),
+                self.seed,
             )
-        found = {"x": results.get("d_x", torch.zeros_like(self.x))}
-        found |= {name: final[f"d_{name}"] for name in self.states}
-        found |= unpack(plan.backward, results, self.parameters)
+        found = {"x": d_x, **dict(zip((*self.parameters, *self.states), rest, strict=True))}
         self.assert_close(found, self.gradients)

@@ -25,10 +25,10 @@ class _Layout(NamedTuple):
     """What T steps of B rows are given, and what they write.
 
     Attributes:
-        values: the values that are given, but for states.
+        values: the values that are given: sequences, and the params that the steps read.
         given: the buffers of these, and of the first states where the loop reads them.
         shapes, dtypes: of the tensors of these.
-        dense: those of them that are contiguous: the steps read them, and know no strides.
+        dense: those of them that are contiguous: the steps know no strides.
         made: the other buffers, and the shapes and dtypes of their tensors.
     """
 
@@ -42,19 +42,19 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(_KEPT)
 def _lay_out(program: Program, storage: Storage, T: int, B: int) -> _Layout:
-    params, sequences = (p.value for p in program.params), (v for _, v in program.sequences)
-    values = (*params, *sequences, *program.made_before)
-    homes = (*storage.params, *storage.sequences)
-    given = (*homes, *storage.first)
-    # Ops before and after the loop, which alone read the weights of x, say, know strides.
-    unread = {b for v, b in zip(values, homes, strict=True) if v not in program.read}
-    made = (b for b in storage.buffers if b not in given)
+    params = zip((p.value for p in program.params), storage.params, strict=True)
+    sequences = (*(v for _, v in program.sequences), *program.made_before)
+    # Ops before and after the loop alone read the weights of x, say.
+    homes = {v: b for v, b in params if v in program.read}
+    homes |= zip(sequences, storage.sequences, strict=True)
+    given = (*homes.values(), *storage.first)
+    made = (b for b in storage.buffers if b not in {*storage.params, *given})
     return _Layout(
-        values,
+        tuple(homes),
         given,
         [torch.Size(b.shape(T, B)) for b in given],
         [DTYPES[b.type.dtype] for b in given],
-        tuple(b for b in given if b not in storage.strided and b not in unread),
+        tuple(b for b in given if b not in storage.strided),
         tuple((b, b.shape(T, B), DTYPES[b.type.dtype]) for b in made),
     )
 
@@ -68,7 +68,8 @@ def bind(
     initial: list[Tensor],
     resident: Mapping[Buffer, Tensor],
 ) -> dict[Buffer, Tensor]:
-    """Gives each buffer a tensor, and writes the initial states where a buffer keeps them.
+    """Gives each buffer that the steps use a tensor, and writes the initial states where a buffer
+    keeps them.
 
     Args:
         values: the tensors that exist before the loop.

@@ -94,8 +94,8 @@ class CppLoop:
         storage = self.source.storage
         T, B = count_steps(program, values)
         tensors = bind(program, storage, T, B, values, initial, {})
-        ordered = [tensors[buffer] for buffer in storage.buffers]
-        pointers = (ctypes.c_void_p * len(ordered))(*[t.data_ptr() for t in ordered])
+        addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in storage.buffers]
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]
         apart = (ctypes.c_int64 * len(strides))(*strides)
         source = self.source

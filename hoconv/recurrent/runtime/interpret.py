@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from hoconv.recurrent.ir import evaluate, random
 from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
-from hoconv.recurrent.runtime import products
 
 Tensors = dict[Value, Tensor]
 
@@ -63,87 +61,43 @@ def interpret(
     sequences: Mapping[str, Tensor],
     states: Mapping[str, Tensor],
     seed: Tensor | None = None,
-    loop: Loop | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Runs a program; arguments and what is returned are those of :class:`Run`.
-
-    Args:
-        loop: runs the steps; without one they run op by op, and autograd records every op.
-    """
-    run = Run(program, params, sequences, states, seed, loop)
-    return run.finish(*run.run_steps())
-
-
-class Run:
-    """A run of a program: what is before the loop, and, to :meth:`finish`, what is after it.
+    """Runs a program op by op; autograd records every op.
 
     Args:
         params: the tensors of ``program.params``, see :mod:`hoconv.recurrent.runtime.packing`.
         sequences: what the program reads, by name: (T, B, n); (n,) if made of parameters alone.
         states: (B, n) before the first step, by name.
         seed: int64 scalar, of the random masks.
-        loop: as of :func:`interpret`.
 
-    Attributes:
-        steps: what the loop is called with.
+    Returns:
+        The program's results, and the states after the last step, by name.
     """
+    values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
+    values |= {value: sequences[name] for name, value in program.sequences}
+    like = next(iter(states.values()))
+    _compute(program.before, values, like.device)
+    initial = [
+        in_dtype(states[s.name], DTYPES[s.value.type.dtype])
+        if s.total is None
+        else like.new_zeros((), dtype=DTYPES[s.value.type.dtype]).expand(
+            like.shape[0], s.value.type.size
+        )
+        for s in program.states
+    ]
+    written, final = run_steps(program, values, initial, seed)
+    values |= written
+    last = dict(zip(program.states, final, strict=True))
+    values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
+    _compute(program.after, values, like.device)
+    results = {name: values[value] for name, value in program.results}
+    return results, {s.name: state for s, state in last.items() if s.total is None}
 
-    def __init__(
-        self,
-        program: Program,
-        params: Sequence[Tensor],
-        sequences: Mapping[str, Tensor],
-        states: Mapping[str, Tensor],
-        seed: Tensor | None,
-        loop: Loop | None,
-    ) -> None:
-        values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
-        values |= {value: sequences[name] for name, value in program.sequences}
-        like = next(iter(states.values()))
-        self._device = like.device
-        self.loop = loop
-        self._multiply = products if loop else evaluate
-        self._groups: GroupLoops = loop.groups if loop else {}
-        self._compute(program.before, values)
-        initial = [
-            in_dtype(states[s.name], DTYPES[s.value.type.dtype])
-            if s.total is None
-            else like.new_zeros((), dtype=DTYPES[s.value.type.dtype]).expand(
-                like.shape[0], s.value.type.size
-            )
-            for s in program.states
-        ]
-        self.steps = LoopRun(program, values, initial, seed)
 
-    def run_steps(self) -> tuple[Tensors, list[Tensor]]:
-        """Runs the loop alone; returns what that does."""
-        steps = self.steps
-        return (self.loop or _steps)(steps.program, steps.values, steps.initial, steps.seed)
-
-    def finish(
-        self, written: Tensors, final: list[Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the program's results, and the states after the last step, by name.
-
-        Args:
-            written, final: what the loop returned.
-        """
-        program, values = self.steps.program, self.steps.values
-        values |= written
-        last = dict(zip(program.states, final, strict=True))
-        values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
-        self._compute(program.after, values)
-        results = {name: values[value] for name, value in program.results}
-        return results, {s.name: state for s, state in last.items() if s.total is None}
-
-    def _compute(self, region: Iterable[Op | Group], values: Tensors) -> None:
-        for item in region:
-            group = isinstance(item, Group)
-            if group and item in self._groups and _run_group(*self._groups[item], values):
-                continue
-            for op in item.ops if group else (item,):
-                operands = [values[i] if isinstance(i, Value) else i for i in op.inputs]
-                values[op.result] = _evaluate(op, operands, self._device, multiply=self._multiply)
+def _compute(region: Iterable[Op | Group], values: Tensors, device: torch.device) -> None:
+    for op in flat(region):
+        operands = [values[i] if isinstance(i, Value) else i for i in op.inputs]
+        values[op.result] = evaluate_op(op, operands, device)
 
 
 def count_steps(program: Program, values: Tensors) -> tuple[int, int]:
@@ -152,23 +106,23 @@ def count_steps(program: Program, values: Tensors) -> tuple[int, int]:
     return T, B
 
 
-def _run_group(program: Program, loop: Loop, values: Tensors) -> bool:
-    """Runs a group's program for the rows of all steps; returns whether it could."""
+def run_group(program: Program, loop: Loop, values: Tensors) -> Tensors | None:
+    """Runs a group's program for the rows of all steps; returns what it writes, if it could."""
     whole = [v for _, v in program.sequences if v.type.rate == "sequence"]
     if not whole or len({values[v].shape[:-1] for v in whole}) > 1 or values[whole[0]].dim() != 3:
-        return False
+        return None
     T, B, _ = values[whole[0]].shape
     if T * B == 0:
-        return False
+        return None
     given = values | {v: values[v].reshape(1, T * B, v.type.size) for v in whole}
     written, _ = loop(program, given, [], None)
-    values |= {value: tensor.view(T, B, -1) for value, tensor in written.items()}
-    return True
+    return {value: tensor.view(T, B, -1) for value, tensor in written.items()}
 
 
-def _steps(
+def run_steps(
     program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
 ) -> tuple[Tensors, list[Tensor]]:
+    """Runs all steps of a program op by op, as a :class:`Loop` does."""
     (T, B), device = count_steps(program, values), initial[0].device
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
     now = initial
@@ -187,34 +141,29 @@ def _steps(
                 probability, site, size = op.attrs
                 local[op.result] = random.keep(probability, int(site), int(size), B, t, seed)
             else:
-                local[op.result] = _evaluate(op, [at_step(i) for i in op.inputs], device, B)
+                local[op.result] = evaluate_op(op, [at_step(i) for i in op.inputs], device, B)
         for each in program.yields:
             written[each.sequence][t] = at_step(each.source)
         now = [at_step(s.next) for s in program.states]
     return {sequence: torch.stack(each) for sequence, each in written.items()}, now
 
 
-def _evaluate(
-    op: Op,
-    operands: list[Any],
-    device: torch.device,
-    batch: int | None = None,
-    multiply: ModuleType = evaluate,
+def evaluate_op(
+    op: Op, operands: list[Any], device: torch.device, batch: int | None = None
 ) -> Tensor:
     """An op on rows: (B, n) of a step, (T, B, n) of whole sequences.
 
     Args:
         batch: the rows of a step.
-        multiply: has the products: `evaluate`, whose gradients autograd knows, or `products`.
     """
     dtype = DTYPES[op.result.type.dtype]
     match op.kind:
         case "linear":
-            return multiply.linear(*operands)
+            return evaluate.linear(*operands)
         case "linear_t":
-            return multiply.linear(operands[0], operands[1].mT)
+            return evaluate.linear(operands[0], operands[1].mT)
         case "outer":
-            return multiply.outer(*operands)
+            return evaluate.outer(*operands)
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
         case "slice":

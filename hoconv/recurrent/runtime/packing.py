@@ -23,7 +23,7 @@ def pack(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The tensor of each param of a program; its rows may lie apart."""
     wholes: dict[_Names, Tensor] = {}
     found = []
-    for param, names in zip(program.params, _group(program)[0], strict=True):
+    for param, names in zip(program.params, group_params(program)[0], strict=True):
         if names is None:
             found.append(torch.cat([_read(parameters[p.parameter], p) for p in param.pieces]))
             continue
@@ -33,39 +33,11 @@ def pack(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     return found
 
 
-def unpack(
-    program: Program, results: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The gradient of each parameter, from the results of a backward program; 0 without one.
-
-    Gradients may lie in one tensor, beside each other.
-    """
-    found: dict[str, Tensor] = {}
-    for names, sources in _sources(program):
-        parts = []
-        for i, piece in sources:
-            pieces = program.params[i].pieces
-            if (result := results.get(f"d_{i}")) is None:
-                zeros = [torch.zeros_like(_read(parameters[p.parameter], p)) for p in pieces]
-                result = torch.cat(zeros)
-            if piece is not None and len(pieces) > 1:
-                rows = [parameters[p.parameter].shape[0] for p in pieces]
-                result = result.split_with_sizes(rows)[piece]
-            parts.append(result)
-        whole = _concatenate(parts, -1)
-        if len(names) == 1:
-            found[names[0]] = whole
-        else:
-            rows = [parameters[name].shape[0] for name in names]
-            found |= zip(names, whole.split_with_sizes(rows), strict=True)
-    return {name: found[name] for name in parameters}
-
-
 @functools.lru_cache(_KEPT)
-def _sources(program: Program) -> list[tuple[_Names, list[tuple[int, int | None]]]]:
+def find_sources(program: Program) -> list[tuple[_Names, list[tuple[int, int | None]]]]:
     """Where the gradients of parameters lie: of those that lie together, or of one, what is
     concatenated by columns: the number of each param, and of its piece or None for all of them."""
-    groups, together = _group(program)
+    groups, together = group_params(program)
     parts: dict[_Names, dict[tuple[int, int], tuple[int, int | None]]] = defaultdict(dict)
     for i, (param, names) in enumerate(zip(program.params, groups, strict=True)):
         if names is not None and names in together:
@@ -77,7 +49,7 @@ def _sources(program: Program) -> list[tuple[_Names, list[tuple[int, int | None]
 
 
 @functools.lru_cache(_KEPT)
-def _group(program: Program) -> tuple[list[_Names | None], set[_Names]]:
+def group_params(program: Program) -> tuple[list[_Names | None], set[_Names]]:
     """The parameters of which each param is the same columns, or None; and those groups of
     parameters of which nothing else reads one."""
     widths: dict[str, int] = defaultdict(int)

@@ -29,6 +29,7 @@ from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import Plan, plan
+from hoconv.testing.cells import run_program
 from tests.hoconv.recurrent.cluster_shim import shim_clusters
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients
 
@@ -241,9 +242,8 @@ def check_tensor_cores(
             s.name: torch.randn(B, s.value.type.size) for s in program.states if s.total is None
         }
         exact, last = interpret(program, params, given, states)
-        found, final = interpret(program, params, given, states, loop=loops[which])
-        torch.testing.assert_close(found, exact, rtol=3e-2, atol=3e-2)
-        torch.testing.assert_close(final, last, rtol=3e-2, atol=3e-2)
+        found = run_program(program, given, states, parameters, None, loops[which])
+        torch.testing.assert_close(found, exact | last, rtol=3e-2, atol=3e-2)
         drawn |= exact
 
 

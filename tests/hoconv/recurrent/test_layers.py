@@ -317,6 +317,8 @@ def test_the_op_reads_no_memory_that_is_not_there() -> None:
     for sequences, states, parameters in (
         ([x], [h], [weight, torch.randn(3)]),
         ([x], [h], [weight, bias.double()]),
+        ([x], [h], [weight[:, :6], bias]),
+        ([x], [h], [weight[:3], bias]),
         ([x[..., :2]], [h], [weight, bias]),
         ([x.double()], [h], [weight, bias]),
         ([x], [h[:, :3]], [weight, bias]),

@@ -15,9 +15,8 @@ from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.cuda import CudaLoop
-from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import plan
+from hoconv.testing.cells import run_program
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import bound, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
@@ -129,10 +128,10 @@ def test_every_length_is_loaded_ahead(T: int) -> None:
     loop = shim_loops({"inference": program})["inference"]
     parameters = {n.removesuffix("_l0"): p.detach() for n, p in layer.named_parameters()}
     x, c = torch.randn(T, 2, 3).double(), torch.randn(2, 300).double()
-    results, final = interpret(program, pack(program, parameters), {"x": x}, {"c": c}, None, loop)
+    found = run_program(program, {"x": x}, {"c": c}, parameters, None, loop)
     output, last = layer(x, c[None])
-    torch.testing.assert_close(results["output"], output)
-    torch.testing.assert_close(final["c"], last[0])
+    torch.testing.assert_close(found["output"], output)
+    torch.testing.assert_close(found["c"], last[0])
     assert loop.recorded == 0
 
 
