@@ -11,12 +11,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import (
+    _empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from hoconv.recurrent.codegen.storage import Buffer, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
 from hoconv.recurrent.ir.program import Program, Value
 from hoconv.recurrent.runtime import pages
 from hoconv.recurrent.runtime.interpret import Tensors
+from hoconv.recurrent.runtime.pages import contiguous_strides
 
 _KEPT = 1024  # descriptions of a storage, for a T and a B
 
@@ -29,7 +33,7 @@ class _Layout(NamedTuple):
         given: the buffers of these, and of the first states where the loop reads them.
         shapes, dtypes: of the tensors of these.
         dense: those of them that are contiguous: the steps know no strides.
-        made: the other buffers, and the shapes and dtypes of their tensors.
+        made: the other buffers, and the shapes, strides and dtypes of their tensors.
     """
 
     values: tuple[Value, ...]
@@ -37,7 +41,7 @@ class _Layout(NamedTuple):
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
     dense: tuple[Buffer, ...]
-    made: tuple[tuple[Buffer, tuple[int, ...], torch.dtype], ...]
+    made: tuple[tuple[Buffer, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 @functools.lru_cache(_KEPT)
@@ -55,7 +59,10 @@ def _lay_out(program: Program, storage: Storage, T: int, B: int) -> _Layout:
         [torch.Size(b.shape(T, B)) for b in given],
         [DTYPES[b.type.dtype] for b in given],
         tuple(b for b in given if b not in storage.strided),
-        tuple((b, b.shape(T, B), DTYPES[b.type.dtype]) for b in made),
+        tuple(
+            (b, shape := b.shape(T, B), contiguous_strides(shape), DTYPES[b.type.dtype])
+            for b in made
+        ),
     )
 
 
@@ -75,6 +82,8 @@ def bind(
         values: the tensors that exist before the loop.
         initial: (B, n) of each state.
         resident: the tensors of buffers with fixed addresses; values are copied into them.
+
+    The current GPU is that of `values`, if they are on one.
     """
     layout = _lay_out(program, storage, T, B)
     given = [values[v] for v in layout.values]
@@ -95,14 +104,10 @@ def bind(
     for buffer in layout.dense:
         if not (tensor := tensors[buffer]).is_contiguous():
             tensors[buffer] = tensor.contiguous()
-    on_cpu = device.type == "cpu"
-    for buffer, shape, dtype in layout.made:
+    allocate = pages.allocate if device.type == "cpu" else _empty_strided_cuda
+    for buffer, shape, strides, dtype in layout.made:
         if buffer not in tensors:
-            tensors[buffer] = (
-                pages.allocate(shape, dtype)
-                if on_cpu
-                else torch.empty(shape, dtype=dtype, device=device)
-            )
+            tensors[buffer] = allocate(shape, strides, dtype)
     if not storage.first:
         for own, first in zip(storage.initial, initial, strict=True):
             for each in own:

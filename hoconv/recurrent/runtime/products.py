@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return evaluate.linear(x, weight, bias)
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     (T, B, n), m, size = x.shape, len(weight), x.element_size()
-    out = allocate((T, B, m), x.dtype)
+    out = allocate((T, B, m), (B * m, m, 1), x.dtype)
     padded = max(2 * ALIGNMENT, -(-m * size // ALIGNMENT) * ALIGNMENT)
     _memory, aligned = allocate_aligned((n + 1) * padded)
     row, column = weight.stride()
@@ -62,7 +62,7 @@ def outer(g: Tensor, x: Tensor) -> Tensor:
         return evaluate.outer(g, x)
     g, x = g.contiguous(), x.contiguous()
     (T, B, m), n = g.shape, x.shape[-1]
-    out = allocate((m, n), x.dtype)
+    out = allocate((m, n), (n, 1), x.dtype)
     _memory, aligned = allocate_aligned(_BLOCK * -(-m // _TILE) * _TILE * x.element_size())
     _call("outer", x.dtype, out, g, x, T * B, m, n, aligned)
     return out
@@ -79,8 +79,9 @@ def load() -> ctypes.CDLL:
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    same = a.dtype == b.dtype and a.device.type == b.device.type == "cpu"
-    return same and a.dtype in _NAMES and a.shape[0] * a.shape[1] >= _ENOUGH
+    if a.shape[0] * a.shape[1] < _ENOUGH:  # the question that small calls answer
+        return False
+    return a.dtype == b.dtype and a.dtype in _NAMES and a.is_cpu and b.is_cpu
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None:

@@ -253,14 +253,14 @@ def test_nothing_is_written_beside_a_buffer(reverse: bool, monkeypatch: pytest.M
     case = cell_case("layernorm_lstm", reverse=reverse)
     made = plan(case.cell, torch.float64, "persistent", **case.options)
     loops = shim_clusters(programs(made), ClusterShape(2, 2, 2))
-    beside, empty, width = [], torch.empty, 256
+    beside, width = [], 256
 
-    def make(shape: tuple[int, ...], **options: Any) -> Tensor:
-        whole = empty(math.prod(shape) + 2 * width, **options).fill_(1)
+    def make(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.ones(math.prod(shape) + 2 * width, dtype=dtype)
         beside.extend((whole[:width], whole[-width:]))
         return whole[width:-width].view(shape)
 
-    monkeypatch.setattr("hoconv.recurrent.runtime.buffers.torch.empty", make)
+    monkeypatch.setattr("hoconv.recurrent.runtime.pages.allocate", make)
     by_program = {program: loops[name] for name, program in programs(made).items()}
     case.check_plan(made, by_program.get)
     assert len(beside) > 20

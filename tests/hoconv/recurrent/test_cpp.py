@@ -256,7 +256,7 @@ def test_large_tensors_have_huge_pages() -> None:
     resource = pytest.importorskip("resource")
     size = 1 << 26  # more than the allocator keeps
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    pages.allocate((size,), torch.uint8).fill_(1)
+    pages.allocate((size,), (1,), torch.uint8).fill_(1)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert faults < size // 4096 // 2
 
