@@ -4,13 +4,13 @@ dtypes and devices, and describe the layout of a gradient."""
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
@@ -89,16 +89,45 @@ class Op:
         self.kernel = kernel
         self.takes_lists = any(is_tensorlist_like_type(a.type) for a in overload._schema.arguments)
         self.gradient: Callable[..., Any] | None = None
+        # By the number of tensors: PyTorch's guards of those of earlier calls that were eager and
+        # plain, and whether one of them requires a gradient.
+        self._known: dict[int, tuple[tuple[Any, bool], ...]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        flat = _flatten(args) if self.takes_lists else args
-        if not is_eager(flat):
+        if is_transformed():
             return self.overload(*args)
-        run = self.kernel if self.kernel and is_plain(flat) else self.overload
-        if self.gradient and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        found = self._examine(_flatten(args) if self.takes_lists else args)
+        if found is None:
+            return self.overload(*args)
+        run, differentiable = found
+        if differentiable and self.gradient and torch.is_grad_enabled():
             return self.gradient(args, functools.partial(_run_below_autograd, run))
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
+
+    def _examine(self, flat: Sequence[Any]) -> tuple[Callable[..., Any], bool] | None:
+        """What runs a call, and whether a tensor requires a gradient; None if it is not eager.
+
+        A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
+        in a tenth of the time in which these are looked at one by one.
+        """
+        tensors = [each for each in flat if type(each) in _TENSORS]
+        comparable = not torch._C._len_torch_function_stack() and _has_plain_types(flat)
+        if comparable:
+            for guard, differentiable in self._known.get(len(tensors), ()):
+                if guard.check(*tensors):
+                    return self.kernel or self.overload, differentiable
+        if not is_eager(flat):
+            return None
+        differentiable = torch._C._any_requires_grad(*flat)
+        if not is_plain(flat):
+            return self.overload, differentiable
+        if comparable and tensors:
+            free = [[None] * each.dim() for each in tensors]
+            guard = TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+            known = self._known.get(len(tensors), ())
+            self._known[len(tensors)] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
+        return self.kernel or self.overload, differentiable
 
 
 def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
@@ -111,13 +140,29 @@ def is_plain(args: Sequence[Any]) -> bool:
 
     The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
     """
-    if torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
+    if not _has_plain_types(args):
         return False
     return not any(each.is_neg() for each in args if isinstance(each, Tensor))
 
 
+def _has_plain_types(args: Sequence[Any]) -> bool:
+    return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
+
+
+_TENSORS = {Tensor, Parameter}
 # Arguments of an op without a dispatch of their own; lists are of numbers.
-_PLAIN = {Tensor, Parameter, type(None), bool, int, float, str, list, tuple}
+_PLAIN = {*_TENSORS, type(None), bool, int, float, str, list, tuple}
+_MOST_KNOWN = 8  # guards that an op keeps of so many tensors
+
+
+def is_transformed() -> bool:
+    """Whether what runs now is traced, or transformed by torch.func."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )
 
 
 def is_eager(args: Sequence[Any]) -> bool:
@@ -126,13 +171,7 @@ def is_eager(args: Sequence[Any]) -> bool:
     Nor is an argument of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
     The dispatcher finds the tensor within it; without, autograd would take it for another leaf.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or forward_ad._current_level >= 0
-        or torch.overrides.has_torch_function(args)
-    ):
+    if is_transformed() or torch.overrides.has_torch_function(args):
         return False
     for each in args:  # a generator would take half as long again
         if isinstance(each, Tensor) and is_functorch_wrapped_tensor(each):
@@ -235,26 +274,21 @@ def register_gradient(
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            inputs, (ctx.lengths, run) = args[:-2], args[-2:]
-            if ctx.lengths is not None:
-                inputs = _group(inputs, ctx.lengths)
+            inputs, run = args[-2:]  # before them, the same tensors one by one, for autograd
             output = run(*inputs)
             save(ctx, inputs, output)
-            return tuple(output) if isinstance(output, list) else output
+            return tuple(output) if returns_list else output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             with _without_autocast_of(grads):
                 found = differentiate(ctx, *grads)
-            return *(found if ctx.lengths is None else _flatten(found)), None, None
+            return *(_flatten(found) if op.takes_lists else found), None, None
 
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-        if not op.takes_lists:
-            return Gradient.apply(*args, None, run)
-        lengths = [len(a) if isinstance(a, list) else None for a in args]
-        found = Gradient.apply(*_flatten(args), lengths, run)
+        found = Gradient.apply(*(_flatten(args) if op.takes_lists else args), args, run)
         return list(found) if returns_list else found
 
     op.gradient = gradient
@@ -291,13 +325,13 @@ _NOTHING = nullcontext()  # takes longer to make than to enter
 
 def _flatten(args: Iterable[Any]) -> list[Any]:
     """Arguments, those of lists one by one."""
-    return [each for a in args for each in (a if isinstance(a, list) else (a,))]
-
-
-def _group(flat: Iterable[Any], lengths: list[int | None]) -> tuple[Any, ...]:
-    """What was flattened, of which lists were of these lengths."""
-    left = iter(flat)
-    return tuple(next(left) if n is None else list(itertools.islice(left, n)) for n in lengths)
+    flat: list[Any] = []
+    for each in args:
+        if type(each) is list:
+            flat += each
+        else:
+            flat.append(each)
+    return flat
 
 
 def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:

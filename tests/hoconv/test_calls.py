@@ -115,6 +115,36 @@ def test_inference_mode_gives_the_same_output(variant: Variant, sample: Sample) 
     assert all(t.is_inference() for t in got)
 
 
+def negate(t: Tensor) -> Tensor:
+    """A tensor equal to another, of which memory holds the numbers with the other sign."""
+    found = torch.complex(torch.zeros_like(t), -t).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def test_an_earlier_call_decides_nothing_of_a_later_one(variant: Variant, sample: Sample) -> None:
+    def call(args: Any) -> list[Tensor]:
+        return tree_leaves(variant.call(*args, **sample.kwargs))
+
+    def are_floating(t: Any) -> bool:
+        return isinstance(t, Tensor) and t.is_floating_point()
+
+    with torch.no_grad():
+        expected = call(sample.args)
+    assert not any(t.requires_grad for t in call(sample.args))
+    assert all(t.requires_grad for t in call(differentiable(sample.args)))
+    for change in (negate, Tensor.clone, nn.Parameter):
+        args = [change(a) if are_floating(a) else a for a in sample.args]
+        assert all(same_bits(a, b) for a, b in zip(call(args), expected, strict=True)), change
+    one = [a[None] if isinstance(a, Tensor) else a for a in sample.args]
+    dims = tuple(0 if isinstance(a, Tensor) else None for a in one)
+    found = torch.func.vmap(lambda *args: tuple(call(args)), dims)(*one)
+    assert all(torch.allclose(a[0], b, 1e-4, 1e-5) for a, b in zip(found, expected, strict=True))
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in call(sample.args))
+    assert not any(t.is_inference() for t in call(sample.args))
+
+
 class Double(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         return 2 * value
