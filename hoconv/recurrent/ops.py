@@ -153,13 +153,11 @@ def read_backward(
     d_states: Sequence[Tensor | None],
 ) -> Inputs:  # fmt: skip
     """What the program ``backward`` reads, given inputs and results of ``forward``."""
-    forward, backward = made.plan.forward, made.plan.backward
-    read = _name_sequences(forward, inputs.sequences)
-    read |= dict(zip((name for name, _ in forward.results), results, strict=True))
-    read["d_output"] = torch.zeros_like(results[0]) if d_output is None else d_output
-    zeroed = [torch.zeros_like(s) if g is None else g for g, s in zip(d_states, inputs.states)]
-    sequences = [read[name] for name, _ in backward.sequences]
-    return Inputs(sequences, zeroed, inputs.parameters, inputs.seed)
+    zeros = torch.zeros_like
+    known = (*inputs.sequences, *results, zeros(results[0]) if d_output is None else d_output)
+    sequences = [known[i] for i in made.read_backward]
+    states = [zeros(s) if g is None else g for g, s in zip(d_states, inputs.states)]
+    return Inputs(sequences, states, inputs.parameters, inputs.seed)
 
 
 def differentiate_again(

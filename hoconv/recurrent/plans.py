@@ -113,6 +113,15 @@ class CompiledPlan:
         on_cpu = x.is_cpu
         return self._hosts(which, impl, on_cpu, on_cpu and has_rows(x.shape[1]))
 
+    @functools.cached_property
+    def read_backward(self) -> list[int]:
+        """Where the sequences of ``backward`` are among those of ``forward``, its results and the
+        gradient of the output."""
+        forward = self.plan.forward
+        given = (*forward.sequences, *forward.results, ("d_output", None))
+        at = {name: i for i, (name, _) in enumerate(given)}
+        return [at[name] for name, _ in self.plan.backward.sequences]
+
     def prepare(self, which: str, impl: str, device_type: str) -> None:
         """Compiles the loop of a program.
 
