@@ -202,10 +202,10 @@ class RNN(nn.Module):
             )
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
-        begins = self._begins(reset, x, single)
+        begins = None if reset is None else self._begins(reset, x, single)
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
-        valid = self._valid(lengths, x)
+        valid = None if lengths is None else self._valid(lengths, x)
         outputs, final = self._layers(x, states, parameters, valid, begins)
 
         shaped = tuple(s.squeeze(1) if single else s for s in final)
@@ -285,27 +285,22 @@ class RNN(nn.Module):
         Raises:
             ValueError, TypeError: a shape, device or dtype that does not fit.
         """
-        own, device = None, x.device
+        own, device = self._parameters, x.device
         gathered: list[list[Tensor]] = []
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
-            gathered.append([])
-            for d in traced.declarations:
-                name = d.name + suffix
-                tensor: Tensor = get_parameter(self, name)
-                gathered[-1].append(tensor)
-                own = own or tensor.dtype
-                if tensor.shape != d.shape:
-                    raise ValueError(f"{name}: expected shape {d.shape}, got {tuple(tensor.shape)}")
-                if tensor.dtype != own:
-                    raise TypeError(
-                        f"{name}: expected the dtype of the other parameters, {own}, got "
-                        f"{tensor.dtype}; convert the whole layer with .to(...)"
-                    )
-                if tensor.device != device:
-                    raise ValueError(
-                        f"x: expected the device of the parameters, {tensor.device} as {name}, got "
-                        f"{device}"
-                    )
+            names = [name + suffix for name in traced.names]
+            try:
+                found: list[Any] = [own[name] for name in names]
+            except KeyError:  # something took the place of one: a parametrization, say
+                found = [get_parameter(self, name) for name in names]
+            gathered.append(found)
+            first = next(iter(gathered[0]), x).dtype
+            if (
+                [t.shape for t in found] != traced.shapes
+                or [t.dtype for t in found] != [first] * len(found)
+                or [t.device for t in found] != [device] * len(found)
+            ):
+                raise _explain(names, found, traced, first, device)
         return gathered
 
     def _states(self, given: State | None, x: Tensor, single: bool) -> list[list[Tensor]]:
@@ -336,10 +331,8 @@ class RNN(nn.Module):
                 states[i] = states[i].unsqueeze(1)
         return [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
 
-    def _valid(self, lengths: Tensor | Sequence[int] | None, x: Tensor) -> Tensor | None:
+    def _valid(self, lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
         """(T, B, 1), whether a step is within its sequence."""
-        if lengths is None:
-            return None
         T, B = x.shape[:2]
         steps = torch.as_tensor(lengths)
         if steps.shape != (B,) or steps.is_floating_point() or steps.dtype == torch.bool:
@@ -352,10 +345,8 @@ class RNN(nn.Module):
             raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
         return (torch.arange(T, device=x.device)[:, None] < steps.to(x.device)).unsqueeze(2)
 
-    def _begins(self, reset: Tensor | None, x: Tensor, single: bool) -> Tensor | None:
+    def _begins(self, reset: Tensor, x: Tensor, single: bool) -> Tensor:
         """(T, B, 1), whether a sequence begins at a step; x is (T, B, I)."""
-        if reset is None:
-            return None
         if not isinstance(reset, Tensor) or reset.dtype != torch.bool:
             got = reset.dtype if isinstance(reset, Tensor) else type(reset).__name__
             raise TypeError(f"reset: expected a tensor of bool, got {got}; compare it with 0")
@@ -407,6 +398,7 @@ class _Traced:
     Attributes:
         declarations: the parameters of the cell.
         names: their names, without a suffix.
+        shapes: their shapes.
         evaluation, training: the text of the trace in either mode.
         draws: whether a step has noise in training.
         output_size: the features of the step's output.
@@ -414,6 +406,7 @@ class _Traced:
 
     declarations: tuple[Declaration, ...]
     names: tuple[str, ...]
+    shapes: list[torch.Size]
     evaluation: str
     training: str
     draws: bool
@@ -425,11 +418,33 @@ def _trace(cell: BoundCell) -> _Traced:
     return _Traced(
         training.declarations,
         tuple(d.name for d in training.declarations),
+        [torch.Size(d.shape) for d in training.declarations],
         to_text(evaluation),
         to_text(training),
         training.draws,
         training.output_size,
     )
+
+
+def _explain(
+    names: list[str], found: list[Tensor], traced: _Traced, dtype: torch.dtype, device: torch.device
+) -> Exception:
+    """Says which parameter of a run does not fit: the shape that its cell declares, the dtype of
+    the first parameter, or the device of x."""
+    for name, tensor, shape in zip(names, found, traced.shapes, strict=True):
+        if tensor.shape != shape:
+            expected = tuple(shape)
+            return ValueError(f"{name}: expected shape {expected}, got {tuple(tensor.shape)}")
+        if tensor.dtype != dtype:
+            return TypeError(
+                f"{name}: expected the dtype of the other parameters, {dtype}, got "
+                f"{tensor.dtype}; convert the whole layer with .to(...)"
+            )
+        if tensor.device != device:
+            return ValueError(
+                f"x: expected the device of the parameters, {tensor.device} as {name}, got {device}"
+            )
+    raise AssertionError("every parameter fits")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -316,7 +316,7 @@ def run_cuda(call: Call) -> list[Tensor]:
     # torch.compile sees one op; torch.func knows how to transform it.
     if not torch.compiler.is_compiling() and (made := find_plan(call.plan)).plan.cudnn:
         tensors = call.x, *call.states, *call.parameters
-        if is_eager(tensors) and not made.keeps_weights(call.program, call.x):
+        if not made.keeps_weights(call.program, call.x) and is_eager(tensors):
             return list(_CudnnFunction.apply(made, len(call.states), *tensors))
     return run_compiled("cuda", call)
 
