@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import (
     _empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
+    _reinterpret_tensor,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 from hoconv.recurrent.codegen.storage import Buffer, Storage
@@ -131,12 +132,12 @@ def results(
     program: Program, storage: Storage, tensors: Mapping[Buffer, Tensor], T: int
 ) -> tuple[Tensors, list[Tensor]]:
     """The sequences that T steps have written, and the states after the last step."""
-    written: Tensors = {
-        each.sequence: tensors[buffer].narrow(0, 0, T)
-        if buffer.kind == "history"
-        else tensors[buffer]
-        for each, buffer in zip(program.yields, storage.yields, strict=True)
-    }
+    written: Tensors = {}
+    for each, buffer in zip(program.yields, storage.yields, strict=True):
+        tensor = tensors[buffer]
+        if buffer.kind == "history":  # without the state after the last step
+            tensor = _reinterpret_tensor(tensor, (T, *tensor.shape[1:]), tensor.stride(), 0)
+        written[each.sequence] = tensor
     if storage.last:
         return written, [tensors[buffer] for buffer in storage.last]
     final = [

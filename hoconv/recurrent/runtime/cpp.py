@@ -6,6 +6,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,9 @@ class CppLoop:
         self.source = source
         self.groups = groups
         self.function = function
+        # Bytes, which a call makes in a third of the time of an array of ctypes.
+        self._addresses = struct.Struct(f"{len(source.storage.buffers)}P")
+        self._strides = struct.Struct(f"{2 * len(source.storage.strided)}q")
         self.function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
 
     def __call__(
@@ -95,12 +99,13 @@ class CppLoop:
         T, B = count_steps(program, values)
         tensors = bind(program, storage, T, B, values, initial, {})
         addresses = [tensors[b].data_ptr() if b in tensors else 0 for b in storage.buffers]
-        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         strides = [stride for b in storage.strided for stride in tensors[b].stride()]
-        apart = (ctypes.c_int64 * len(strides))(*strides)
-        source = self.source
-        _memory, packed = allocate_aligned(source.packed_bytes + B * source.row_bytes)
-        number = 0 if seed is None else int(seed)
-        if self.function(T, B, number, pointers, apart, packed, packed + source.packed_bytes):
+        packed_bytes, row_bytes = self.source.packed_bytes, self.source.row_bytes
+        _memory, packed = allocate_aligned(packed_bytes + B * row_bytes)
+        failed = self.function(
+            T, B, 0 if seed is None else int(seed), self._addresses.pack(*addresses),
+            self._strides.pack(*strides), packed, packed + packed_bytes,
+        )  # fmt: skip
+        if failed:
             raise RuntimeError(f"{program.name}: PyTorch's product or threads failed in the loop")
         return results(program, storage, tensors, T)

@@ -93,6 +93,11 @@ class _Writer:
         self.states = [s for s in program.states if s.total is None]  # those that are given
         self.first = [f"first{i}" for i in range(len(self.states))]
         self.last = {s: f"last{i}" for i, s in enumerate(program.states)}
+        # Running sums of which nothing but the total over the rows is read.
+        others = (op for op in flat((*program.before, *program.after)) if op.kind != "total")
+        read = {v for op in others for v in op.values} | {v for _, v in program.results}
+        totals = ((s.total, s) for s in program.states if s.total is not None)
+        self.summed = {total: self.last[s] for total, s in totals if total not in read}
         self.parameters = {name: f"p{i}" for i, name in enumerate(parameters)}
         self.constants: dict[str, Any] = {
             "cat": torch.cat,
@@ -172,7 +177,7 @@ class _Writer:
         zeros = {s.value.type: f"zeros{i}" for i, s in enumerate(p.states) if s.total is not None}
         lines += [
             f"{name} = {self.first[0]}.new_zeros((), dtype={self._dtype(type)})"
-            f".expand(len({self.first[0]}), {type.size})"
+            f".expand({self.first[0]}.shape[0], {type.size})"
             for type, name in zeros.items()
         ]
         given = iter(self.first)
@@ -190,7 +195,7 @@ class _Writer:
               for y in p.yields),
             *_unpack(self.last.values(), "final"),
             *(f"{self.name(s.total)} = {self.last[s]}.unsqueeze(0)"
-              for s in p.states if s.total is not None),
+              for s in p.states if s.total is not None and s.total not in self.summed),
         ]  # fmt: skip
         return [*lines, *(line for item in p.after for line in self._compute(item))]
 
@@ -223,6 +228,9 @@ class _Writer:
                 given = f"{item.kind}({', '.join(operands)})"
             case "linear_t":
                 given = f"linear({operands[0]}, {operands[1]}.mT)"
+            case "total" if item.inputs[0] in self.summed:
+                dtype = self._dtype(item.result.type)
+                given = f"{self.summed[item.values[0]]}.sum(0, dtype={dtype})"
             case "total":
                 given = f"{operands[0]}.sum((0, 1), dtype={self._dtype(item.result.type)})"
             case _:
@@ -245,7 +253,7 @@ class _Writer:
         lines: list[str] = []
 
         def rows(of: Iterable[str]) -> str:
-            return _list([f"len({self.parameters[name]})" for name in of])
+            return _list([f"{self.parameters[name]}.shape[0]" for name in of])
 
         found: dict[str, str] = {}
         for of, sources in find_sources(self.program):
