@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,15 +87,15 @@ class CudaLoop:
         storage = self.source.steps.storage
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
-            with torch.cuda.device(device.index):
+            with _use(device):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
-            with torch.cuda.device(device.index):
+            with _use(device):
                 tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)
-        with torch.cuda.device(device.index), self._lock:
+        with _use(device), self._lock:
             stream = current_stream()
             # A graph that the caller captures, or allocates for (as torch.compile does to warm up),
             # owns the memory allocated now: the workspace is not kept, and records no graphs.
@@ -119,7 +120,7 @@ class CudaLoop:
         _, B = count_steps(runs[0].program, runs[0].values)
         layout = self.clusters.find(B, device, len(runs))
         assert not isinstance(layout, str), layout
-        with torch.cuda.device(device.index):
+        with _use(device):
             return self.clusters.run(layout, runs, device)
 
     def keeps_weights(self, B: int, device: torch.device, runs: int = 1) -> bool:
@@ -158,6 +159,16 @@ class CudaLoop:
     def _load_for(self, device: torch.device) -> Cubin:
         major, minor = torch.cuda.get_device_capability(device)
         return self._kernels(f"sm_{major}{minor}")
+
+
+def _use(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one; where it is already, without what torch.cuda.device does."""
+    if device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device.index)
+
+
+_NOTHING = nullcontext()
 
 
 class _CannotKeep(Exception):
