@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.serialize import from_text, to_text
@@ -164,3 +166,93 @@ def test_threads_make_and_run_layers_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def replace(made: rnn.RNN) -> None:
+    made.weight_i_l0 = nn.Parameter(torch.randn(4, 7))
+
+
+def freeze(made: rnn.RNN) -> None:
+    made.requires_grad_(False)
+    assert isinstance(made.bias_f_l0, nn.Parameter)
+    made.bias_f_l0.requires_grad_(True)
+
+
+def write(made: rnn.RNN) -> None:
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(2)
+
+
+def lay_out_anew(made: rnn.RNN) -> None:
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+def negate(made: rnn.RNN) -> None:
+    z = torch.randn(4, 7, dtype=torch.complex64)
+    del made.weight_f_l0
+    made.weight_f_l0 = z.conj().imag  # its memory holds the other sign
+
+
+CHANGES: dict[str, Callable[[rnn.RNN], Any]] = {
+    "replaced": replace,
+    "written": write,
+    "frozen": freeze,
+    "negated": negate,
+    "transposed in memory": lay_out_anew,
+    "pruned": lambda made: prune.random_unstructured(made, "weight_g_l0", 0.5),
+    "parametrized": lambda made: parametrizations.orthogonal(made, "weight_o_l0"),
+    "cast": lambda made: made.double(),
+    "in training mode no more": lambda made: made.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_reads_a_layer_as_it_is_now(change: str) -> None:
+    torch.manual_seed(0)
+    made = rnn.RNN(rnn.peephole_lstm, 3, 4, impl="cpp")
+
+    def run() -> list[torch.Tensor]:
+        """Outputs, final states and gradients, and the outputs without a gradient."""
+        x = torch.linspace(-1, 1, 30).view(5, 2, 3).to(next(made.parameters()).dtype)
+        x.requires_grad_()
+        output, state = made(x)
+        leaves = [x, *(p for p in made.parameters() if p.requires_grad)]
+        loss = output.sin().sum() + sum(s.cos().sum() for s in state)
+        grads = torch.autograd.grad(loss, leaves)
+        with torch.no_grad():
+            return [output, *state, *grads, made(x)[0], *made(x.detach())[1]]
+
+    before = run()
+    CHANGES[change](made)
+    found = run()
+    made.impl = "reference"
+    torch.testing.assert_close(found, run())
+    if change in ("replaced", "written", "negated", "pruned", "parametrized"):
+        assert not torch.allclose(found[0], before[0])
+
+
+def test_a_call_reads_the_settings_of_now() -> None:
+    made = rnn.LSTM(3, 4, impl="cpp")
+    x, threads = torch.randn(5, 2, 3), torch.get_num_threads()
+    output = made(x)[0]
+    assert output.requires_grad
+    with torch.no_grad():
+        assert not made(x)[0].requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(x)[0].dtype == torch.bfloat16
+    try:
+        torch.set_num_threads(1)
+        alone = made(x)[0]
+        torch.set_num_threads(2)
+        assert torch.equal(made(x)[0], alone)
+    finally:
+        torch.set_num_threads(threads)
+    h = torch.randn(1, 2, 4)
+    made.impl = "reference"
+    expected = made(x, (h, h.clone()))[0]
+    made.impl = "cpp"
+    torch.testing.assert_close(made(x, (h, h))[0], expected)  # one tensor twice
+    assert torch.equal(made(x)[0], output)
