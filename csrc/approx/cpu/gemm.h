@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "approx/cpu/lanes.h"
@@ -97,8 +98,8 @@ class Gemm {
           if (wave > 1) {
             worker.sum(tile, first + task % width, sums.data() + task * size);
           } else {
-            worker.sum(tile, first, worker.tile.data());
-            add(tile, first == 0, worker.tile.data());
+            worker.sum(tile, first, worker.tile.get());
+            add(tile, first == 0, worker.tile.get());
           }
         }
       });
@@ -150,17 +151,20 @@ class Gemm {
     };
 
     const Gemm& g;
-    std::vector<float> tile;
+    std::unique_ptr<float[]> tile;  // not initialised: of a small product, few rows are used
     std::vector<Rows> groups;
     typename Lanes::Panel panel;
     alignas(64) float values[kDepth][kLanes] = {};  // of the panel, not packed
 
     Worker(const Gemm& g, int64_t size)
-        : g(g), tile(size), groups((std::min(kRows, g.M) + kRowsAtOnce - 1) / kRowsAtOnce) {}
+        : g(g),
+          tile(new float[size]),
+          groups((std::min(kRows, g.M) + kRowsAtOnce - 1) / kRowsAtOnce) {}
 
     // Computes the sums of a chunk, laid out by sums_at.
     void sum(const Tile& t, int64_t chunk, float* sums) {
-      std::fill(sums, sums + sums_at(0, round_up(t.columns, kLanes)), 0.0f);
+      for (int64_t n = 0; n < t.columns; n += kLanes)
+        std::fill(sums + sums_at(0, n), sums + sums_at(t.rows, n), 0.0f);
       const int64_t last = std::min(g.K, (chunk + 1) * kChunk);
       for (int64_t k = chunk * kChunk; k < last; k += kDepth) {
         const int64_t depth = std::min(kDepth, last - k);
