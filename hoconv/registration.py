@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.utils import is_tensorlist_like_type
+from torch._library.utils import is_tensor_like_type, is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import Parameter
@@ -78,6 +78,7 @@ class Op:
         overload: the op itself.
         kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
         takes_lists: whether an argument is a list of tensors.
+        tensors: if none is, how many arguments there are up to the last tensor.
         gradient: calls the op, given its arguments and what runs it, such that autograd records it;
             set by :func:`register_gradient`.
     """
@@ -87,7 +88,10 @@ class Op:
     ) -> None:
         self.overload = overload
         self.kernel = kernel
-        self.takes_lists = any(is_tensorlist_like_type(a.type) for a in overload._schema.arguments)
+        arguments = overload._schema.arguments
+        self.takes_lists = any(is_tensorlist_like_type(a.type) for a in arguments)
+        at = [i for i, a in enumerate(arguments) if is_tensor_like_type(a.type)]
+        self.tensors = 1 + max(at, default=-1)
         self.gradient: Callable[..., Any] | None = None
         # By the number of tensors: PyTorch's guards of those of earlier calls that were eager and
         # plain, and whether one of them requires a gradient.
@@ -96,7 +100,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if is_transformed():
             return self.overload(*args)
-        found = self._examine(_flatten(args) if self.takes_lists else args)
+        found = self._examine(_flatten(args) if self.takes_lists else args[: self.tensors])
         if found is None:
             return self.overload(*args)
         run, differentiable = found
@@ -441,13 +445,58 @@ def _register_autocast(
     library.impl(op.name().removeprefix(f"{op.namespace}::"), cast, key, with_keyset=True)
 
 
+def register_layer(
+    library: torch.library.Library,
+    forward: Op,
+    backward: Op,
+    save: Callable[..., None],
+    differentiate: Callable[..., Any],
+    composed_forward: Callable[..., Any],
+    composed_backward: Callable[..., Any],
+) -> None:
+    """Registers derivatives of every order, and autocast, of the two ops of a layer.
+
+    Args:
+        forward, backward: the layer, and the op of its gradients, whose tensors are its first
+            arguments.
+        save, differentiate: the gradient of `forward`, as :func:`register_gradient` takes it.
+        composed_forward, composed_backward: compute what these ops compute, from their arguments,
+            by ops that can be differentiated any number of times and in forward mode.
+    """
+    tensors = backward.tensors
+
+    def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.set_materialize_grads(False)
+
+    def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = *ctx.saved_tensors, *ctx.options
+        return (*gradients(composed_backward, args, ctx.needs_input_grad[: len(args)], cotangents),)
+
+    register_gradient(library, forward, differentiate, save, composed_forward)
+    register_gradient(library, backward, differentiate_backward, save_backward, composed_backward)
+    register_autocast(library, forward)
+
+
+def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
+    """Whether a generator computes what a module of this class computes from its parameters, and
+    nothing else happens when it is called."""
+    return (
+        getattr(generator.forward, "__func__", None) is kind.forward
+        and not (generator._forward_pre_hooks or generator._forward_hooks)
+        and not (generator._backward_pre_hooks or generator._backward_hooks)
+    )
+
+
 def get_parameter(module: nn.Module, name: str) -> Any:
-    """An attribute of a module that is a parameter, or what took its place: a parametrization, say.
+    """An attribute of a module that is a parameter or None, or what took its place: a
+    parametrization, say.
 
     ``Module.__getattr__`` takes three times as long to find a parameter.
     """
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from hoconv.high_order.conv2d.operator import high_order_conv2d
 from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import check_name, resolve
-from hoconv.registration import autocast, get_parameter
+from hoconv.registration import autocast, computes_as_made, get_parameter
 
 
 class HighOrderConv2d(nn.Module):
@@ -91,7 +91,7 @@ class HighOrderConv2d(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        generator = self.generator
+        generator: Any = self._modules["generator"]  # sooner than by Module.__getattr__
         if not _computes_as_made(generator):
             return self._call_generator(x)
         return high_order_layer(
@@ -149,9 +149,7 @@ def _computes_as_made(generator: Any) -> bool:
     """Whether a generator is the convolution that its parameters say, and nothing else happens when
     it is called."""
     return (
-        getattr(generator.forward, "__func__", None) is nn.Conv2d.forward
-        and not (generator._forward_pre_hooks or generator._forward_hooks)
-        and not (generator._backward_pre_hooks or generator._backward_hooks)
+        computes_as_made(generator, nn.Conv2d)
         and generator.padding == "same"
         and generator.padding_mode == "zeros"
         and generator.stride == generator.dilation == (1, 1)

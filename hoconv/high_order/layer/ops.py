@@ -24,13 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.high_order.layer import composed, reference
 from hoconv.high_order.layer.rule import KERNELS, is_backward_fused, why_unfused
-from hoconv.registration import (
-    Op,
-    define,
-    gradients,
-    register_autocast,
-    register_gradient,
-)
+from hoconv.registration import Op, define, register_layer
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
@@ -61,33 +55,21 @@ def _register(impl: str) -> Op:
     composed_forward = functools.partial(composed.forward, impl)
     composed_backward = functools.partial(composed.backward, impl)
 
-    def save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, *ctx.options = inputs
         ctx.save_for_backward(x, weight, bias)
 
-    def differentiate_forward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         kernel_size, dilation, _, _, allow_tf32 = ctx.options
         fused = is_backward_fused(impl, x, weight, kernel_size, dilation, allow_tf32)
-        differentiate = backward if fused else composed_backward
-        d_x, d_weight, d_bias = differentiate(grad, x, weight, bias, *ctx.options)
+        compute = backward if fused else composed_backward
+        d_x, d_weight, d_bias = compute(grad, x, weight, bias, *ctx.options)
         return d_x, d_weight, None if bias is None else d_bias, *(None,) * 5
 
-    def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad, x, weight, bias, *ctx.options = inputs
-        ctx.save_for_backward(grad, x, weight, bias)
-        ctx.set_materialize_grads(False)
-
-    def differentiate_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        args = *ctx.saved_tensors, *ctx.options
-        return (*gradients(composed_backward, args, ctx.needs_input_grad[:9], cotangents),)
-
-    for op, differentiate, save, with_tangents in (
-        (forward, differentiate_forward, save_forward, composed_forward),
-        (backward, differentiate_backward, save_backward, composed_backward),
-    ):
-        register_gradient(_library, op, differentiate, save, with_tangents)
-    register_autocast(_library, forward)
+    register_layer(
+        _library, forward, backward, save, differentiate, composed_forward, composed_backward
+    )
     return forward
 
 
