@@ -18,7 +18,7 @@ from hoconv.jit import Library
 from hoconv.registration import Op, define, gradient_layout, register_autocast, register_gradient
 
 
-class _Ops(NamedTuple):
+class BilinearOps(NamedTuple):
     """F, X and W of one implementation."""
 
     forward: Op
@@ -34,7 +34,7 @@ def register_bilinear(
     code: Library | None = None,
     *,
     one_pass: bool = False,
-) -> Op:
+) -> BilinearOps:
     """Registers the ops of one implementation.
 
     They are ``<name>`` for F, ``<name>_grad_input`` for X and ``<name>_grad_weight`` for W, each
@@ -44,15 +44,12 @@ def register_bilinear(
         option: the name of the last argument in the schemas.
         code: the compiled code that has the kernels, if any.
         one_pass: whether the kernels have ``<name>_backward`` too, X and W in one pass over g.
-
-    Returns:
-        F.
     """
 
     def define_one(suffix: str, schema: str, fake: Callable[..., Any]) -> Op:
         return define(library, name + suffix, impl, schema.format(option), fake, code)
 
-    ops = _Ops(
+    ops = BilinearOps(
         define_one("", "(Tensor x, Tensor weight, int {}) -> Tensor", _fake_like_first),
         define_one("_grad_input", "(Tensor grad, Tensor weight, int {}) -> Tensor",
                    _fake_like_first),
@@ -69,7 +66,7 @@ def register_bilinear(
     _register_gradient_of_grad_input(library, ops)
     _register_gradient_of_grad_weight(library, ops)
     register_autocast(library, ops.forward)
-    return ops.forward
+    return ops
 
 
 def _fake_like_first(x: Tensor, weight: Tensor, option: int) -> Tensor:
@@ -85,7 +82,7 @@ def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, option: int) -> tupl
 
 
 def _register_gradient_of_forward(
-    library: torch.library.Library, ops: _Ops, backward: Op | None
+    library: torch.library.Library, ops: BilinearOps, backward: Op | None
 ) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, ctx.option = inputs
@@ -104,7 +101,7 @@ def _register_gradient_of_forward(
     register_gradient(library, ops.forward, differentiate, save, _with_tangents(ops.forward))
 
 
-def _register_gradient_of_grad_input(library: torch.library.Library, ops: _Ops) -> None:
+def _register_gradient_of_grad_input(library: torch.library.Library, ops: BilinearOps) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, weight, ctx.option = inputs
         ctx.save_for_backward(grad, weight)
@@ -123,7 +120,7 @@ def _register_gradient_of_grad_input(library: torch.library.Library, ops: _Ops) 
     register_gradient(library, ops.grad_input, differentiate, save, _with_tangents(ops.grad_input))
 
 
-def _register_gradient_of_grad_weight(library: torch.library.Library, ops: _Ops) -> None:
+def _register_gradient_of_grad_weight(library: torch.library.Library, ops: BilinearOps) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, x, _, _, ctx.option = inputs
         ctx.save_for_backward(grad, x)
@@ -141,7 +138,9 @@ def _register_gradient_of_grad_weight(library: torch.library.Library, ops: _Ops)
     )
 
 
-def _register_gradient_of_backward(library: torch.library.Library, ops: _Ops, backward: Op) -> None:
+def _register_gradient_of_backward(
+    library: torch.library.Library, ops: BilinearOps, backward: Op
+) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         grad, x, weight, ctx.option = inputs
         ctx.save_for_backward(grad, x, weight)

@@ -5,15 +5,16 @@ B batch, C channels, H heads, K taps, T time steps, n steps at once.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d
+from hoconv.dynamic_conv1d.composed import arrange
+from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d, generate_and_convolve
 from hoconv.implementations import check_name
-from hoconv.registration import get_parameter
+from hoconv.registration import computes_as_made, get_parameter
 
 
 class _Conv1d(nn.Module):
@@ -59,6 +60,10 @@ class _Conv1d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 3 or x.shape[1] != self.channels:
             raise ValueError(f"x: expected (B, {self.channels}, T), got shape {tuple(x.shape)}")
+        return self._add_bias(self._compute(x))
+
+    def _compute(self, x: Tensor) -> Tensor:
+        """Computes the output for x (B, C, T), without the bias."""
         return self._convolve(x, self._make_weight(x))
 
     def initial_state(self, batch: int) -> Tensor:
@@ -103,25 +108,28 @@ class _Conv1d(nn.Module):
         weight = self._make_weight(steps)
         if weight.shape[3] != 1:  # the state's outputs are dropped: any weights do
             weight = F.pad(weight, (before, 0))
-        out = self._convolve(inputs, weight)[..., before:]
+        out = self._add_bias(self._convolve(inputs, weight)[..., before:])
         return out.reshape(x.shape), inputs[..., steps.shape[2] :]
 
     def _make_weight(self, x: Tensor) -> Tensor:
         """Computes the operator's weights for x (B, C, T): (B or 1, H, K, T or 1)."""
         raise NotImplementedError
 
-    def _normalize(self, weight: Tensor, dim: int) -> Tensor:
-        """Applies softmax over the taps, which are dimension `dim`, then DropConnect."""
-        if self.softmax:
-            weight = weight.softmax(dim)
-        if self.weight_dropout and self.training:
-            weight = F.dropout(weight, self.weight_dropout)
-        return weight
+    def _drop(self, weight: Tensor) -> Tensor:
+        """Applies DropConnect, in training."""
+        return F.dropout(weight, self.weight_dropout) if self._drops() else weight
+
+    def _drops(self) -> bool:
+        return self.training and self.weight_dropout > 0
+
+    def _padding(self) -> int:
+        before = self.kernel_size - 1
+        return before if self.padding == "causal" else before // 2
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        before = self.kernel_size - 1
-        padding = before if self.padding == "causal" else before // 2
-        out = dynamic_conv1d(x, weight, padding=padding, impl=self.impl)
+        return dynamic_conv1d(x, weight, padding=self._padding(), impl=self.impl)
+
+    def _add_bias(self, out: Tensor) -> Tensor:
         bias = get_parameter(self, "bias")
         return out if bias is None else out + bias.to(out.dtype).unsqueeze(1)
 
@@ -184,7 +192,8 @@ class LightweightConv1d(_Conv1d):
     def _make_weight(self, x: Tensor) -> Tensor:
         weight = get_parameter(self, "weight")
         _check_shape("weight", weight, self.heads, self.kernel_size)
-        return self._normalize(weight.view(1, self.heads, self.kernel_size, 1), 2)
+        weight = weight.view(1, self.heads, self.kernel_size, 1)
+        return self._drop(weight.softmax(2) if self.softmax else weight)
 
 
 class DynamicConv1d(_Conv1d):
@@ -208,6 +217,10 @@ class DynamicConv1d(_Conv1d):
         bias: whether a bias is added to the output.
         generator_bias: whether the generator has a bias.
         impl: ``"auto"``, ``"reference"``, ``"cpp"``, ``"triton"`` or ``"cuda"``.
+
+    The kernels are generated and applied in one op. A generator that has hooks, as pruning adds
+    them, or that another module has replaced, is called, and :func:`hoconv.dynamic_conv1d` applies
+    what it returns, (B, T, H * K); so is every generator while weights are dropped.
 
     Parameters: generator.weight (H * K, C), generator.bias (H * K), bias (C).
 
@@ -235,15 +248,24 @@ class DynamicConv1d(_Conv1d):
         self.generator = nn.Linear(channels, heads * kernel_size, bias=generator_bias)
         nn.init.xavier_uniform_(self.generator.weight)
 
+    def _compute(self, x: Tensor) -> Tensor:
+        generator: Any = self._modules["generator"]  # sooner than by Module.__getattr__
+        if self._drops() or not computes_as_made(generator, nn.Linear):
+            return super()._compute(x)
+        weight, bias = get_parameter(generator, "weight"), get_parameter(generator, "bias")
+        generated = self.heads * self.kernel_size
+        _check_shape("generator.weight", weight, generated, self.channels)
+        if bias is not None:
+            _check_shape("generator.bias", bias, generated)
+        return generate_and_convolve(
+            x, weight, bias, self.heads, self._padding(), self.softmax, self.impl
+        )
+
     def _make_weight(self, x: Tensor) -> Tensor:
-        (B, _, T), H, K = x.shape, self.heads, self.kernel_size
         generated = self.generator(x.mT)
-        _check_shape("what the generator returns", generated, B, T, H * K)
-        # On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel
-        # of its own. On a CPU, the one over the last dimension is slower.
-        if x.is_cuda:
-            return self._normalize(generated.view(B, T, H, K), 3).permute(0, 2, 3, 1)
-        return self._normalize(generated.mT.view(B, H, K, T), 2)
+        expected = x.shape[0], x.shape[2], self.heads * self.kernel_size
+        _check_shape("what the generator returns", generated, *expected)
+        return self._drop(arrange(generated, self.heads, self.softmax))
 
 
 def _check_shape(name: str, tensor: Tensor, *expected: int) -> None:

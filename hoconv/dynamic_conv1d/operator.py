@@ -5,6 +5,7 @@ B batch, C channels, H heads, K taps, T time steps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -12,10 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.dynamic_conv1d import ops, reference
+from hoconv.dynamic_conv1d import composed, ops, reference
 from hoconv.implementations import resolve
 from hoconv.jit import triton
-from hoconv.registration import autocast, check_dtypes, compiled
+from hoconv.registration import (
+    autocast,
+    autocasts,
+    check_dtypes,
+    compiled,
+    without_autocast,
+)
 
 # Relative. Half precision is accumulated in float32 and rounded once: its machine epsilon. float32
 # and float64 round every addition: about 8 and 45 epsilons.
@@ -25,6 +32,8 @@ _TOLERANCES = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
 }
+
+_LAYER = ops.LAYER | {"reference": functools.partial(composed.forward, reference.dynamic_conv1d)}
 
 
 def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto") -> Tensor:
@@ -61,6 +70,42 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
     _check(x, weight, padding)
     name = resolve("dynamic_conv1d", impl, device_type)
     return OPERATOR.implementations[name].function(x, weight, padding)
+
+
+def generate_and_convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int, padding: int, softmax: bool,
+    impl: str,
+) -> Tensor:  # fmt: skip
+    """Convolves each sequence with kernels that a linear map of each of its steps generates.
+
+    ``dynamic_conv1d(x, taps)`` with ``taps[b, h, :, t] = (weight @ x[b, :, t] + bias)[h * K :
+    (h + 1) * K]``, normalised by a softmax if asked for. For the backward pass the implementations
+    other than `reference` save x and the taps.
+
+    Args:
+        x: (B, C, T); float32, float64, float16 or bfloat16; any strides.
+        weight: (H * K, C), H dividing C; dtype and device of x.
+        bias: (H * K), or None.
+        heads: H.
+        padding, impl: as for :func:`dynamic_conv1d`.
+        softmax: whether the taps of a kernel are normalised.
+
+    Returns:
+        (B, C, T), with the dtype of x. Under autocast all tensors are cast to its dtype.
+
+    Raises:
+        ValueError: a shape or `padding` does not fit.
+        TypeError: a dtype is not supported, or differs from x's.
+        hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
+    """
+    device_type = x.device.type
+    if autocasts(device_type):
+        x, weight, bias = autocast(device_type, x, weight, bias)
+        with without_autocast(device_type):
+            return generate_and_convolve(x, weight, bias, heads, padding, softmax, impl)
+    check_dtypes(x, _TOLERANCES, weight=weight, bias=bias)
+    name = resolve("dynamic_conv1d", impl, device_type)
+    return _LAYER[name](x, weight, bias, heads, padding, softmax)[0]
 
 
 def _check(x: Tensor, weight: Tensor, padding: int) -> None:
@@ -173,11 +218,11 @@ OPERATOR = declare(
         function=dynamic_conv1d,
         implementations={
             "reference": Implementation(reference.dynamic_conv1d),
-            "cpp": compiled(ops.cpp, ("cpu", "cuda"), ops.KERNELS["cpp"]),
+            "cpp": compiled(ops.cpp.forward, ("cpu", "cuda"), ops.KERNELS["cpp"]),
             "triton": Implementation(
-                ops.triton, ("cuda",), load=triton.load, obstacle=triton.obstacle
+                ops.triton.forward, ("cuda",), load=triton.load, obstacle=triton.obstacle
             ),
-            "cuda": compiled(ops.cuda, ("cuda",), ops.KERNELS["cuda"]),
+            "cuda": compiled(ops.cuda.forward, ("cuda",), ops.KERNELS["cuda"]),
         },
         samples=_samples,
         tolerances=_TOLERANCES,

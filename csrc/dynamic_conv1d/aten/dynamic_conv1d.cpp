@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "dynamic_conv1d/layer.h"
 #include "dynamic_conv1d/problem.h"
 #include "hoconv/aten_ops.h"
 
@@ -84,6 +85,8 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   return out;
 }
 
+using OwnLayer = Layer<&forward, &grad_input, &grad_weight>;
+
 }  // namespace
 }  // namespace hoconv::dynamic_conv1d
 
@@ -91,4 +94,7 @@ STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
   m.impl("dynamic_conv1d.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::forward));
   m.impl("dynamic_conv1d_grad_input.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::grad_input));
   m.impl("dynamic_conv1d_grad_weight.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::grad_weight));
+  m.impl("dynamic_conv1d_layer.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::OwnLayer::forward));
+  m.impl("dynamic_conv1d_layer_backward.cpp",
+         TORCH_BOX(&hoconv::dynamic_conv1d::OwnLayer::backward));
 }

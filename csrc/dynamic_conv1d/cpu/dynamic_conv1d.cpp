@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "dynamic_conv1d/layer.h"
 #include "dynamic_conv1d/problem.h"
 #include "hoconv/blocks.h"
 #include "hoconv/huge_pages.h"
@@ -326,6 +327,8 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   return out;
 }
 
+using OwnLayer = Layer<&forward, &grad_input, &grad_weight>;
+
 }  // namespace
 }  // namespace hoconv::dynamic_conv1d
 
@@ -333,4 +336,7 @@ STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
   m.impl("dynamic_conv1d.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::forward));
   m.impl("dynamic_conv1d_grad_input.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::grad_input));
   m.impl("dynamic_conv1d_grad_weight.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::grad_weight));
+  m.impl("dynamic_conv1d_layer.cpp", TORCH_BOX(&hoconv::dynamic_conv1d::OwnLayer::forward));
+  m.impl("dynamic_conv1d_layer_backward.cpp",
+         TORCH_BOX(&hoconv::dynamic_conv1d::OwnLayer::backward));
 }

@@ -161,9 +161,18 @@ Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
 }
 
 }  // namespace
+
+Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
+  return convolve<false>(x, weight, padding);
+}
+
+Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
+  return convolve<true>(grad, weight, padding);
+}
+
 }  // namespace hoconv::dynamic_conv1d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("dynamic_conv1d.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::convolve<false>));
-  m.impl("dynamic_conv1d_grad_input.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::convolve<true>));
+  m.impl("dynamic_conv1d.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::forward));
+  m.impl("dynamic_conv1d_grad_input.cuda", TORCH_BOX(&hoconv::dynamic_conv1d::grad_input));
 }

@@ -200,6 +200,8 @@ bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Proble
   return true;
 }
 
+}  // namespace
+
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                    std::vector<int64_t> stride, int64_t padding) {
   const Problem p(x, size, padding);
@@ -225,7 +227,6 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   return out;
 }
 
-}  // namespace
 }  // namespace hoconv::dynamic_conv1d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {

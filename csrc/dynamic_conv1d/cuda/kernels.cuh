@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "dynamic_conv1d/problem.h"
 #include "hoconv/cuda_launch.cuh"
@@ -102,5 +103,11 @@ inline bool counts_fit(const Problem& p) {
 inline int64_t blocks_for(int64_t elements) {
   return std::min<int64_t>((elements + kThreads - 1) / kThreads, kMostBlocks);
 }
+
+// The operations, in convolve.cu and grad_weight.cu.
+Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding);
+Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding);
+Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
+                   std::vector<int64_t> stride, int64_t padding);
 
 }  // namespace hoconv::dynamic_conv1d

@@ -169,8 +169,8 @@ OPERATOR = declare(
         function=high_order_conv2d,
         implementations={
             "reference": Implementation(reference.high_order_conv2d),
-            "cpp": compiled(ops.cpp, ("cpu", "cuda"), ops.KERNELS["cpp"]),
-            "cuda": compiled(ops.cuda, ("cuda",), ops.KERNELS["cuda"]),
+            "cpp": compiled(ops.cpp.forward, ("cpu", "cuda"), ops.KERNELS["cpp"]),
+            "cuda": compiled(ops.cuda.forward, ("cuda",), ops.KERNELS["cuda"]),
         },
         samples=_samples,
         tolerances=_TOLERANCES,

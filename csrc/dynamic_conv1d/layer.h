@@ -1,0 +1,125 @@
+// The layer that generates its weights by a linear map of each step: ATen operations around the
+// maps of one implementation, forward and backward. In a small call, to go from one operation to
+// the next through Python would take longer than the operations.
+//
+// B batch, C channels, H heads, K taps, T time steps.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "dynamic_conv1d/problem.h"
+#include "hoconv/aten_ops.h"
+
+namespace hoconv::dynamic_conv1d {
+
+using Map = Tensor (*)(const Tensor&, const Tensor&, int64_t padding);
+using GradWeight = Tensor (*)(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
+                              std::vector<int64_t> stride, int64_t padding);
+
+// (B, C, T) as (B, T, C), and back: a view
+inline Tensor transposed(const Tensor& t) {
+  return strided_view(t, {t.size(0), t.size(2), t.size(1)},
+                      {t.stride(0), t.stride(2), t.stride(1)});
+}
+
+// (B, H, K, T) as (B, T, H, K): a view
+inline Tensor by_step(const Tensor& t) {
+  return strided_view(t, {t.size(0), t.size(3), t.size(1), t.size(2)},
+                      {t.stride(0), t.stride(3), t.stride(1), t.stride(2)});
+}
+
+// (B, T, H, K) as (B, H, K, T): a view
+inline Tensor by_head(const Tensor& t) {
+  return strided_view(t, {t.size(0), t.size(2), t.size(3), t.size(1)},
+                      {t.stride(0), t.stride(2), t.stride(3), t.stride(1)});
+}
+
+// A matrix (M, N) as B of them: a view
+inline Tensor repeated(const Tensor& matrix, int64_t B) {
+  return strided_view(matrix, {B, matrix.size(0), matrix.size(1)},
+                      {0, matrix.stride(0), matrix.stride(1)});
+}
+
+// Returns the taps (B, H, K, T).
+//
+// On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel of its
+// own. On a CPU, the one over the last dimension is slower, and so is a product that has the steps
+// of all sequences as rows, since it copies x.
+inline Tensor generate(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                       int64_t heads, bool softmax) {
+  const int64_t B = x.size(0), T = x.size(2), K = weight.size(0) / heads;
+  if (x.is_cuda()) {
+    const Tensor generated = linear(transposed(x), weight, bias);
+    const Tensor taps = torch::stable::view(generated, {B, T, heads, K});
+    return by_head(softmax ? hoconv::softmax(taps, 3) : taps);
+  }
+  Tensor generated = batched_product(repeated(weight, B), x);
+  if (bias.has_value()) generated = add(generated, torch::stable::view(*bias, {heads * K, 1}));
+  const Tensor taps = torch::stable::view(generated, {B, heads, K, T});
+  return softmax ? hoconv::softmax(taps, 2) : taps;
+}
+
+template <Map convolve, Map grad_input, GradWeight grad_weight>
+struct Layer {
+  // Returns the output (B, C, T) and the taps (B, H, K, T), which the backward pass needs.
+  static std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
+                                            const std::optional<Tensor>& bias, int64_t heads,
+                                            int64_t padding, bool softmax) {
+    STD_TORCH_CHECK(x.dim() == 3, "x: expected 3 dimensions (B, C, T), got ", x.dim());
+    STD_TORCH_CHECK(heads >= 1 && weight.dim() == 2 && weight.size(0) % heads == 0 &&
+                        weight.size(1) == x.size(1),
+                    "weight: expected (heads * K, C), C being the channels of x");
+    check_alike(weight, x, "weight");
+    if (bias.has_value()) {
+      STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
+                      "bias: expected (heads * K)");
+      check_alike(*bias, x, "bias");
+    }
+    Tensor taps = generate(x, weight, bias, heads, softmax);
+    return {convolve(x, taps, padding), taps};
+  }
+
+  // Returns the gradients of x, weight and bias; an empty tensor in place of one that is not
+  // needed. The values of the bias are in the taps: only derivatives of higher order need it by
+  // itself.
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
+                                                     const Tensor& weight,
+                                                     const std::optional<Tensor>&,
+                                                     const Tensor& taps, int64_t padding,
+                                                     bool softmax, bool need_x, bool need_weight,
+                                                     bool need_bias) {
+    STD_TORCH_CHECK(weight.dim() == 2 && taps.dim() == 4 && x.dim() == 3 &&
+                        weight.size(0) == taps.size(1) * taps.size(2) &&
+                        weight.size(1) == x.size(1),
+                    "weight: expected (heads * K, C), C being the channels of x");
+    check_alike(weight, x, "weight");
+    const int64_t B = x.size(0), C = x.size(1), T = x.size(2), generated = weight.size(0);
+    Tensor d_taps = grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
+    if (softmax)
+      d_taps = x.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
+                           : softmax_backward(d_taps, taps, 2);
+    const auto rows = [&] { return torch::stable::reshape(by_step(d_taps), {B * T, generated}); };
+    const auto none = [&] { return torch::stable::new_empty(x, {0}); };
+    Tensor d_x = none(), d_weight = none(), d_bias = none();  // outputs share no memory
+    if (need_x) {
+      const Tensor through_taps =
+          x.is_cuda() ? transposed(torch::stable::view(matrix_product(rows(), weight), {B, T, C}))
+                      : batched_product(repeated(torch::stable::transpose(weight, 0, 1), B),
+                                        torch::stable::reshape(d_taps, {B, generated, T}));
+      d_x = add(grad_input(grad, taps, padding), through_taps);
+    }
+    if (need_weight)
+      d_weight = matrix_product(torch::stable::transpose(rows(), 0, 1),
+                                torch::stable::reshape(transposed(x), {B * T, C}));
+    if (need_bias)
+      d_bias = torch::stable::view(torch::stable::sum(by_step(d_taps), std::vector<int64_t>{0, 1}),
+                                   {generated});
+    return {d_x, d_weight, d_bias};
+  }
+};
+
+}  // namespace hoconv::dynamic_conv1d
