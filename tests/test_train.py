@@ -158,6 +158,18 @@ def test_capture_that_is_required_fails_on_a_cpu(run):
     assert "capture=step: a step cannot be captured: the run is on a CPU" in failed.err
 
 
+def test_losses_and_gradient_norms_of_accumulated_steps_are_those_of_their_batches(run):
+    still = (*SHORT, "logger=csv", "model.learning_rate=0", "trainer.limit_train_batches=8")
+    each, accumulated = run(*still), run(*still, "trainer.accumulate_grad_batches=3")
+    assert accumulated.losses == each.losses
+    assert accumulated.results["metrics"] == each.results["metrics"]
+    with (accumulated.folder / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert [row["train/loss"] for row in rows] == each.losses
+    norms = [row["train/gradient_norm"] != "" for row in rows]
+    assert norms == [False, False, True, False, False, True, False, True]  # where it is whole
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(run, precision):
     assert run(*SHORT, f"trainer.precision={precision}").exit_code == 0

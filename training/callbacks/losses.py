@@ -26,8 +26,8 @@ class LossRecord(pl.Callback):
     digits that give the same float back: runs can be compared bit for bit. Every
     ``trainer.log_every_n_steps`` steps the last loss is logged as ``train/loss`` and shown in the
     progress bar. Loggers also get, of the same step, ``train/learning_rate``,
-    ``train/gradient_norm``, after clipping, and every other scalar tensor that ``training_step``
-    returns beside its loss, as ``train/<its name>``.
+    ``train/gradient_norm``, after clipping, where no further batch adds to the gradients, and every
+    other scalar tensor that ``training_step`` returns beside its loss, as ``train/<its name>``.
 
     Losses stay on the device until there are ``log_every_n_steps`` of them. A GPU's are copied then
     and written when the next are copied: no step waits for the GPU, as it would for
@@ -73,7 +73,9 @@ class LossRecord(pl.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if loss is None:
             return  # the model skipped this batch, or optimises by itself
-        self._losses.append(loss.detach())
+        # Lightning divides it by the number of batches whose gradients are accumulated.
+        divided = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self._losses.append(loss.detach() * divided if divided > 1 else loss.detach())
         if self._logs(trainer):
             self._copy(trainer.global_step, self._others(trainer, pl_module, outputs))
             self._write(left=int(self._copies[-1].copied is not None))
@@ -109,7 +111,8 @@ class LossRecord(pl.Callback):
             if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
         }
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if gradients and not isinstance(trainer.strategy, FSDPStrategy):  # which has parts of them
+        parts = trainer.fit_loop._should_accumulate() or isinstance(trainer.strategy, FSDPStrategy)
+        if gradients and not parts:
             others["train/gradient_norm"] = get_total_norm(gradients)
         if isinstance(self._rate, float | int):  # a tensor's value would be waited for
             others["train/learning_rate"] = self._rate
