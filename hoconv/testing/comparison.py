@@ -115,7 +115,9 @@ def on_cpu(values: Any, in_float64: bool) -> Any:
     return tree_map(convert, values)
 
 
-def relative_error(result: Tensor, exact: Tensor, typical: Tensor | None = None) -> float:
+def relative_error(
+    result: Tensor, exact: Tensor, typical: Tensor | None = None, order: float = 2
+) -> float:
     """Returns ``|result - exact| / |exact|``, Euclidean norms in float64.
 
     It is NaN if either has a NaN, 0 if they are equal, and infinite if only `exact` is all zeros.
@@ -123,11 +125,18 @@ def relative_error(result: Tensor, exact: Tensor, typical: Tensor | None = None)
     Args:
         typical: takes the place of `exact` in the denominator where it is larger: errors may cancel
             out less than what they are errors of.
+        order: of the norms; ``math.inf`` for the largest magnitude of an element.
     """
-    error = (result.cpu().double() - exact.cpu().double()).norm()
-    size = exact.cpu().double().norm()
+    if not exact.numel():
+        return 0.0
+
+    def norm(values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values, order)
+
+    exact = exact.cpu().double()
+    error, size = norm(result.cpu().double() - exact), norm(exact)
     if typical is not None:
-        size = torch.maximum(size, typical.cpu().double().norm())
+        size = torch.maximum(size, norm(typical.cpu().double()))
     return 0.0 if error == 0 else (error / size).item()
 
 

@@ -195,6 +195,29 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
+def test_one_wrong_element_among_many_is_found(toy: Operator) -> None:
+    def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        x, y = (torch.rand(300_001, device=device) + 0.5 for _ in "xy")
+        yield Sample((x.to(dtype), y.to(dtype)), {"scale": 1.0}, name="an odd number")
+
+    def drops_the_last(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """As a kernel that computes two elements at once may."""
+        kept = torch.ones_like(x)
+        kept[-1] = 0
+        return x * y * scale * kept
+
+    add(toy, "faulty", Implementation(drops_the_last))
+    arguments = check._parse(["--operator", "toy", "--seed", "1"])
+    declared = dataclasses.replace(toy, samples=large)
+    rows = check.check(declared, "cpu", arguments, lambda what: None)
+
+    (faulty,) = (row for row in rows if (row.impl, row.dtype) == ("faulty", "float16"))
+    assert faulty.tolerance is not None
+    assert faulty.output_error <= faulty.tolerance  # of all elements together
+    assert faulty.failures[0].startswith("an odd number: output: an element is wrong by")
+    assert [row.failures for row in rows if row.impl != "faulty"] == [[]] * 4
+
+
 @pytest.mark.gpu
 def test_algorithms_of_the_mode_that_fills_tensors_do_not_count_on_a_gpu(
     toy: Operator, tmp_path: Path
