@@ -13,6 +13,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 
 from datamodules.coco.folder import ImageFolder
@@ -21,6 +22,7 @@ from models.tasks.captioner import Captioner
 from models.tasks.classifier import Classifier
 from models.tasks.segmenter import Segmenter
 from training.callbacks.pictures import colours
+from training.results import saved
 
 CPU = ("trainer=cpu", "impl=reference")
 
@@ -215,6 +217,14 @@ def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message)
     (line,) = failed.err.splitlines()
     assert line.startswith("Error: ")
     assert message in line
+
+
+def test_a_checkpoint_that_ends_anywhere_is_damaged(trained, tmp_path):
+    whole, cut = trained.read_bytes(), tmp_path / "cut.ckpt"
+    for part in range(25):  # what PyTorch raises depends on where that is
+        cut.write_bytes(whole[: len(whole) * part // 25])
+        with pytest.raises(MisconfigurationException, match="is damaged"):
+            saved.read(cut)
 
 
 @pytest.fixture

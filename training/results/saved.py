@@ -78,7 +78,9 @@ def read(ckpt: str | Path) -> Saved:
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
         weights = contents["state_dict"]
-    except (BadZipFile, EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+    except (
+        BadZipFile, EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError
+    ) as error:  # fmt: skip
         raise MisconfigurationException(
             f"ckpt: {path} is damaged, or holds more than plain data ({type(error).__name__}); "
             "give a checkpoint that a run wrote"
