@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from PIL import Image
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 
 from datamodules.coco.folder import ImageFolder
