@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -329,9 +331,13 @@ class _CudaClock:
 
 
 def _reset_peak_memory(device: torch.device) -> None:
+    """Begins a peak, of which what an earlier fit in this process has left behind is no part."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
+    with contextlib.suppress(AttributeError, OSError):  # not with every C library
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):  # not Linux, or not allowed: the peak is the process's
         Path("/proc/self/clear_refs").write_text("5")
 

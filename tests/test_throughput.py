@@ -216,6 +216,22 @@ def test_a_second_fit_starts_anew(clock):
     assert throughput.summary()["samples_per_sec"] == pytest.approx(3 / (FETCH + STEP))
 
 
+def test_memory_that_an_earlier_fit_has_freed_is_not_counted(clock):
+    def peak() -> float:
+        throughput = Throughput(0)
+        fit(clock, [2] * 8, throughput, limit_val_batches=0)
+        return throughput.summary()["peak_memory_mb"] or 0.0
+
+    peak()
+    before = peak()
+    pieces = [torch.ones(4096) for _ in range(20_000)]  # 312 MB, too small to be mapped one by one
+    last = pieces.pop()  # lies above the others, so that they are not given back
+    pieces.append(pieces)  # pyright: ignore
+    del pieces
+    assert peak() < before + 100
+    assert last.sum() == 4096
+
+
 def test_a_batch_size_function_of_ones_own(clock):
     throughput = Throughput(0, batch_size_fn=lambda batch: 7)
     run = fit(clock, [1] * 8, throughput, limit_val_batches=0)
