@@ -105,19 +105,20 @@ struct Layer {
     const auto rows = [&] { return torch::stable::reshape(by_step(d_taps), {B * T, generated}); };
     const auto none = [&] { return torch::stable::new_empty(x, {0}); };
     Tensor d_x = none(), d_weight = none(), d_bias = none();  // outputs share no memory
-    if (need_x) {
-      const Tensor through_taps =
-          x.is_cuda() ? transposed(torch::stable::view(matrix_product(rows(), weight), {B, T, C}))
-                      : batched_product(repeated(torch::stable::transpose(weight, 0, 1), B),
-                                        torch::stable::reshape(d_taps, {B, generated, T}));
-      d_x = add(grad_input(grad, taps, padding), through_taps);
-    }
     if (need_weight)
       d_weight = matrix_product(torch::stable::transpose(rows(), 0, 1),
                                 torch::stable::reshape(transposed(x), {B * T, C}));
     if (need_bias)
       d_bias = torch::stable::view(torch::stable::sum(by_step(d_taps), std::vector<int64_t>{0, 1}),
                                    {generated});
+    if (need_x) {
+      const Tensor through_taps =
+          x.is_cuda() ? transposed(torch::stable::view(matrix_product(rows(), weight), {B, T, C}))
+                      : batched_product(repeated(torch::stable::transpose(weight, 0, 1), B),
+                                        torch::stable::reshape(d_taps, {B, generated, T}));
+      d_taps = none();  // frees it before two tensors as large as x are made
+      d_x = add(grad_input(grad, taps, padding), through_taps);
+    }
     return {d_x, d_weight, d_bias};
   }
 };
