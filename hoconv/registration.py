@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensor_like_type, is_tensorlist_like_type
 from torch.autograd import forward_ad
@@ -142,11 +142,14 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
 def is_plain(args: Sequence[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own.
 
-    The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
+    The imaginary part of a conjugate does: its memory holds the numbers with the other sign. So
+    does one of the gradients that torch.autograd.grad computes with is_grads_batched: it is many.
     """
     if not _has_plain_types(args):
         return False
-    return not any(each.is_neg() for each in args if isinstance(each, Tensor))
+    return not any(
+        each.is_neg() or is_legacy_batchedtensor(each) for each in args if isinstance(each, Tensor)
+    )
 
 
 def _has_plain_types(args: Sequence[Any]) -> bool:

@@ -300,3 +300,11 @@ def test_in_forward_mode_are_refused() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             made(dual)
+
+
+def test_many_gradients_at_once_are_refused() -> None:
+    x = sequence(3, 2, 3).requires_grad_()
+    output = layer("lstm", impl="cpp")(x)[0]
+    several = torch.ones(2, *output.shape, dtype=output.dtype)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for hoconv::recurrent"):
+        torch.autograd.grad(output, x, several, is_grads_batched=True)
