@@ -70,11 +70,14 @@ def _register_layer(impl: str, ops: BilinearOps) -> Op:
     )
     composed_forward = functools.partial(composed.forward, ops.forward)
     if code is None:  # PyTorch's ops around kernels in Python
-        forward.kernel = composed_forward
-        backward.kernel = functools.partial(composed.backward, ops)
-        for op in (forward, backward):
+        for op, kernel in (
+            (forward, composed_forward),
+            (backward, functools.partial(composed.backward, ops)),
+        ):
+            op.kernel = kernel
             name = op.overload.name().removeprefix("hoconv::")
-            _library.impl(name, op.kernel, "CUDA")
+            # Autograd has recorded the op when it is called: not the ops within it, too.
+            _library.impl(name, torch.no_grad()(kernel), "CUDA")
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, weight, bias, _, *ctx.options = inputs
