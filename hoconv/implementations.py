@@ -162,7 +162,7 @@ def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
         )
         wanted = " or ".join(implementation.devices)
         reason = f"it runs on {wanted} tensors and these are on {device_type}"
-        if "cuda" in implementation.devices and not torch.cuda.is_available():
+        if implementation.devices == ("cuda",) and not torch.cuda.is_available():
             reason = jit.no_gpu()
         return f"{reason}; or use impl=auto ({here} can run on {device_type})"
     try:

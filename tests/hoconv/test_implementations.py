@@ -228,6 +228,11 @@ def test_wrong_device_is_an_error_that_lists_what_can_run() -> None:
     )
 
 
+def test_tensors_without_memory_are_an_error_that_names_their_device() -> None:
+    with pytest.raises(ImplementationError, match="cpu or cuda tensors and these are on meta"):
+        choose(OPERATOR, "cpp", "meta")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_on_cpu_tensors_is_an_error() -> None:
     x, weight = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2, 2)
