@@ -288,9 +288,14 @@ def register_gradient(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            with _without_autocast_of(grads):
+            def compute(*grads: Any) -> Sequence[Any]:
                 found = differentiate(ctx, *grads)
-            return *(_flatten(found) if op.takes_lists else found), None, None
+                return _flatten(found) if op.takes_lists else found
+
+            with _without_autocast_of(grads):
+                many = any(g is not None and is_legacy_batchedtensor(g) for g in grads)
+                found = _call_one_by_one(compute, grads) if many else compute(*grads)
+            return *found, None, None
 
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
@@ -328,6 +333,30 @@ def register_gradient(
 
 
 _NOTHING = nullcontext()  # takes longer to make than to enter
+_add_batch_dim = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage]
+_remove_batch_dim = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _call_one_by_one(
+    function: Callable[..., Sequence[Any]], args: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Calls a function for each of the gradients that torch.autograd.grad computes at once with
+    is_grads_batched. PyTorch's own loop refuses lists, and kernels find no memory in such tensors.
+    """
+    level = 1  # of the loop over gradients: there is no other within a backward pass
+    several: list[Any] = [
+        [*_remove_batch_dim(g, level, 1, 0)] if g is not None and is_legacy_batchedtensor(g) else g
+        for g in args
+    ]
+    count = next(len(each) for each in several if isinstance(each, list))
+    found = [
+        function(*(each[i] if isinstance(each, list) else each for each in several))
+        for i in range(count)
+    ]
+    return [
+        None if each[0] is None else _add_batch_dim(torch.stack(each), 0, level)
+        for each in zip(*found, strict=True)
+    ]
 
 
 def _flatten(args: Iterable[Any]) -> list[Any]:
