@@ -67,7 +67,8 @@ def read(ckpt: str | Path) -> Saved:
     """Reads a checkpoint; one of an earlier version is described by the files of its run's folder.
 
     Raises:
-        MisconfigurationException: there is none, it is damaged, or nothing describes its run.
+        MisconfigurationException: there is none, it is damaged or unreadable, or nothing describes
+            its run.
     """
     path = Path(ckpt).resolve()
     if not path.is_file():
@@ -82,8 +83,8 @@ def read(ckpt: str | Path) -> Saved:
         BadZipFile, EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError
     ) as error:  # fmt: skip
         raise MisconfigurationException(
-            f"ckpt: {path} is damaged, or holds more than plain data ({type(error).__name__}); "
-            "give a checkpoint that a run wrote"
+            f"ckpt: {path} is damaged, unreadable, or holds more than plain data "
+            f"({type(error).__name__}); give a checkpoint that a run wrote"
         ) from error
     run = contents.get(KEY)
     if run is None:
