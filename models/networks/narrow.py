@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class NarrowLinear(nn.Linear):
-    """:class:`torch.nn.Linear` as a batched product, which a GPU computes sooner for few outputs.
+    """:class:`torch.nn.Linear`, as a product of one batch.
 
-    Of 128 rows, 128 features and 10 outputs, forward and backward take an H200 26 us and not 78: 52
-    are a product that cuBLAS computes slowly (version 13.0, the gradient of the weight).
+    For some sizes, 10 outputs of 128 features for 128 rows among them, cuBLAS 13.0 computes the
+    gradient of a Linear's weight many times more slowly than as a batched product.
 
     Shape: (B, C) to (B, K).
     """
