@@ -142,14 +142,11 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
 def is_plain(args: Sequence[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own.
 
-    The imaginary part of a conjugate does: its memory holds the numbers with the other sign. So
-    does one of the gradients that torch.autograd.grad computes with is_grads_batched: it is many.
+    The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
     """
     if not _has_plain_types(args):
         return False
-    return not any(
-        each.is_neg() or is_legacy_batchedtensor(each) for each in args if isinstance(each, Tensor)
-    )
+    return not any(each.is_neg() for each in args if isinstance(each, Tensor))
 
 
 def _has_plain_types(args: Sequence[Any]) -> bool:
