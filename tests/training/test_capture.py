@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, LambdaCallback
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -30,6 +30,7 @@ from models.tasks.optimizer import configure
 from tests.training.recorded_graph import RecordingCPU
 from training.callbacks.measuring.profile import Profile
 from training.capture import steps as capture
+from training.capture.between import find_unknown
 from training.capture.steps import CapturedSteps, CaptureError
 
 CLASSES, FEATURES, BATCH, STEPS = 3, 5, 8, 16
@@ -88,6 +89,10 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"])
 
 
+# As code of ours, which changes nothing.
+Losses.on_train_batch_end.__module__ = CapturedSteps.__module__
+
+
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -106,7 +111,7 @@ def fit(device: str) -> Callable[..., Ran]:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
         data: Any = options.pop("data", None) or batches([BATCH] * STEPS)
-        callbacks = options.pop("callbacks", [])
+        callbacks, validation = options.pop("callbacks", []), options.pop("validation", None)
         captured, losses, made = CapturedSteps(mode), Losses(), model()
         trainer = pl.Trainer(
             accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
@@ -114,7 +119,7 @@ def fit(device: str) -> Callable[..., Ran]:
             callbacks=[captured, losses, *callbacks], **{"max_epochs": 1, **options},
         )  # fmt: skip
         loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # pyright: ignore
-        trainer.fit(made, loader)
+        trainer.fit(made, loader, validation)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values = [float(loss) for loss in losses.losses]
         parameters = [parameter.detach().cpu() for parameter in made.parameters()]
@@ -832,6 +837,136 @@ def test_returns_nothing(fit: Callable[..., Ran]) -> None:
     loader: Any = torch.utils.data.DataLoader(batches([BATCH] * 6), batch_size=None)  # pyright: ignore
     trainer.fit(Skipping(), loader)
     assert captured.replays == 0
+
+
+# Whose code runs between two steps.
+
+CHANGED_AT = 11  # a batch, long after the capture
+
+
+class Scaled(Plain):
+    scale = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.network(inputs) * self.scale, labels)
+
+
+class Halves:
+    """Halves the scale of a model, once, when it is called so many times."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.calls = 0
+
+    def __call__(self, value: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == CHANGED_AT:
+            self.model.scale = 0.5
+        return value
+
+
+def _of_a_callback(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            halves()
+
+    options["callbacks"] = [Changes()]
+    return Scaled
+
+
+def _of_a_lambda_callback(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    options["callbacks"] = [LambdaCallback(on_train_batch_end=lambda *_: halves())]
+    return Scaled
+
+
+def _of_the_model(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(Scaled):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return halves(batch)
+
+    return Changes
+
+
+def _of_a_data_set(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(torch.utils.data.Dataset[Any]):
+        items = batches([BATCH] * STEPS)
+
+        def __len__(self) -> int:
+            return len(self.items)
+
+        def __getitem__(self, index: int) -> Any:
+            return halves(self.items[index])
+
+    options["data"] = torch.utils.data.Subset(Changes(), range(STEPS))
+    return Scaled
+
+
+def _of_a_schedule(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(Scaled):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            first = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 1)
+            second = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: halves(1.0))
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [2])
+            return {
+                "optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }  # fmt: skip
+
+    return Changes
+
+
+def _of_a_validation(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(Scaled):
+        def validation_step(self, *_: Any) -> None:
+            halves.calls = CHANGED_AT - 1
+            halves()
+
+    options |= {
+        "val_check_interval": CHANGED_AT, "validation": batches([BATCH]), "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    return Changes
+
+
+OWNERS = (
+    _of_a_callback, _of_a_lambda_callback, _of_the_model, _of_a_data_set, _of_a_schedule,
+    _of_a_validation,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_what_any_code_changes_between_two_steps_counts(
+    fit: Callable[..., Ran], owner: Callable[..., Any]
+) -> None:
+    def run(mode: str) -> Ran:
+        halves, options = Halves(), {}
+        kind = owner(halves, options)
+
+        class Known(kind):  # type: ignore[misc, valid-type]
+            def __init__(self) -> None:
+                super().__init__()
+                halves.model = self
+
+        return fit(Known, mode, **options)
+
+    captured, eager = run("auto"), run("off")
+    assert captured.capture.captures == 2
+    assert same(captured, eager)
+
+
+def test_code_that_is_not_known_has_a_name(
+    fit: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+
+    def find(*args: Any) -> str | None:
+        found.append(find_unknown(*args))
+        return found[-1]
+
+    monkeypatch.setattr(capture, "find_unknown", find)
+    check_captured(fit, Plain)
+    check_captured(fit, Scheduled)
+    assert found == [None, "Scheduled.configure_optimizers.<locals>.<lambda>"]
 
 
 # The setting.

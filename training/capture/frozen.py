@@ -55,13 +55,15 @@ class Attributes:
     def __init__(self, selected: Callable[[nn.Module, str], bool] = lambda *_: True) -> None:
         self._selected = selected
         self._seen: set[int] = set()  # the ids of what was looked into
-        # What is compared: parts of owners, sizes of containers, tensors; each with its name.
+        # What is compared: parts of owners, containers, tensors; each with its name.
         self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self._owners: list[Any] = []
         self._parts: list[Any] = []
         self._part_names: list[str] = []
         self._sized: list[Any] = []
         self._sized_names: list[str] = []
+        self._empty: list[Any] = []  # most containers, which are for hooks
+        self._empty_names: list[str] = []
         self._tensors: list[Tensor] = []
         self._tensor_names: list[str] = []
         self._measured: Any = None  # by `_measure`
@@ -95,7 +97,7 @@ class Attributes:
     def changed(self) -> str | None:
         """Returns the name of the first part that is no longer what it was when it was added.
 
-        It runs in every step: what does not change is compared in few calls.
+        It may run in every step: what does not change is compared in few calls.
         """
         try:
             now = self._now()
@@ -105,6 +107,8 @@ class Attributes:
             changed := _first_difference(now, self._parts, self._part_names)
         ):
             return changed
+        if any(self._empty):
+            return next(itertools.compress(self._empty_names, self._empty))
         measured = self._measure()
         if measured != self._measured:
             names = self._sized_names, self._tensor_names, self._tensor_names
@@ -146,9 +150,9 @@ class Attributes:
         """Adds the parts of an owner that `getter` gets by their keys."""
         if not keys:
             return
-        get = getter(*keys)
         if len(keys) == 1:  # getters return a tuple of two or more only
-            get = functools.partial(lambda get, owner: (get(owner),), get)
+            keys, names = keys * 2, names * 2
+        get = getter(*keys)
         parts = get(owner)
         self._getters.append(get)
         self._owners.append(owner)
@@ -160,6 +164,8 @@ class Attributes:
     def _look_into(self, value: Any, name: str, depth: int) -> None:
         if isinstance(value, _ATOMS) or id(value) in self._seen:
             return
+        if isinstance(value, tuple) and all(isinstance(each, _ATOMS) for each in value):
+            return  # nothing of it can change
         if isinstance(value, nn.Module):
             self.add_modules(name, value)
             return
@@ -184,8 +190,9 @@ class Attributes:
         else:
             return
         if container is not None:
-            self._sized.append(container)
-            self._sized_names.append(name)
+            falsy = not len(container) and not hasattr(type(container), "__bool__")
+            (self._empty if falsy else self._sized).append(container)
+            (self._empty_names if falsy else self._sized_names).append(name)
         if len(keys) <= MAX_ITEMS and depth < MAX_DEPTH:
             self._add(value, getter, keys, [name] * len(keys), depth + 1)
 

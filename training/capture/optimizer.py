@@ -85,14 +85,17 @@ class CapturedOptimizer:
             for group, number, _ in groups:
                 group["lr"] = number
 
-    def settings(self) -> Attributes:
-        """Returns the options and the state, but the learning rates that are read from the GPU."""
-        settings = Attributes()
+    def add_options(self, attributes: Attributes) -> None:
+        """Adds the options of the groups, but the learning rates that are read from the GPU."""
         for number, group in enumerate(self._optimizer.param_groups):
             on_gpu = self._rates[number] is not None or isinstance(group.get("lr"), Tensor)
-            keys = [key for key in group if not (key == "lr" and on_gpu)]
-            settings.add_items(f"optimizer.param_groups[{number}]", group, keys)
+            keys = [key for key in group if key != "params" and not (key == "lr" and on_gpu)]
+            attributes.add_items(f"optimizer.param_groups[{number}]", group, keys)
+
+    def add_state(self, attributes: Attributes) -> None:
+        """Adds the parameters of the groups and their state."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            attributes.add_items(f"optimizer.param_groups[{number}]", group, ["params"])
         for state in self._optimizer.state.values():
-            settings.add_items("optimizer.state", state, list(state))
-        settings.add_items("optimizer", vars(self._optimizer), ["param_groups", "state"])
-        return settings.finish()
+            attributes.add_items("optimizer.state", state, list(state))
+        attributes.add_items("optimizer", vars(self._optimizer), ["param_groups", "state"])

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 from hoconv.lightning import leave_out_step
 from training import console
 from training.callbacks.values import describe, map_values, tensors_of
+from training.capture.between import find_unknown
 from training.capture.comparison import copies, difference, present
 from training.capture.frozen import (
+    Attributes,
     FrozenError,
     HostRandomness,
     Logged,
@@ -51,6 +53,8 @@ MAX_GRAPHS = 32  # each keeps the memory of its batch and results
 # What graphs froze may change: then others are captured. No more, where it changed so many times
 # after at most so many steps.
 MAX_STRIKES, MIN_REPLAYS = 4, 20
+# Steps after which attributes are compared at the latest, since another thread may change them.
+COMPARE_EVERY = 50
 # Why steps run eagerly in the end that could be captured.
 WARMUP, TRIAL = "before a capture", "to compare"
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
@@ -98,8 +102,9 @@ class _Step:
         gradients_before: of every parameter, to which an accumulating step adds; None for a step
             that begins with none.
         gradients: of every parameter, after the step.
-        frozen: the attributes that were read, as :class:`Attributes`.
-        settings: of the optimizer, likewise.
+        frozen: the attributes that were read and the optimizer's state, as :class:`Attributes`.
+        compared: the moment when they were last compared.
+        options: of the optimizer, as :class:`Attributes`; a schedule may change them.
     """
 
     seen: int = 0
@@ -112,7 +117,8 @@ class _Step:
     gradients_before: list[Tensor | None] | None = None
     gradients: list[Tensor | None] = dataclasses.field(default_factory=list)
     frozen: Any = None
-    settings: Any = None
+    compared: int = 0
+    options: Any = None
 
 
 class CapturedSteps(pl.Callback):
@@ -158,6 +164,7 @@ class CapturedSteps(pl.Callback):
         self.eager_steps: Counter[str] = Counter()
         self.seconds = 0.0
         self._said: set[str] = set()
+        self._moment = 0  # goes on where code may have run that `find_unknown` does not look at
 
     def summary(self) -> dict[str, Any]:
         """Returns the attributes, as numbers and text."""
@@ -188,6 +195,14 @@ class CapturedSteps(pl.Callback):
         self._run_step = self._loop.run
         self._loop.run = self._run
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._why_eager is None:
+            self._unknown = find_unknown(trainer, pl_module)
+            self._moment += 1
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._moment += 1
+
     def on_train_end(self, *_: Any) -> None:
         self._steps = {}
         vars(self._loop).pop("run", None)
@@ -199,6 +214,7 @@ class CapturedSteps(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._moment += 1
         for state in checkpoint.get("optimizer_states", ()):
             if getattr(self, "_optimizer", None) is not None:
                 self._optimizer.restore_options(state)
@@ -208,6 +224,8 @@ class CapturedSteps(pl.Callback):
         call = _Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
         if self._why_eager is not None:
             return self._run_eagerly(call, self._why_eager)
+        if batch_idx % COMPARE_EVERY == 0:
+            self._moment += 1
         accumulated = self._trainer.accumulate_grad_batches
         key = describe(kwargs["batch"]), *call[3:], accumulated
         if not call.first:
@@ -220,8 +238,7 @@ class CapturedSteps(pl.Callback):
         if step.why_eager is not None:
             return self._run_eagerly(call, step.why_eager)
         if step.graph is not None:
-            changed = step.frozen.changed() or step.settings.changed()
-            if changed is not None:
+            if (changed := self._find_change(step)) is not None:
                 self._renew(changed)
                 return self._run(optimizer, batch_idx, kwargs)
             if not step.trials:
@@ -231,6 +248,15 @@ class CapturedSteps(pl.Callback):
         result = self._prepare(step, call)
         self.seconds += time.perf_counter() - begun
         return result
+
+    def _find_change(self, step: _Step) -> str | None:
+        """Returns the name of something that a graph froze and that has changed since, or None."""
+        if (changed := step.options.changed()) is not None:
+            return changed
+        if self._unknown is None and step.compared == self._moment:
+            return None
+        step.compared = self._moment
+        return step.frozen.changed()
 
     def _position(self, batch_idx: int) -> tuple[bool, bool, bool]:
         """Returns whether a batch is the first whose gradients are accumulated, whether it is the
@@ -242,6 +268,7 @@ class CapturedSteps(pl.Callback):
     def _run_eagerly(self, call: _Call, why: str) -> dict[str, Any]:
         self._say(why)
         self.eager_steps[why] += 1
+        self._moment += 1
         if self._optimizer is None:
             return self._run_step(call.optimizer, call.batch_idx, call.kwargs)
         with self._optimizer.rates_on_gpu():
@@ -323,7 +350,11 @@ class CapturedSteps(pl.Callback):
                 raise FrozenError(f"training_step changes {changed}")
             step.gradients = [p.grad for p in self._parameters]
             step.frozen = read_attributes(self._model, reads)
-            step.settings = self._optimizer.settings()
+            self._optimizer.add_state(step.frozen)
+            step.frozen.finish()
+            step.options = Attributes()
+            self._optimizer.add_options(step.options)
+            step.options.finish()
             step.graph = graph
         except Exception as error:
             step.why_eager = _explain(error)
@@ -434,9 +465,11 @@ class CapturedSteps(pl.Callback):
     def _state(self) -> list[Tensor]:
         """Returns all tensors that a step may write, but gradients."""
         scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
+        attributes = attributes_of(self._model)
+        self._optimizer.add_options(attributes)
+        self._optimizer.add_state(attributes)
         found = [
-            *attributes_of(self._model).tensors(),
-            *self._optimizer.settings().tensors(),
+            *attributes.tensors(),
             *(value for value in scaler.values() if isinstance(value, Tensor)),
         ]
         return list({id(tensor): tensor for tensor in found}.values())

@@ -1,0 +1,86 @@
+"""Whose code runs between two training steps.
+
+To compare what graphs froze with what it is now takes the host longer than a launch. From one step
+to the next only code that this module does not know could have changed it: that of a user's
+callback, hook, data set or schedule.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+
+# Packages whose code, between two steps, changes nothing of a model.
+KNOWN = {
+    "_thread", "builtins", "collections", "functools", "itertools", "lightning",
+    "lightning_fabric", "multiprocessing", "numpy", "operator", "pathlib", "pytorch_lightning",
+    "queue", "random", "threading", "torch", "torchmetrics", "torchvision", "weakref",
+    "datamodules", "hoconv", "models", "training",
+}  # fmt: skip
+HOOKS = ("on_train_batch_start", "on_train_batch_end")
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+MODEL_HOOKS = (*HOOKS, *BATCH_HOOKS, "lr_scheduler_step")
+MAX_OBJECTS = 1000  # within loaders and schedules: what has more counts as unknown
+
+
+def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
+    """Returns the name of what runs code between two steps that is not known, or None."""
+    hooked = [(model, MODEL_HOOKS), *((each, HOOKS) for each in trainer.callbacks)]
+    if trainer.datamodule is not None:
+        hooked.append((trainer.datamodule, BATCH_HOOKS))
+    for owner, hooks in hooked:
+        for hook in hooks:
+            if hook in vars(owner) or not _is_known(getattr(type(owner), hook)):
+                return f"{type(owner).__name__}.{hook}"
+    loop = trainer.fit_loop.epoch_loop
+    for part in (trainer, loop, trainer.strategy, trainer.precision_plugin, *trainer.loggers):
+        if not _is_known(type(part)):
+            return type(part).__name__
+    loaders = trainer.fit_loop._combined_loader.flattened
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    seen = {id(trainer), id(model), *map(id, trainer.optimizers)}
+    return _find_unknown_within([*loaders, *schedules], seen)
+
+
+def _find_unknown_within(values: list[Any], seen: set[int]) -> str | None:
+    """The name of an object or a function, within values, whose code is not known; or None."""
+    count = 0
+    while values:
+        value = values.pop()
+        if isinstance(value, _DATA) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        count += 1
+        code = value if isinstance(value, type | types.FunctionType) else type(value)
+        if not _is_known(code) or count > MAX_OBJECTS:
+            return code.__qualname__
+        if not isinstance(value, type):
+            values += _parts(value)
+    return None
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object, a container or a function holds."""
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or ()]
+    parts = list(getattr(value, "__dict__", {}).values())
+    if hasattr(value, "func"):  # of functools.partial
+        parts += [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        parts += value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts += value
+    return parts
+
+
+def _is_known(code: Any) -> bool:
+    return (code.__module__ or "").split(".")[0] in KNOWN
+
+
+_DATA = (int, float, complex, str, bytes, type(None), Tensor)
