@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from training.callbacks.finite import NotFiniteError
 from training.results.table import GrowingTable
 
 NAME = "train/loss"
+PATIENCE = 1.0  # seconds from one time to the next that losses are written
 
 
 class LossRecord(pl.Callback):
@@ -29,11 +31,11 @@ class LossRecord(pl.Callback):
     ``train/gradient_norm``, after clipping, where no further batch adds to the gradients, and every
     other scalar tensor that ``training_step`` returns beside its loss, as ``train/<its name>``.
 
-    Losses stay on the device until there are ``log_every_n_steps`` of them. A GPU's are copied then
-    and written when the next are copied: no step waits for the GPU, as it would for
-    ``self.log(..., prog_bar=True)``. All are written at the end of an epoch, with each checkpoint,
-    and when the run fails or is interrupted. A resumed run appends after the rows that its
-    checkpoint counts.
+    Losses stay on the device until there are ``log_every_n_steps`` of them, which are copied then.
+    Those that were copied before are written and logged at most once a second: no step waits for
+    the GPU, as it would for ``self.log(..., prog_bar=True)``, and few for files. All are written at
+    the end of an epoch, with each checkpoint, and when the run fails or is interrupted. A resumed
+    run appends after the rows that its checkpoint counts.
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.
@@ -45,6 +47,7 @@ class LossRecord(pl.Callback):
         self._copies: deque[_Copy] = deque()  # on their way to the host
         self._rows = 0  # how many losses there were before `_losses`
         self._rate: Any = None  # of learning, in the step that is running
+        self._written = -math.inf  # when losses were, on the host's clock
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rows = state_dict["rows"]
@@ -78,7 +81,8 @@ class LossRecord(pl.Callback):
         self._losses.append(loss.detach() * divided if divided > 1 else loss.detach())
         if self._logs(trainer):
             self._copy(trainer.global_step, self._others(trainer, pl_module, outputs))
-            self._write(left=int(self._copies[-1].copied is not None))
+            if time.perf_counter() >= self._written + PATIENCE:
+                self._write(left=int(self._copies[-1].copied is not None))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
@@ -149,6 +153,7 @@ class LossRecord(pl.Callback):
     def _write(self, left: int = 0) -> None:
         """Writes the losses that were copied, and logs what is to be logged, but leaves some of the
         newest copies."""
+        self._written = time.perf_counter()
         while len(self._copies) > left:
             copy = self._copies.popleft()
             if copy.copied is not None:
