@@ -167,7 +167,8 @@ class CompiledPlan:
 
     def _cuda(self, which: str) -> CudaLoop:
         program, always = self.program(which), self.plan.schedule == "persistent"
-        clusters = Clusters(program, always) if self.plan.persistent else None
+        following = (lambda: self.cuda_loop("backward").clusters) if which == "forward" else None
+        clusters = Clusters(program, always, following) if self.plan.persistent else None
         return CudaLoop(program, self.plan.recorded, clusters)
 
     def _stream(self, which: str) -> Program:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hoconv.jit import BuildError
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
@@ -32,6 +35,7 @@ _BLOCKS = (1, 2, 4, 8, 16)
 _WARPS = (8, 12)
 # Rows of a cluster: a kernel is compiled for each number, so there are few.
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 19, 22)
+BESIDE = "hoconv compiles"  # the name of threads
 # About the microseconds in which what a block posts reaches its partner and its cluster.
 _HOP = 1.6
 # Bytes that a product of a graph reads in a microsecond: its weights lie in the L2 cache.
@@ -63,11 +67,16 @@ class Clusters:
     Args:
         always: whether they run wherever they can, and not only where they are faster than chunks
             of steps that CUDA graphs record.
+        following: returns those of the program that runs after this one, if one does: its kernel is
+            compiled beside this one's.
     """
 
-    def __init__(self, program: Program, always: bool) -> None:
+    def __init__(
+        self, program: Program, always: bool, following: Callable[[], Clusters | None] | None = None
+    ) -> None:
         self.program = program
         self.always = always
+        self._following = following
         self._refusal = refuse(program)
         self._distribute = functools.cache(functools.partial(distribute, program))
         self._lay_out = functools.cache(self._make_layout)
@@ -86,7 +95,20 @@ class Clusters:
     def _find(self, B: int, device: torch.device, runs: int) -> ClusterLayout | str:
         if torch.cuda.get_device_capability(device) < CAPABILITY:
             return "its blocks form no clusters"
-        return self.choose(B, _describe(device), runs)
+        found = self.choose(B, _describe(device), runs)
+        if self._following is not None and not isinstance(found, str):
+            args = self._following, B, device, runs
+            threading.Thread(target=_compile, args=args, name=BESIDE).start()
+        return found
+
+    def compile(self, B: int, device: torch.device, runs: int) -> None:
+        """Compiles the kernel for a batch into the cache; `runs` as of :meth:`find`.
+
+        Raises:
+            hoconv.jit.BuildError: NVRTC fails.
+        """
+        if not isinstance(layout := self.find(B, device, runs), str):
+            compile_cuda("recurrent", self._emit(layout, runs).text, _architecture(device))
 
     def choose(self, B: int, chip: Chip, runs: int = 1) -> ClusterLayout | str:
         """The layout for a batch on a chip, or why there is none; `runs` as of :meth:`find`."""
@@ -133,6 +155,14 @@ class Clusters:
 
     def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
         return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
+
+
+def _compile(
+    following: Callable[[], Clusters | None], B: int, device: torch.device, runs: int
+) -> None:
+    with suppress(BuildError):  # as whoever runs the kernel is told
+        if (clusters := following()) is not None:
+            clusters.compile(B, device, runs)
 
 
 def _list_shapes(B: int, chip: Chip, runs: int) -> Iterator[tuple[ClusterShape, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch
 from torch import Tensor
 
 from hoconv import recurrent as rnn
-from hoconv.jit import nvrtc
+from hoconv.jit import BuildError, nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
+from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import Program, Value, flat
 from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
-from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.recurrent.plans import CompiledPlan, find_plan, request
+from hoconv.recurrent.runtime import clusters
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.cuda import CudaLoop
@@ -480,6 +484,31 @@ def test_kernels_compile(dtype: torch.dtype, architecture: str) -> None:
         for shape in shapes:
             layout = ClusterLayout(distribute(program, shape.blocks == 1), shape)
             compile_cuda("recurrent", emit_cluster(layout).text, architecture)
+
+
+def test_the_kernel_of_the_backward_pass_is_compiled_beside_that_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[str] = []
+
+    def keep(_: str, text: str, architecture: str) -> None:
+        compiled.append(text)
+        raise BuildError("whoever runs the kernel is told")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: CAPABILITY)
+    monkeypatch.setattr(clusters, "_describe", lambda _: H200)
+    monkeypatch.setattr(clusters, "compile_cuda", keep)
+    cell = to_text(trace(rnn.peephole_lstm.bind(48, 48, {})))
+    made = CompiledPlan(request(cell, torch.float32, "auto", False, False, False))
+    loop = made.cuda_loop("forward").clusters
+    assert loop is not None
+    assert isinstance(loop.find(4, torch.device("cuda", 0)), ClusterLayout)
+    for thread in threading.enumerate():
+        if thread.name == clusters.BESIDE:
+            thread.join()
+    (text,) = compiled
+    layout = made.cuda_loop("backward").clusters.choose(4, H200)  # pyright: ignore
+    assert text == emit_cluster(layout, 1).text
 
 
 def test_explain_says_what_a_block_keeps_and_when() -> None:
