@@ -307,8 +307,9 @@ class RNN(nn.Module):
         """(B, n) of each state of each run, before the first step."""
         sizes = self.runs[0][0].state_sizes
         runs, batch = len(self.runs), x.shape[1]
-        if given is None:  # nothing writes to them: all runs share them
-            return [[x.new_zeros(batch, n) for n in sizes.values()]] * runs
+        if given is None:  # nothing writes to them: all runs share them, and states of one size
+            zeros = {n: x.new_zeros(batch, n) for n in dict.fromkeys(sizes.values())}
+            return [[zeros[n] for n in sizes.values()]] * runs
         states = list(given) if isinstance(given, tuple | list) else [given]
         if len(states) != len(sizes):
             raise ValueError(

@@ -153,10 +153,17 @@ def read_backward(
     d_states: Sequence[Tensor | None],
 ) -> Inputs:  # fmt: skip
     """What the program ``backward`` reads, given inputs and results of ``forward``."""
-    zeros = torch.zeros_like
-    known = (*inputs.sequences, *results, zeros(results[0]) if d_output is None else d_output)
+    d_output = torch.zeros_like(results[0]) if d_output is None else d_output
+    known = (*inputs.sequences, *results, d_output)
     sequences = [known[i] for i in made.read_backward]
-    states = [zeros(s) if g is None else g for g, s in zip(d_states, inputs.states)]
+    states: list[Tensor] = []
+    zeros: dict[torch.Size, Tensor] = {}  # to which nothing writes: one of each shape
+    for gradient, state in zip(d_states, inputs.states, strict=True):
+        if gradient is None:
+            if state.shape not in zeros:
+                zeros[state.shape] = torch.zeros_like(state)
+            gradient = zeros[state.shape]
+        states.append(gradient)
     return Inputs(sequences, states, inputs.parameters, inputs.seed)
 
 
