@@ -25,6 +25,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from training import console, disk
+from training.processes import Reduced
 
 # Of a model and of its data, where they save their arguments.
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -154,6 +155,7 @@ class StepCheckpoints(pl.Callback):
         self._asked_to_stop = False
         self._interrupted = False
         self._step = 0
+        self._answer: Reduced | None = None  # of all processes, whether to stop
         self._on_interrupt: Any = None  # what Ctrl-C called before the fit
 
     def on_load_checkpoint(
@@ -176,6 +178,7 @@ class StepCheckpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
+        self._answer = None
         loader: Any = trainer.train_dataloader
         if not _resumes_exactly(loader):
             console.warn(
@@ -242,10 +245,17 @@ class StepCheckpoints(pl.Callback):
         """Whether any process received SIGTERM.
 
         Several processes ask each other every `log_every_n_steps` steps only, since it takes time.
+        Where a GPU carries the answer, it is read when they ask again.
         """
-        if trainer.world_size > 1 and self._step % trainer.log_every_n_steps:  # pyright: ignore
+        if trainer.world_size == 1:
+            return self._asked_to_stop
+        if self._step % max(1, trainer.log_every_n_steps):  # pyright: ignore
             return False
-        return trainer.strategy.reduce_boolean_decision(self._asked_to_stop, all=False)
+        answer, device = self._answer, trainer.strategy.root_device
+        self._answer = Reduced(torch.full((1,), float(self._asked_to_stop), device=device), "max")
+        if self._answer.arrived:
+            answer = self._answer
+        return answer is not None and bool(answer.read()[0])
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step_{self._step}.ckpt"

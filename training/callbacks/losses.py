@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from training.callbacks.finite import NotFiniteError
+from training.processes import Reduced
 from training.results.table import GrowingTable
 
 NAME = "train/loss"
-PATIENCE = 1.0  # seconds from one time to the next that losses are written
+PATIENCE = 1.0  # seconds from one time to the next that a GPU's losses are written
 
 
 class LossRecord(pl.Callback):
@@ -32,10 +33,10 @@ class LossRecord(pl.Callback):
     other scalar tensor that ``training_step`` returns beside its loss, as ``train/<its name>``.
 
     Losses stay on the device until there are ``log_every_n_steps`` of them, which are copied then.
-    Those that were copied before are written and logged at most once a second: no step waits for
-    the GPU, as it would for ``self.log(..., prog_bar=True)``, and few for files. All are written at
-    the end of an epoch, with each checkpoint, and when the run fails or is interrupted. A resumed
-    run appends after the rows that its checkpoint counts.
+    Of a GPU, those that were copied before are written and logged, once a second: no step waits for
+    it, as it would for ``self.log(..., prog_bar=True)``, and few for files. All are written at the
+    end of an epoch, with each checkpoint, and when the run fails or is interrupted. A resumed run
+    appends after the rows that its checkpoint counts.
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.
@@ -81,8 +82,10 @@ class LossRecord(pl.Callback):
         self._losses.append(loss.detach() * divided if divided > 1 else loss.detach())
         if self._logs(trainer):
             self._copy(trainer.global_step, self._others(trainer, pl_module, outputs))
-            if time.perf_counter() >= self._written + PATIENCE:
-                self._write(left=int(self._copies[-1].copied is not None))
+            if self._copies[-1].means.arrived:
+                self._write()
+            elif time.perf_counter() >= self._written + PATIENCE:
+                self._write(left=1)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
@@ -138,15 +141,10 @@ class LossRecord(pl.Callback):
             *self._losses,
             *(each.reshape(()).to(self._losses[0]) for each in tensors.values()),
         ]
-        mean: Any = self._trainer.strategy.reduce(torch.stack(parts), reduce_op="mean")
-        copied = None
-        if mean.device.type == "cuda":
-            mean = mean.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+        means = Reduced(torch.stack(parts), "mean")
         epoch = self._trainer.current_epoch
         names = tuple(tensors)
-        self._copies.append(_Copy(self._rows + 1, mean, copied, logged_step, epoch, names, kept))
+        self._copies.append(_Copy(self._rows + 1, means, logged_step, epoch, names, kept))
         self._rows += len(self._losses)
         self._losses = []
 
@@ -156,9 +154,7 @@ class LossRecord(pl.Callback):
         self._written = time.perf_counter()
         while len(self._copies) > left:
             copy = self._copies.popleft()
-            if copy.copied is not None:
-                copy.copied.synchronize()
-            values = copy.losses.tolist()
+            values = copy.means.read()
             others = {**dict(zip(copy.names, values[len(values) - len(copy.names) :])), **copy.kept}
             values = values[: len(values) - len(copy.names)]
             rows = [{"step": step, "loss": v} for step, v in enumerate(values, copy.first_row)]
@@ -183,8 +179,7 @@ class _Copy(NamedTuple):
 
     Attributes:
         first_row: of the table.
-        losses: and behind them the values of `names`.
-        copied: a mark in the GPU's queue behind the copy; None where nothing is to be waited for.
+        means: over all processes, of the losses and behind them of the values of `names`.
         logged_step: as which the last is logged, or None.
         epoch: in which that is.
         names: of the values that are logged with the last loss.
@@ -192,8 +187,7 @@ class _Copy(NamedTuple):
     """
 
     first_row: int
-    losses: Tensor
-    copied: torch.cuda.Event | None
+    means: Reduced
     logged_step: int | None
     epoch: int
     names: tuple[str, ...]

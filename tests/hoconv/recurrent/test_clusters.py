@@ -507,7 +507,10 @@ def test_the_kernel_of_the_backward_pass_is_compiled_beside_that_of_the_forward_
         if thread.name == clusters.BESIDE:
             thread.join()
     (text,) = compiled
-    layout = made.cuda_loop("backward").clusters.choose(4, H200)  # pyright: ignore
+    backward = made.cuda_loop("backward").clusters
+    assert backward is not None
+    layout = backward.choose(4, H200)
+    assert isinstance(layout, ClusterLayout)
     assert text == emit_cluster(layout, 1).text
 
 
