@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytorch_lightning as pl
 import torch
 
-
 WAITING = ("broadcast", "barrier")  # of torch.distributed
 
 
