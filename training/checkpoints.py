@@ -25,7 +25,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from training import console, disk
-from training.processes import Reduced
+from training.processes import Exchange
 
 # Of a model and of its data, where they save their arguments.
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -155,7 +155,6 @@ class StepCheckpoints(pl.Callback):
         self._asked_to_stop = False
         self._interrupted = False
         self._step = 0
-        self._answer: Reduced | None = None  # of all processes, whether to stop
         self._on_interrupt: Any = None  # what Ctrl-C called before the fit
 
     def on_load_checkpoint(
@@ -178,7 +177,8 @@ class StepCheckpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        self._answer = None
+        every, device = trainer.log_every_n_steps, trainer.strategy.root_device  # pyright: ignore
+        self._exchange = Exchange("max", max(1, every), device, self._step)
         loader: Any = trainer.train_dataloader
         if not _resumes_exactly(loader):
             console.warn(
@@ -244,18 +244,15 @@ class StepCheckpoints(pl.Callback):
     def _must_stop(self, trainer: pl.Trainer) -> bool:
         """Whether any process received SIGTERM.
 
-        Several processes ask each other every `log_every_n_steps` steps only, since it takes time.
-        Where a GPU carries the answer, it is read when they ask again.
+        Several processes ask each other now and then, since it takes time.
         """
         if trainer.world_size == 1:
             return self._asked_to_stop
-        if self._step % max(1, trainer.log_every_n_steps):  # pyright: ignore
+        if not self._exchange.due(self._step):
             return False
-        answer, device = self._answer, trainer.strategy.root_device
-        self._answer = Reduced(torch.full((1,), float(self._asked_to_stop), device=device), "max")
-        if self._answer.arrived:
-            answer = self._answer
-        return answer is not None and bool(answer.read()[0])
+        asked = torch.full((1,), float(self._asked_to_stop), device=trainer.strategy.root_device)
+        self._exchange.send(self._step, asked)
+        return any(asked > 0 for (asked,), _ in self._exchange.read(left=self._exchange.newest))
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step_{self._step}.ckpt"

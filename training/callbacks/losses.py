@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -17,11 +14,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from training.callbacks.finite import NotFiniteError
-from training.processes import Reduced
+from training.processes import Exchange
 from training.results.table import GrowingTable
 
 NAME = "train/loss"
-PATIENCE = 1.0  # seconds from one time to the next that a GPU's losses are written
 
 
 class LossRecord(pl.Callback):
@@ -32,11 +28,10 @@ class LossRecord(pl.Callback):
     ``train/gradient_norm``, after clipping, where no further batch adds to the gradients, and every
     other scalar tensor that ``training_step`` returns beside its loss, as ``train/<its name>``.
 
-    Losses stay on the device until there are ``log_every_n_steps`` of them, which are copied then.
-    Of a GPU, those that were copied before are written and logged, once a second: no step waits for
-    it, as it would for ``self.log(..., prog_bar=True)``, and few for files. All are written at the
-    end of an epoch, with each checkpoint, and when the run fails or is interrupted. A resumed run
-    appends after the rows that its checkpoint counts.
+    Losses stay on the device until there are ``log_every_n_steps`` of them; a GPU's until about a
+    second is over. No step waits for the GPU, as it would for ``self.log(..., prog_bar=True)``. All
+    are written at the end of an epoch, with each checkpoint, and when the run fails or is
+    interrupted. A resumed run appends after the rows that its checkpoint counts.
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.
@@ -45,18 +40,19 @@ class LossRecord(pl.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._losses: list[Tensor] = []  # on the device
-        self._copies: deque[_Copy] = deque()  # on their way to the host
-        self._rows = 0  # how many losses there were before `_losses`
+        self._logged: list[_Logged] = []  # of these
+        self._rows = 0  # how many losses there were before them
+        self._exchange = Exchange("mean", 1, torch.device("cpu"))
         self._rate: Any = None  # of learning, in the step that is running
-        self._written = -math.inf  # when losses were, on the host's clock
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rows = state_dict["rows"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
-        self._losses = []
-        self._copies.clear()
+        self._losses, self._logged = [], []
+        every, device = trainer.log_every_n_steps, trainer.strategy.root_device  # pyright: ignore
+        self._exchange = Exchange("mean", max(1, every), device, self._rows)
         if trainer.is_global_zero:
             self._table = GrowingTable(self.path, ("step", "loss"), self._rows)
 
@@ -81,11 +77,10 @@ class LossRecord(pl.Callback):
         divided = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._losses.append(loss.detach() * divided if divided > 1 else loss.detach())
         if self._logs(trainer):
-            self._copy(trainer.global_step, self._others(trainer, pl_module, outputs))
-            if self._copies[-1].means.arrived:
-                self._write()
-            elif time.perf_counter() >= self._written + PATIENCE:
-                self._write(left=1)
+            self._logged.append(self._describe(trainer, pl_module, outputs))
+            if self._exchange.due(self._rows + len(self._losses)):
+                self._send()
+                self._write(left=self._exchange.newest)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
@@ -105,61 +100,49 @@ class LossRecord(pl.Callback):
         every = trainer.log_every_n_steps  # pyright: ignore
         return bool(every) and (self._rows + len(self._losses) + ahead) % every == 0
 
-    def _others(
-        self, trainer: pl.Trainer, model: pl.LightningModule, outputs: Any
-    ) -> dict[str, Any]:
-        """What is logged with the loss: tensors on the device, and numbers."""
-        if not trainer.loggers:
-            return {}
+    def _describe(self, trainer: pl.Trainer, model: pl.LightningModule, outputs: Any) -> _Logged:
+        """What is logged with the last loss."""
         returned = outputs.items() if isinstance(outputs, Mapping) else ()
-        others: dict[str, Any] = {
-            f"train/{name}": value.detach()
-            for name, value in returned
-            if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
-        }
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        parts = trainer.fit_loop._should_accumulate() or isinstance(trainer.strategy, FSDPStrategy)
-        if gradients and not parts:
-            others["train/gradient_norm"] = get_total_norm(gradients)
-        if isinstance(self._rate, float | int):  # a tensor's value would be waited for
-            others["train/learning_rate"] = self._rate
-        return others
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {"epoch": trainer.current_epoch}
+        if trainer.loggers:
+            tensors |= {
+                f"train/{name}": value.detach()
+                for name, value in returned
+                if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
+            }
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            parts = trainer.fit_loop._should_accumulate()
+            if gradients and not parts and not isinstance(trainer.strategy, FSDPStrategy):
+                tensors["train/gradient_norm"] = get_total_norm(gradients)
+            if isinstance(self._rate, float | int):  # a tensor's value would be waited for
+                numbers["train/learning_rate"] = self._rate
+        return _Logged(self._rows + len(self._losses), trainer.global_step, tensors, numbers)
 
     def _flush(self) -> None:
         if self._losses:
-            self._copy()
+            self._send()
         self._write()
 
-    def _copy(
-        self, logged_step: int | None = None, others: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """Begins to copy the losses to the host; the last is logged under a step, if there is
-        one, with `others`."""
-        tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
-        kept = {name: value for name, value in others.items() if name not in tensors}
-        parts = [
-            *self._losses,
-            *(each.reshape(()).to(self._losses[0]) for each in tensors.values()),
-        ]
-        means = Reduced(torch.stack(parts), "mean")
-        epoch = self._trainer.current_epoch
-        names = tuple(tensors)
-        self._copies.append(_Copy(self._rows + 1, means, logged_step, epoch, names, kept))
-        self._rows += len(self._losses)
-        self._losses = []
+    def _send(self) -> None:
+        """Begins to bring the losses to the host, and what is logged with some of them."""
+        others = [value for logged in self._logged for value in logged.tensors.values()]
+        like = self._losses[0]
+        values = torch.stack([*self._losses, *(each.reshape(()).to(like) for each in others)])
+        first, self._rows = self._rows + 1, self._rows + len(self._losses)
+        about = range(first, self._rows + 1), self._logged
+        self._exchange.send(self._rows, values, about)
+        self._losses, self._logged = [], []
 
     def _write(self, left: int = 0) -> None:
-        """Writes the losses that were copied, and logs what is to be logged, but leaves some of the
-        newest copies."""
-        self._written = time.perf_counter()
-        while len(self._copies) > left:
-            copy = self._copies.popleft()
-            values = copy.means.read()
-            others = {**dict(zip(copy.names, values[len(values) - len(copy.names) :])), **copy.kept}
-            values = values[: len(values) - len(copy.names)]
-            rows = [{"step": step, "loss": v} for step, v in enumerate(values, copy.first_row)]
-            self._trainer.callback_metrics[NAME] = torch.tensor(values[-1], dtype=torch.float64)
-            self._trainer.progress_bar_metrics[NAME] = values[-1]
+        """Writes the losses that are on their way, and logs what is to be logged, but leaves some
+        of the newest exchanges."""
+        for values, (numbers, logged) in self._exchange.read(left):
+            rows = [{"step": step, "loss": v} for step, v in zip(numbers, values)]
+            self._trainer.callback_metrics[NAME] = torch.tensor(
+                rows[-1]["loss"], dtype=torch.float64
+            )
+            self._trainer.progress_bar_metrics[NAME] = rows[-1]["loss"]
             if self._trainer.is_global_zero:
                 self._table.extend(rows)
             for row in rows:
@@ -168,27 +151,25 @@ class LossRecord(pl.Callback):
                         f"the loss of step {row['step']} is {row['loss']}; the same command with "
                         "debug=find_nan says which layer it began in"
                     )
-            if copy.logged_step is not None:
-                metrics = {NAME: values[-1], **others, "epoch": copy.epoch}
+            others = iter(values[len(rows) :])
+            for each in logged:
+                metrics = {NAME: rows[each.row - numbers.start]["loss"]}
+                metrics |= {name: next(others) for name in each.tensors}
                 for logger in self._trainer.loggers:
-                    logger.log_metrics(metrics, step=copy.logged_step)
+                    logger.log_metrics(metrics | each.numbers, step=each.step)
 
 
-class _Copy(NamedTuple):
-    """Losses of successive batches, on their way to the host.
+class _Logged(NamedTuple):
+    """What is logged of a step.
 
     Attributes:
-        first_row: of the table.
-        means: over all processes, of the losses and behind them of the values of `names`.
-        logged_step: as which the last is logged, or None.
-        epoch: in which that is.
-        names: of the values that are logged with the last loss.
-        kept: more of these, which are on the host.
+        row: of the table, which has its loss.
+        step: under which it is logged.
+        tensors: of one number each, on the device.
+        numbers: more, which are on the host.
     """
 
-    first_row: int
-    means: Reduced
-    logged_step: int | None
-    epoch: int
-    names: tuple[str, ...]
-    kept: Mapping[str, Any]
+    row: int
+    step: int
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
