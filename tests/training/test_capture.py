@@ -20,12 +20,17 @@ import torch.nn.functional as F
 from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, LambdaCallback
+from pytorch_lightning.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    WeightAveraging,
+)
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import train
+from hoconv.lightning import Throughput
 from models.tasks.optimizer import configure
 from tests.training.recorded_graph import RecordingCPU
 from training.callbacks.measuring.profile import Profile
@@ -90,7 +95,7 @@ class Losses(pl.Callback):
 
 
 # As code of ours, which changes nothing.
-Losses.on_train_batch_end.__module__ = CapturedSteps.__module__
+Losses.__module__ = CapturedSteps.__module__
 
 
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -880,6 +885,24 @@ def _of_a_lambda_callback(halves: Halves, options: dict[str, Any]) -> type[pl.Li
     return Scaled
 
 
+def _that_a_callback_is_given(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    def count(batch: Any) -> int:  # not called for steps that capture
+        halves.calls = halves.model.trainer.global_step - 1
+        return halves(BATCH)
+
+    options["callbacks"] = [Throughput(warmup_steps=0, batch_size_fn=count)]
+    return Scaled
+
+
+def _of_a_derived_callback(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    class Changes(WeightAveraging):
+        def should_update(self, *_: Any, **__: Any) -> bool:
+            return bool(halves())
+
+    options["callbacks"] = [Changes()]
+    return Scaled
+
+
 def _of_the_model(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
     class Changes(Scaled):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -929,8 +952,8 @@ def _of_a_validation(halves: Halves, options: dict[str, Any]) -> type[pl.Lightni
 
 
 OWNERS = (
-    _of_a_callback, _of_a_lambda_callback, _of_the_model, _of_a_data_set, _of_a_schedule,
-    _of_a_validation,
+    _of_a_callback, _of_a_lambda_callback, _that_a_callback_is_given, _of_a_derived_callback,
+    _of_the_model, _of_a_data_set, _of_a_schedule, _of_a_validation,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-from torch import Tensor
+from torch import Tensor, nn
 
 # Packages whose code, between two steps, changes nothing of a model.
 KNOWN = {
@@ -29,13 +29,20 @@ MAX_OBJECTS = 1000  # within loaders and schedules: what has more counts as unkn
 
 def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
     """Returns the name of what runs code between two steps that is not known, or None."""
-    hooked = [(model, MODEL_HOOKS), *((each, HOOKS) for each in trainer.callbacks)]
+    owners: list[tuple[Any, type, tuple[str, ...]]] = [(model, pl.LightningModule, MODEL_HOOKS)]
+    owners += [(callback, pl.Callback, HOOKS) for callback in trainer.callbacks]
     if trainer.datamodule is not None:
-        hooked.append((trainer.datamodule, BATCH_HOOKS))
-    for owner, hooks in hooked:
-        for hook in hooks:
-            if hook in vars(owner) or not _is_known(getattr(type(owner), hook)):
-                return f"{type(owner).__name__}.{hook}"
+        owners.append((trainer.datamodule, pl.LightningDataModule, BATCH_HOOKS))
+    for owner, base, hooks in owners:
+        overridden = [
+            hook
+            for hook in hooks
+            if hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+        ]
+        # What it is given may be called from them: a function that counts samples, say.
+        given = (v for v in vars(owner).values() if callable(v) and not isinstance(v, nn.Module))
+        if overridden and not all(map(_is_known, (type(owner), *map(_code_of, given)))):
+            return f"{type(owner).__name__}.{overridden[0]}"
     loop = trainer.fit_loop.epoch_loop
     for part in (trainer, loop, trainer.strategy, trainer.precision_plugin, *trainer.loggers):
         if not _is_known(type(part)):
@@ -55,7 +62,7 @@ def _find_unknown_within(values: list[Any], seen: set[int]) -> str | None:
             continue
         seen.add(id(value))
         count += 1
-        code = value if isinstance(value, type | types.FunctionType) else type(value)
+        code = _code_of(value)
         if not _is_known(code) or count > MAX_OBJECTS:
             return code.__qualname__
         if not isinstance(value, type):
@@ -77,6 +84,12 @@ def _parts(value: Any) -> list[Any]:
     elif isinstance(value, list | tuple | set | frozenset):
         parts += value
     return parts
+
+
+def _code_of(value: Any) -> Any:
+    """The function or class whose code runs when a value is used."""
+    value = value.__func__ if isinstance(value, types.MethodType) else value
+    return value if isinstance(value, type | types.FunctionType) else type(value)
 
 
 def _is_known(code: Any) -> bool:
