@@ -178,8 +178,8 @@ class RNN(nn.Module):
 
         Raises:
             ValueError: a shape that does not fit.
-            TypeError: a dtype that is not the parameters', or not one of float64, float32, bfloat16
-                and float16.
+            TypeError: x is no tensor, or of a dtype that is not the parameters', or not one of
+                float64, float32, bfloat16 and float16; a state is no tensor of floating point.
         """
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
@@ -188,7 +188,8 @@ class RNN(nn.Module):
             if lengths is not None:
                 raise ValueError("lengths: a PackedSequence has its own; leave them out")
             x, lengths = pad_packed_sequence(packed)
-        assert isinstance(x, Tensor)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
         single = x.dim() == 2
         if single:
             x = x.unsqueeze(1)
@@ -324,6 +325,8 @@ class RNN(nn.Module):
                 raise ValueError(
                     f"state {name}: expected shape {expected}, got {tuple(states[i].shape)}"
                 )
+            if not states[i].is_floating_point():
+                raise TypeError(f"state {name}: expected floating point, got {states[i].dtype}")
             if states[i].device != x.device:
                 raise ValueError(
                     f"state {name}: expected the device of x, {x.device}, got {states[i].device}"

@@ -272,6 +272,11 @@ def test_wrong_inputs_are_refused() -> None:
         made(x.double())
     with pytest.raises(TypeError, match=r"state h: expected a tensor of shape .*, got NoneType"):
         made(x, (None, c))
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises(TypeError, match=f"state c: expected floating point, got {dtype}"):
+            made(x, (h, c.to(dtype)))
+    with pytest.raises(TypeError, match="x: expected a tensor or a PackedSequence, got ndarray"):
+        made(x.numpy())
 
 
 def test_dtypes_that_no_implementation_has_are_refused() -> None:
