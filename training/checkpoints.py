@@ -252,7 +252,8 @@ class StepCheckpoints(pl.Callback):
             return False
         asked = torch.full((1,), float(self._asked_to_stop), device=trainer.strategy.root_device)
         self._exchange.send(self._step, asked)
-        return any(asked > 0 for (asked,), _ in self._exchange.read(left=self._exchange.newest))
+        answers = self._exchange.read(left=self._exchange.newest)
+        return any(answer > 0 for (answer,), _ in answers)
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step_{self._step}.ckpt"
