@@ -48,10 +48,11 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def describe(values: Any) -> Any:
-    """Returns what a graph depends on: the tensors' shapes, strides, types and devices, and where
-    they are; None for values without tensors."""
+    """Returns what a graph depends on: the tensors' shapes, strides, types, devices, whether they
+    require gradients, and where they are; None for values without tensors."""
     if isinstance(values, Tensor):
-        return values.shape, values.stride(), values.dtype, values.device
+        layout = values.shape, values.stride()
+        return *layout, values.dtype, values.device, values.requires_grad
     if isinstance(values, str) or values is None:
         return None
     if isinstance(values, Mapping):

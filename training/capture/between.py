@@ -13,6 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 # Packages whose code, between two steps, changes nothing of a model.
 KNOWN = {
@@ -40,7 +41,8 @@ def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
             if hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
         ]
         # What it is given may be called from them: a function that counts samples, say.
-        given = (v for v in vars(owner).values() if callable(v) and not isinstance(v, nn.Module))
+        given = tree_leaves(list(vars(owner).values()))
+        given = (v for v in given if callable(v) and not isinstance(v, nn.Module))
         if overridden and not all(map(_is_known, (type(owner), *map(_code_of, given)))):
             return f"{type(owner).__name__}.{overridden[0]}"
     loop = trainer.fit_loop.epoch_loop
@@ -93,6 +95,8 @@ def _code_of(value: Any) -> Any:
 
 
 def _is_known(code: Any) -> bool:
+    if code in (types.GeneratorType, filter, map):  # of whose functions nothing shows
+        return False
     return (code.__module__ or "").split(".")[0] in KNOWN
 
 

@@ -9,12 +9,14 @@ not change while the graph is in use.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import operator
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,9 +35,9 @@ CONSTANTS_OF_TRAINER = {
 }  # fmt: skip
 # Attributes that are set here and, `forward`, by Lightning in every step of several processes.
 SET_BY_OBSERVERS = ("forward", "log", "training_step")
-# How deep containers and objects in an attribute are looked into, and how large they may be: of a
-# larger one only the length counts.
-MAX_DEPTH, MAX_ITEMS = 4, 1000
+# How deep containers and objects in an attribute are looked into, and how large those may be that
+# hold more than numbers and texts: no step that reads a larger one is captured.
+MAX_DEPTH, MAX_ITEMS = 8, 1000
 
 
 class FrozenError(Exception):
@@ -66,8 +68,15 @@ class Attributes:
         self._empty_names: list[str] = []
         self._tensors: list[Tensor] = []
         self._tensor_names: list[str] = []
+        self._absent: list[tuple[Any, set[str]]] = []  # dictionaries, and what is not in them
+        self._absent_names: list[str] = []
+        self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
+        self._copied_names: list[str] = []
         self._measured: Any = None  # by `_measure`
-        self.iterators: list[str] = []  # the names of iterators and generators, which go on unseen
+        # The names of iterators and generators, which go on unseen, and of what is too large to be
+        # compared.
+        self.iterators: list[str] = []
+        self.unseen: list[str] = []
 
     def add_modules(self, name: str, root: nn.Module) -> None:
         """Adds a module and those within it, but what Lightning keeps in them."""
@@ -86,9 +95,22 @@ class Attributes:
             self._add(module, operator.attrgetter, inherited, [f"{path}.{n}" for n in inherited])
 
     def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
-        """Adds items of a container."""
+        """Adds items of a container; where they are all, there may be no more."""
         self._seen.add(id(owner))
+        self._add_size(name, owner, keys)
         self._add(owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys])
+
+    def add_places(self, name: str, owner: Any, keys: list[Any]) -> None:
+        """As `add_items`, without looking into them."""
+        self._add_size(name, owner, keys)
+        self._add(
+            owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys], MAX_DEPTH + 1
+        )
+
+    def add_absent(self, name: str, owner: Any, keys: set[str]) -> None:
+        """Adds items that a dictionary does not have."""
+        self._absent.append((owner, keys))
+        self._absent_names.append(name)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that were found, each once."""
@@ -109,9 +131,15 @@ class Attributes:
             return changed
         if any(self._empty):
             return next(itertools.compress(self._empty_names, self._empty))
+        for (owner, keys), name in zip(self._absent, self._absent_names, strict=True):
+            if not keys.isdisjoint(owner):
+                return f"{name}.{min(keys.intersection(owner))}"
+        for (value, copied), name in zip(self._copied, self._copied_names, strict=True):
+            if not _is_equal(value, copied):
+                return name
         measured = self._measure()
         if measured != self._measured:
-            names = self._sized_names, self._tensor_names, self._tensor_names
+            names = self._sized_names, *[self._tensor_names] * 4
             for now, before, of in zip(measured, self._measured, names, strict=True):
                 if now != before:
                     return _first_difference(now, before, of)
@@ -126,14 +154,16 @@ class Attributes:
         call: Any = operator.call  # whose type pyright does not accept in a map
         return list(itertools.chain.from_iterable(map(call, self._getters, self._owners)))
 
-    def _measure(self) -> tuple[list[int], list[int], list[bool]]:
-        """Returns the sizes of containers, and of tensors the place and whether it is trained."""
+    def _measure(self) -> tuple[list[Any], ...]:
+        """Returns the sizes of containers, and of tensors the place, whether it is trained, and its
+        hooks."""
         try:
             places = list(map(Tensor.data_ptr, self._tensors))
         except RuntimeError:  # one has no memory of its own
             places = list(map(_place, self._tensors))
         sizes, trained = map(len, self._sized), map(_REQUIRES_GRAD, self._tensors)
-        return list(sizes), places, list(trained)
+        hooks = (list(map(each, self._tensors)) for each in _HOOKS)
+        return list(sizes), places, list(trained), *hooks
 
     def _find_missing(self) -> str | None:
         number = 0
@@ -143,6 +173,11 @@ class Attributes:
             except (AttributeError, IndexError, KeyError):
                 return self._part_names[number]
         return None
+
+    def _add_size(self, name: str, owner: Any, keys: list[Any]) -> None:
+        if len(keys) == len(owner):
+            self._sized.append(owner)
+            self._sized_names.append(name)
 
     def _add(
         self, owner: Any, getter: Any, keys: list[Any], names: list[str], depth: int = 0
@@ -159,7 +194,8 @@ class Attributes:
         self._parts += parts
         self._part_names += names
         for name, part in zip(names, parts, strict=True):
-            self._look_into(part, name, depth)
+            if depth <= MAX_DEPTH:
+                self._look_into(part, name, depth)
 
     def _look_into(self, value: Any, name: str, depth: int) -> None:
         if isinstance(value, _ATOMS) or id(value) in self._seen:
@@ -177,15 +213,32 @@ class Attributes:
             self._tensors.append(value)
             self._tensor_names.append(name)
             return
+        if isinstance(value, np.ndarray):
+            self._copied.append((value, value.copy()))
+            self._copied_names.append(name)
+            return
         getter: Any = operator.itemgetter
         container: Any = value
         if isinstance(value, Mapping):
             keys = list(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             keys = list(range(len(value)))
         elif isinstance(value, set):
             keys = []
-        elif type(value).__module__.split(".")[0] not in _LIBRARIES:
+        elif isinstance(value, types.MethodType):
+            keys, getter, container = ["__self__"], operator.attrgetter, None
+        elif isinstance(value, functools.partial):
+            keys, getter, container = ["func", "args", "keywords"], operator.attrgetter, None
+        elif isinstance(value, types.FunctionType):
+            cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+            for cell in cells:
+                self._add(cell, operator.attrgetter, ["cell_contents"], [name], depth + 1)
+            keys, container = list(vars(value)), None
+            value = vars(value)
+        elif (
+            isinstance(value, types.SimpleNamespace)
+            or type(value).__module__.split(".")[0] not in _LIBRARIES
+        ):
             keys, getter, container = _names_of_data(value), operator.attrgetter, None
         else:
             return
@@ -193,7 +246,12 @@ class Attributes:
             falsy = not len(container) and not hasattr(type(container), "__bool__")
             (self._empty if falsy else self._sized).append(container)
             (self._empty_names if falsy else self._sized_names).append(name)
-        if len(keys) <= MAX_ITEMS and depth < MAX_DEPTH:
+        if len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):
+            self._copied.append((container, copy.copy(container)))
+            self._copied_names.append(name)
+        elif len(keys) > MAX_ITEMS:
+            self.unseen.append(name)
+        elif depth < MAX_DEPTH:
             self._add(value, getter, keys, [name] * len(keys), depth + 1)
 
 
@@ -219,8 +277,27 @@ def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> st
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether they are one object, or equal numbers or texts."""
-    return a is b or (type(a) is type(b) and isinstance(a, _ATOMS) and a == b)
+    """Whether they are one object, or equal numbers or texts; 0.0 and -0.0 are not."""
+    same = type(a) is type(b) and isinstance(a, _ATOMS) and a == b
+    return a is b or (same and (a != 0 or str(a) == str(b)))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return bool(a == b)
+
+
+def _holds_atoms(container: Any) -> bool:
+    values = container.values() if isinstance(container, Mapping) else container
+    return all(isinstance(value, _ATOMS) for value in values)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a function that its own closure names, before it is made
+        return False
 
 
 def attributes_of(
@@ -237,6 +314,7 @@ def attributes_of(
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
 _LIBRARIES = {
@@ -259,8 +337,11 @@ def recorded_reads() -> Iterator[set[tuple[int, str]]]:
 
     def read(module: nn.Module, name: str) -> Any:
         # A metric is hashed by its state, wherever all modules of a model are listed.
-        if sys._getframe(1).f_code.co_name != "__hash__":
-            reads.add((id(module), name))
+        frame = sys._getframe(1)
+        if frame.f_code.co_name != "__hash__":
+            package = frame.f_globals.get("__name__", "").split(".")[0]
+            whole = name == "__dict__" and package not in _READERS
+            reads.add((id(module), ALL if whole else name))
         return object.__getattribute__(module, name)
 
     nn.Module.__getattribute__ = read  # pyright: ignore[reportAttributeAccessIssue]
@@ -268,6 +349,12 @@ def recorded_reads() -> Iterator[set[tuple[int, str]]]:
         yield reads
     finally:
         del nn.Module.__getattribute__
+
+
+ALL = "*"  # for the name of an attribute: all of them
+_PARTS = ("_parameters", "_buffers", "_modules")  # dictionaries in which a module has its parts
+# Packages that read a module's dictionary for one of its items.
+_READERS = {"torch", "lightning_fabric", "pytorch_lightning", "torchmetrics", "training"}
 
 
 def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes:
@@ -283,11 +370,23 @@ def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes
     def read(module: nn.Module, name: str) -> bool:
         if name not in vars(module):
             return True  # its class's, which is also read without the module
+        if {(id(module), name), (id(module), ALL)} & reads or id(module) in compiled:
+            return True
         # Python finds parameters, buffers and modules in these by way of __dict__.
-        name = "__dict__" if name in ("_parameters", "_buffers", "_modules") else name
-        return (id(module), name) in reads or id(module) in compiled
+        return name in _PARTS and (id(module), "__dict__") in reads
 
-    return attributes_of(model, read)
+    attributes = attributes_of(model, read)
+    for path, module in model.named_modules():
+        own = (*SET_BY_OBSERVERS, *LIGHTNINGS_OWN) if isinstance(module, pl.LightningModule) else ()
+        names = {n for owner, n in reads if owner == id(module) and not n.startswith("__")}
+        names -= {*own, *vars(module), *(n for part in _PARTS for n in vars(module)[part])}
+        names = {n for n in names if not hasattr(getattr(type(module), n, None), "__set__")}
+        # A method may be shadowed, and what hasattr looks for may come.
+        shadows = {name for name in names if hasattr(type(module), name)}
+        attributes.add_absent(f"self.{path}", vars(module), names)
+        for part in _PARTS if names - shadows else ():
+            attributes.add_absent(f"self.{path}", vars(module)[part], names - shadows)
+    return attributes
 
 
 class HostRandomness:

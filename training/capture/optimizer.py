@@ -93,9 +93,9 @@ class CapturedOptimizer:
             attributes.add_items(f"optimizer.param_groups[{number}]", group, keys)
 
     def add_state(self, attributes: Attributes) -> None:
-        """Adds the parameters of the groups and their state."""
+        """Adds the parameters of the groups, their state, and what else the optimizer keeps."""
         for number, group in enumerate(self._optimizer.param_groups):
             attributes.add_items(f"optimizer.param_groups[{number}]", group, ["params"])
         for state in self._optimizer.state.values():
             attributes.add_items("optimizer.state", state, list(state))
-        attributes.add_items("optimizer", vars(self._optimizer), ["param_groups", "state"])
+        attributes.add_items("optimizer", vars(self._optimizer), list(vars(self._optimizer)))

@@ -55,6 +55,8 @@ MAX_GRAPHS = 32  # each keeps the memory of its batch and results
 MAX_STRIKES, MIN_REPLAYS = 4, 20
 # Steps after which attributes are compared at the latest, since another thread may change them.
 COMPARE_EVERY = 50
+# Of the trainer, beside its callbacks: what Lightning reads in a step.
+READ_OF_TRAINER = ("callbacks", "gradient_clip_val", "gradient_clip_algorithm")
 # Why steps run eagerly in the end that could be captured.
 WARMUP, TRIAL = "before a capture", "to compare"
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
@@ -93,6 +95,7 @@ class _Step:
 
     Attributes:
         seen: how many ran eagerly.
+        unsettled: whether one of them changed what the optimizer keeps.
         why_eager: why they cannot be captured.
         graph: of the step, once captured; the other attributes are its:
         trials: how many steps are still to run twice.
@@ -108,6 +111,7 @@ class _Step:
     """
 
     seen: int = 0
+    unsettled: bool = False
     why_eager: str | None = None
     graph: Any = None
     trials: int = 0
@@ -164,7 +168,9 @@ class CapturedSteps(pl.Callback):
         self.eager_steps: Counter[str] = Counter()
         self.seconds = 0.0
         self._said: set[str] = set()
-        self._moment = 0  # goes on where code may have run that `find_unknown` does not look at
+        # Goes on where code may have run that `find_unknown` does not look at.
+        self._moment = self._looked = 0
+        self._unknown: str | None = None
 
     def summary(self) -> dict[str, Any]:
         """Returns the attributes, as numbers and text."""
@@ -188,17 +194,16 @@ class CapturedSteps(pl.Callback):
             else find_obstacle(trainer, pl_module, device_type=Gpu.type)
         )
         if self._why_eager is None:
-            self._optimizer = CapturedOptimizer(trainer.optimizers[0], self._device)
+            self._given = trainer.optimizers[0]
+            self._optimizer = CapturedOptimizer(self._given, self._device)
             self._find_parameters()
             self._gpu = Gpu(self._device)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run_step = self._loop.run
         self._loop.run = self._run
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._why_eager is None:
-            self._unknown = find_unknown(trainer, pl_module)
-            self._moment += 1
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._moment += 1
 
     def on_validation_end(self, *_: Any) -> None:
         self._moment += 1
@@ -223,6 +228,9 @@ class CapturedSteps(pl.Callback):
         """Does what the loop's own `run` does, eagerly or by a graph."""
         call = _Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
         if self._why_eager is not None:
+            return self._run_eagerly(call, self._why_eager)
+        if optimizer is not self._given:
+            self._why_eager = "another optimizer takes its place"
             return self._run_eagerly(call, self._why_eager)
         if batch_idx % COMPARE_EVERY == 0:
             self._moment += 1
@@ -253,6 +261,9 @@ class CapturedSteps(pl.Callback):
         """Returns the name of something that a graph froze and that has changed since, or None."""
         if (changed := step.options.changed()) is not None:
             return changed
+        if self._looked != self._moment:
+            self._looked = self._moment
+            self._unknown = find_unknown(self._trainer, self._model)
         if self._unknown is None and step.compared == self._moment:
             return None
         step.compared = self._moment
@@ -301,19 +312,26 @@ class CapturedSteps(pl.Callback):
     def _observe(self, step: _Step, call: _Call) -> dict[str, Any]:
         """Runs a step eagerly, and finds what it changes on the host."""
         step.seen += 1
-        attributes, randomness = attributes_of(self._model), HostRandomness(self._device)
+        attributes, randomness = self._attributes(), HostRandomness(self._device)
         # Reads are recorded where it matters only: torch.compile, which may compile in this step,
         # would compile the recording.
         reads: set[tuple[int, str]] = set()
-        recording = recorded_reads() if attributes.iterators else nullcontext(reads)
+        unclear = attributes.iterators or attributes.unseen
+        recording = recorded_reads() if unclear else nullcontext(reads)
         with self._gpu.beside(), recording as reads:
             result = self._run_eagerly(call, WARMUP)
         # The first steps fill caches, which are attributes too.
         if step.seen >= WARMUP_STEPS or self._captured:
-            if (changed := attributes.changed()) is not None:
+            changed = attributes.changed()
+            if changed is not None and changed.startswith("optimizer") and not step.unsettled:
+                # It has made its state of new parameters, perhaps: another step shows.
+                step.unsettled, step.seen = True, step.seen - 1
+            elif changed is not None:
                 step.why_eager = f"training_step changes {changed}"
-            elif iterators := read_attributes(self._model, reads).iterators:
+            elif iterators := (read := read_attributes(self._model, reads)).iterators:
                 step.why_eager = f"training_step reads {iterators[0]}, which goes on with each read"
+            elif read.unseen:
+                step.why_eager = f"training_step reads {read.unseen[0]}, which is very large"
             elif (used := randomness.used()) is not None:
                 step.why_eager = f"training_step draws from {used}"
             elif not all(isinstance(v, Tensor) for v in tree_leaves(result)):
@@ -337,7 +355,7 @@ class CapturedSteps(pl.Callback):
         progress = copy.deepcopy(self._loop.optim_progress.state_dict())
         before = [p.grad for p in self._parameters]
         step.gradients_before = None if call.first else before
-        attributes = attributes_of(self._model)
+        attributes = self._attributes()
         try:
             with (
                 self._optimizer.rates_on_gpu(),
@@ -351,6 +369,11 @@ class CapturedSteps(pl.Callback):
             step.gradients = [p.grad for p in self._parameters]
             step.frozen = read_attributes(self._model, reads)
             self._optimizer.add_state(step.frozen)
+            patched = {"training_step", "log"} - vars(self._model).keys()
+            step.frozen.add_absent("self", vars(self._model), patched)
+            step.frozen.add_places("trainer", vars(self._trainer), list(READ_OF_TRAINER))
+            callbacks = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+            step.frozen.add_places("trainer.callbacks", callbacks, list(range(len(callbacks))))
             step.frozen.finish()
             step.options = Attributes()
             self._optimizer.add_options(step.options)
@@ -449,6 +472,9 @@ class CapturedSteps(pl.Callback):
             0 if self.replays - self._replays_before > MIN_REPLAYS else self._strikes + 1
         )
         self._replays_before = self.replays
+        self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
+        if self._why_eager is not None:
+            return
         if self._strikes <= MAX_STRIKES:
             self._optimizer.prepare()
             self._find_parameters()
@@ -462,14 +488,18 @@ class CapturedSteps(pl.Callback):
         parameters = [*self._optimizer.parameters, *self._model.parameters()]
         self._parameters = list(dict.fromkeys(parameters))
 
-    def _state(self) -> list[Tensor]:
-        """Returns all tensors that a step may write, but gradients."""
-        scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
+    def _attributes(self) -> Attributes:
+        """Returns those of the model and of the optimizer."""
         attributes = attributes_of(self._model)
         self._optimizer.add_options(attributes)
         self._optimizer.add_state(attributes)
+        return attributes.finish()
+
+    def _state(self) -> list[Tensor]:
+        """Returns all tensors that a step may write, but gradients."""
+        scaler = vars(getattr(self._trainer.precision_plugin, "scaler", None) or object)
         found = [
-            *attributes.tensors(),
+            *self._attributes().tensors(),
             *(value for value in scaler.values() if isinstance(value, Tensor)),
         ]
         return list({id(tensor): tensor for tensor in found}.values())
