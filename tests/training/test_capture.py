@@ -1062,6 +1062,11 @@ class OfDictionary(Reads):
         return vars(self)["holder"]
 
 
+class OfTrainer(Reads):
+    def value(self) -> float:
+        return 1.0 / (self.trainer.max_epochs or 1)
+
+
 class Gradients(pl.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         for parameter in pl_module.parameters():
@@ -1133,6 +1138,7 @@ LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
     ),
     "attribute that comes": (Absent, lambda _, m: setattr(m, "late", 0.5)),
     "item of the dictionary": (OfDictionary, lambda _, m: setattr(m, "holder", 0.5)),
+    "attribute of the trainer": (OfTrainer, lambda t, _: setattr(t.fit_loop, "max_epochs", 2)),
     "method": (Plain, patch_loss),
     "training_step": (Plain, patch_training_step),
     "step of the optimizer": (Plain, patch_optimizer),

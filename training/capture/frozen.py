@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 # What Lightning itself keeps in a module, such as the hook that is running.
 LIGHTNINGS_OWN = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys()
-# These are what they are for a whole fit.
+# These are what they are for a whole fit, unless somebody sets them.
 CONSTANTS_OF_TRAINER = {
     "barebones", "estimated_stepping_batches", "global_rank", "is_global_zero", "local_rank",
     "max_epochs", "max_steps", "node_rank", "num_devices", "num_nodes", "num_training_batches",
@@ -107,6 +107,11 @@ class Attributes:
             owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys], MAX_DEPTH + 1
         )
 
+    def add_attributes(self, name: str, owner: Any, keys: list[str]) -> None:
+        """Adds attributes of an object without looking into them."""
+        names = [f"{name}.{key}" for key in keys]
+        self._add(owner, operator.attrgetter, keys, names, MAX_DEPTH + 1)
+
     def add_absent(self, name: str, owner: Any, keys: set[str]) -> None:
         """Adds items that a dictionary does not have."""
         self._absent.append((owner, keys))
@@ -139,7 +144,8 @@ class Attributes:
                 return name
         measured = self._measure()
         if measured != self._measured:
-            names = self._sized_names, *[self._tensor_names] * 4
+            trained = list(itertools.compress(self._tensor_names, self._measured[2]))
+            names = self._sized_names, *[self._tensor_names] * 2, trained, trained
             for now, before, of in zip(measured, self._measured, names, strict=True):
                 if now != before:
                     return _first_difference(now, before, of)
@@ -161,9 +167,10 @@ class Attributes:
             places = list(map(Tensor.data_ptr, self._tensors))
         except RuntimeError:  # one has no memory of its own
             places = list(map(_place, self._tensors))
-        sizes, trained = map(len, self._sized), map(_REQUIRES_GRAD, self._tensors)
-        hooks = (list(map(each, self._tensors)) for each in _HOOKS)
-        return list(sizes), places, list(trained), *hooks
+        sizes, trained = map(len, self._sized), list(map(_REQUIRES_GRAD, self._tensors))
+        with_gradients = list(itertools.compress(self._tensors, trained))
+        hooks = (list(map(each, with_gradients)) for each in _HOOKS)
+        return list(sizes), places, trained, *hooks
 
     def _find_missing(self) -> str | None:
         number = 0
@@ -318,8 +325,8 @@ _HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accum
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
 _LIBRARIES = {
-    "builtins", "functools", "lightning_fabric", "pytorch_lightning", "threading", "torch",
-    "torchmetrics", "types", "weakref",
+    "builtins", "functools", "hoconv", "lightning_fabric", "pathlib", "pytorch_lightning",
+    "threading", "torch", "torchmetrics", "types", "weakref",
 }  # fmt: skip
 
 
@@ -421,17 +428,18 @@ class Logged(NamedTuple):
 
 
 @contextlib.contextmanager
-def watched(model: pl.LightningModule) -> Iterator[list[Logged]]:
+def watched(model: pl.LightningModule) -> Iterator[tuple[list[Logged], set[str]]]:
     """Watches a call of ``model.training_step``, and yields what it logs, which Lightning does not
-    get.
+    get, and the names of what it reads from the trainer.
 
     Raises:
         FrozenError: by the step: it logs a value of the host, or reads from the trainer what
             changes from step to step.
     """
     logged: list[Logged] = []
+    reads: set[str] = set()
     step, trainer = model.training_step, model.trainer
-    constant_trainer: Any = _ConstantTrainer(trainer)
+    constant_trainer: Any = _ConstantTrainer(trainer, reads)
 
     def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
         if args or not isinstance(value, Tensor):
@@ -450,7 +458,7 @@ def watched(model: pl.LightningModule) -> Iterator[list[Logged]]:
     before = {name: vars(model).get(name) for name in ("log", "training_step")}
     model.training_step, model.log = training_step, log
     try:
-        yield logged
+        yield logged, reads
     finally:
         for name, value in before.items():
             delattr(model, name)
@@ -459,14 +467,16 @@ def watched(model: pl.LightningModule) -> Iterator[list[Logged]]:
 
 
 class _ConstantTrainer:
-    """A trainer of which only what is constant may be read."""
+    """A trainer of which only what is constant may be read; `reads` gets the names."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, reads: set[str]) -> None:
         self._trainer = trainer
+        self._reads = reads
 
     def __getattr__(self, name: str) -> Any:
         if name not in CONSTANTS_OF_TRAINER:
             raise FrozenError(f"training_step reads trainer.{name}")
+        self._reads.add(name)
         return getattr(self._trainer, name)
 
 

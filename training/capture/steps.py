@@ -359,7 +359,7 @@ class CapturedSteps(pl.Callback):
         try:
             with (
                 self._optimizer.rates_on_gpu(),
-                watched(self._model) as step.logged,
+                watched(self._model) as (step.logged, of_trainer),
                 recorded_reads() as reads,
                 self._gpu.capture() as graph,
             ):
@@ -371,6 +371,7 @@ class CapturedSteps(pl.Callback):
             self._optimizer.add_state(step.frozen)
             patched = {"training_step", "log"} - vars(self._model).keys()
             step.frozen.add_absent("self", vars(self._model), patched)
+            step.frozen.add_attributes("trainer", self._trainer, sorted(of_trainer))
             step.frozen.add_places("trainer", vars(self._trainer), list(READ_OF_TRAINER))
             callbacks = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
             step.frozen.add_places("trainer.callbacks", callbacks, list(range(len(callbacks))))
