@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.capture.frozen import Attributes
+from training.capture.attributes import Attributes
 
 
 class CapturedOptimizer:

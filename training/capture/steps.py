@@ -26,15 +26,14 @@ from torch.utils._pytree import tree_leaves
 from hoconv.lightning import leave_out_step
 from training import console
 from training.callbacks.values import describe, map_values, tensors_of
+from training.capture.attributes import Attributes, attributes_of
 from training.capture.between import find_unknown
 from training.capture.comparison import copies, difference, present
 from training.capture.frozen import (
-    Attributes,
     FrozenError,
     HostRandomness,
     Logged,
     Unread,
-    attributes_of,
     read_attributes,
     recorded_reads,
     watched,
@@ -133,7 +132,7 @@ class CapturedSteps(pl.Callback):
     where both give the same, to the last bit where two captured steps do.
 
     A graph repeats what the step did on the GPU. A step that does something else that matters runs
-    eagerly, and one line says why: it waits for the GPU, changes attributes of the model, logs
+    eagerly, and one line says why: it waits for the GPU, changes the model or the optimizer, logs
     numbers of the host, reads ``batch_idx``, the epoch or the step, draws random numbers on the
     host, or calls hooks. Attributes that it reads may change later: new graphs are captured then.
     What it reads from elsewhere, such as global variables, must stay the same.
@@ -367,18 +366,7 @@ class CapturedSteps(pl.Callback):
             if (changed := attributes.changed()) is not None:
                 raise FrozenError(f"training_step changes {changed}")
             step.gradients = [p.grad for p in self._parameters]
-            step.frozen = read_attributes(self._model, reads)
-            self._optimizer.add_state(step.frozen)
-            patched = {"training_step", "log"} - vars(self._model).keys()
-            step.frozen.add_absent("self", vars(self._model), patched)
-            step.frozen.add_attributes("trainer", self._trainer, sorted(of_trainer))
-            step.frozen.add_places("trainer", vars(self._trainer), list(READ_OF_TRAINER))
-            callbacks = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            step.frozen.add_places("trainer.callbacks", callbacks, list(range(len(callbacks))))
-            step.frozen.finish()
-            step.options = Attributes()
-            self._optimizer.add_options(step.options)
-            step.options.finish()
+            self._freeze(step, reads, of_trainer)
             step.graph = graph
         except Exception as error:
             step.why_eager = _explain(error)
@@ -390,6 +378,20 @@ class CapturedSteps(pl.Callback):
             self._set_gradients(before)
         if step.why_eager is not None:
             gc.collect()  # what is left of the step would run the next one on the capture's stream
+
+    def _freeze(self, step: _Step, reads: set[tuple[int, str]], of_trainer: set[str]) -> None:
+        """Keeps what must stay as it is while the graph is used: what the step has read."""
+        frozen = read_attributes(self._model, reads)
+        self._optimizer.add_state(frozen)
+        patched = {"training_step", "log"} - vars(self._model).keys()
+        frozen.add_absent("self", vars(self._model), patched)
+        frozen.add_attributes("trainer", self._trainer, sorted(of_trainer))
+        frozen.add_places("trainer", vars(self._trainer), list(READ_OF_TRAINER))
+        callbacks: Any = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        frozen.add_places("trainer.callbacks", callbacks, list(range(len(callbacks))))
+        step.frozen, step.options = frozen.finish(), Attributes()
+        self._optimizer.add_options(step.options)
+        step.options.finish()
 
     def _compare(self, step: _Step, call: _Call) -> dict[str, Any]:
         """Runs a step eagerly, which counts, and as its graph from the same state; compares."""

@@ -1,0 +1,319 @@
+"""The values of attributes, to be compared with what they are later."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+# What Lightning itself keeps in a module, such as the hook that is running.
+LIGHTNINGS_OWN = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys()
+# Attributes that are set here and, `forward`, by Lightning in every step of several processes.
+SET_BY_OBSERVERS = ("forward", "log", "training_step")
+# How deep containers and objects in an attribute are looked into, and how large those may be that
+# hold more than numbers and texts: no step that reads a larger one is captured.
+MAX_DEPTH, MAX_ITEMS = 8, 1000
+
+
+class Attributes:
+    """The values of attributes, to be compared with what they are later.
+
+    Containers, plain objects and modules are looked into. Of a tensor only its place in memory
+    counts: a graph reads what is there when it runs.
+
+    Args:
+        selected: whether an attribute of a module is looked at.
+    """
+
+    def __init__(self, selected: Callable[[nn.Module, str], bool] = lambda *_: True) -> None:
+        self._selected = selected
+        self._seen: set[int] = set()  # the ids of what was looked into
+        # What is compared: parts of owners, containers, tensors; each with its name.
+        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
+        self._owners: list[Any] = []
+        self._parts: list[Any] = []
+        self._part_names: list[str] = []
+        self._sized: list[Any] = []
+        self._sized_names: list[str] = []
+        self._empty: list[Any] = []  # most containers, which are for hooks
+        self._empty_names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._tensor_names: list[str] = []
+        self._absent: list[tuple[Any, set[str]]] = []  # dictionaries, and what is not in them
+        self._absent_names: list[str] = []
+        self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
+        self._copied_names: list[str] = []
+        self._measured: Any = None  # by `_measure`
+        # The names of iterators and generators, which go on unseen, and of what is too large to be
+        # compared.
+        self.iterators: list[str] = []
+        self.unseen: list[str] = []
+
+    def add_modules(self, name: str, root: nn.Module) -> None:
+        """Adds a module and those within it, but what Lightning keeps in them."""
+        modules = [
+            (".".join(filter(None, [name, path])), module)
+            for path, module in root.named_modules()
+            if id(module) not in self._seen
+        ]
+        self._seen |= {id(module) for _, module in modules}
+        for path, module in modules:
+            names = [n for n in _names_of_data(module) if self._selected(module, n)]
+            # Its own attributes are found sooner as items of its dictionary.
+            own = [n for n in names if n in vars(module)]
+            inherited = [n for n in names if n not in vars(module)]
+            self._add(vars(module), operator.itemgetter, own, [f"{path}.{n}" for n in own])
+            self._add(module, operator.attrgetter, inherited, [f"{path}.{n}" for n in inherited])
+
+    def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
+        """Adds items of a container; where they are all, there may be no more."""
+        self._seen.add(id(owner))
+        self._add_size(name, owner, keys)
+        self._add(owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys])
+
+    def add_places(self, name: str, owner: Any, keys: list[Any]) -> None:
+        """As `add_items`, without looking into them."""
+        self._add_size(name, owner, keys)
+        self._add(
+            owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys], MAX_DEPTH + 1
+        )
+
+    def add_attributes(self, name: str, owner: Any, keys: list[str]) -> None:
+        """Adds attributes of an object without looking into them."""
+        names = [f"{name}.{key}" for key in keys]
+        self._add(owner, operator.attrgetter, keys, names, MAX_DEPTH + 1)
+
+    def add_absent(self, name: str, owner: Any, keys: set[str]) -> None:
+        """Adds items that a dictionary does not have."""
+        self._absent.append((owner, keys))
+        self._absent_names.append(name)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that were found, each once."""
+        return list(self._tensors)
+
+    def changed(self) -> str | None:
+        """Returns the name of the first part that is no longer what it was when it was added.
+
+        It may run in every step: what does not change is compared in few calls.
+        """
+        try:
+            now = self._now()
+        except (AttributeError, IndexError, KeyError):
+            return self._find_missing()
+        if not all(map(operator.is_, now, self._parts)) and (
+            changed := _first_difference(now, self._parts, self._part_names)
+        ):
+            return changed
+        if any(self._empty):
+            return next(itertools.compress(self._empty_names, self._empty))
+        for (owner, keys), name in zip(self._absent, self._absent_names, strict=True):
+            if not keys.isdisjoint(owner):
+                return f"{name}.{min(keys.intersection(owner))}"
+        for (value, copied), name in zip(self._copied, self._copied_names, strict=True):
+            if not _is_equal(value, copied):
+                return name
+        measured = self._measure()
+        if measured != self._measured:
+            trained = list(itertools.compress(self._tensor_names, self._measured[2]))
+            names = self._sized_names, *[self._tensor_names] * 2, trained, trained
+            for now, before, of in zip(measured, self._measured, names, strict=True):
+                if now != before:
+                    return _first_difference(now, before, of)
+        return None
+
+    def finish(self) -> Attributes:
+        """Measures what was added; returns this object."""
+        self._measured = self._measure()
+        return self
+
+    def _now(self) -> list[Any]:
+        call: Any = operator.call  # whose type pyright does not accept in a map
+        return list(itertools.chain.from_iterable(map(call, self._getters, self._owners)))
+
+    def _measure(self) -> tuple[list[Any], ...]:
+        """Returns the sizes of containers, and of tensors the place, whether it is trained, and its
+        hooks."""
+        try:
+            places = list(map(Tensor.data_ptr, self._tensors))
+        except RuntimeError:  # one has no memory of its own
+            places = list(map(_place, self._tensors))
+        sizes, trained = map(len, self._sized), list(map(_REQUIRES_GRAD, self._tensors))
+        with_gradients = list(itertools.compress(self._tensors, trained))
+        hooks = (list(map(each, with_gradients)) for each in _HOOKS)
+        return list(sizes), places, trained, *hooks
+
+    def _find_missing(self) -> str | None:
+        number = 0
+        for get, owner in zip(self._getters, self._owners, strict=True):
+            try:
+                number += len(get(owner))
+            except (AttributeError, IndexError, KeyError):
+                return self._part_names[number]
+        return None
+
+    def _add_size(self, name: str, owner: Any, keys: list[Any]) -> None:
+        if len(keys) == len(owner):
+            self._sized.append(owner)
+            self._sized_names.append(name)
+
+    def _add(
+        self, owner: Any, getter: Any, keys: list[Any], names: list[str], depth: int = 0
+    ) -> None:
+        """Adds the parts of an owner that `getter` gets by their keys."""
+        if not keys:
+            return
+        if len(keys) == 1:  # getters return a tuple of two or more only
+            keys, names = keys * 2, names * 2
+        get = getter(*keys)
+        parts = get(owner)
+        self._getters.append(get)
+        self._owners.append(owner)
+        self._parts += parts
+        self._part_names += names
+        for name, part in zip(names, parts, strict=True):
+            if depth <= MAX_DEPTH:
+                self._look_into(part, name, depth)
+
+    def _look_into(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._seen:
+            return
+        if isinstance(value, tuple) and all(isinstance(each, _ATOMS) for each in value):
+            return  # nothing of it can change
+        if isinstance(value, nn.Module):
+            self.add_modules(name, value)
+            return
+        self._seen.add(id(value))
+        if isinstance(value, _ITERATORS):
+            self.iterators.append(name)
+            return
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+            self._tensor_names.append(name)
+            return
+        if isinstance(value, np.ndarray):
+            self._copied.append((value, value.copy()))
+            self._copied_names.append(name)
+            return
+        getter: Any = operator.itemgetter
+        container: Any = value
+        if isinstance(value, Mapping):
+            keys = list(value)
+        elif isinstance(value, list | tuple | deque):
+            keys = list(range(len(value)))
+        elif isinstance(value, set):
+            keys = []
+        elif isinstance(value, types.MethodType):
+            keys, getter, container = ["__self__"], operator.attrgetter, None
+        elif isinstance(value, functools.partial):
+            keys, getter, container = ["func", "args", "keywords"], operator.attrgetter, None
+        elif isinstance(value, types.FunctionType):
+            cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+            for cell in cells:
+                self._add(cell, operator.attrgetter, ["cell_contents"], [name], depth + 1)
+            keys, container = list(vars(value)), None
+            value = vars(value)
+        elif (
+            isinstance(value, types.SimpleNamespace)
+            or type(value).__module__.split(".")[0] not in _LIBRARIES
+        ):
+            keys, getter, container = _names_of_data(value), operator.attrgetter, None
+        else:
+            return
+        if container is not None:
+            falsy = not len(container) and not hasattr(type(container), "__bool__")
+            (self._empty if falsy else self._sized).append(container)
+            (self._empty_names if falsy else self._sized_names).append(name)
+        if len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):
+            self._copied.append((container, copy.copy(container)))
+            self._copied_names.append(name)
+        elif len(keys) > MAX_ITEMS:
+            self.unseen.append(name)
+        elif depth < MAX_DEPTH:
+            self._add(value, getter, keys, [name] * len(keys), depth + 1)
+
+
+def _names_of_data(owner: Any) -> list[str]:
+    """Returns the names of the attributes of an object that hold data: its own and those of its
+    class, but not what Lightning keeps in a module."""
+    names: dict[str, None] = dict.fromkeys(getattr(owner, "__dict__", {}))
+    for kind in type(owner).__mro__:
+        if kind.__module__.split(".")[0] in _LIBRARIES:
+            continue
+        for name, value in vars(kind).items():
+            slot = isinstance(value, types.MemberDescriptorType)
+            method = callable(value) or hasattr(type(value), "__get__")
+            if (slot and hasattr(owner, name)) or not (method or name.startswith("__")):
+                names.setdefault(name)
+    own = LIGHTNINGS_OWN if isinstance(owner, pl.LightningModule) else ()
+    return [n for n in names if n not in own and n not in SET_BY_OBSERVERS and "." not in n]
+
+
+def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str | None:
+    pairs = zip(names, now, before, strict=True)
+    return next((name for name, a, b in pairs if not _is_same(a, b)), None)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether they are one object, or equal numbers or texts; 0.0 and -0.0 are not."""
+    same = type(a) is type(b) and isinstance(a, _ATOMS) and a == b
+    return a is b or (same and (a != 0 or str(a) == str(b)))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return bool(a == b)
+
+
+def _holds_atoms(container: Any) -> bool:
+    values = container.values() if isinstance(container, Mapping) else container
+    return all(isinstance(value, _ATOMS) for value in values)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a function that its own closure names, before it is made
+        return False
+
+
+def attributes_of(
+    model: nn.Module, selected: Callable[[nn.Module, str], bool] = lambda *_: True
+) -> Attributes:
+    """Returns the attributes of a model and its modules.
+
+    Args:
+        selected: whether an attribute of a module is looked at.
+    """
+    attributes = Attributes(selected)
+    attributes.add_modules("self", model)
+    return attributes.finish()
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+_ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
+_ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
+_LIBRARIES = {
+    "builtins", "functools", "hoconv", "lightning_fabric", "pathlib", "pytorch_lightning",
+    "threading", "torch", "torchmetrics", "types", "weakref",
+}  # fmt: skip
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a tensor without memory of its own
+        return 0
