@@ -41,7 +41,7 @@ class Exchange:
         self._several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._sent: deque[_Sent] = deque()
         self._last = step  # of the last exchange
-        self._seconds = time.perf_counter()  # when that was
+        self._begun = time.perf_counter()  # when that was
         self._distance = every  # steps from one exchange to the next
 
     @property
@@ -55,7 +55,7 @@ class Exchange:
             return step % self._every == 0
         if self._several:
             return step % self._every == 0 and step >= self._last + self._distance
-        return time.perf_counter() >= self._seconds + PATIENCE
+        return time.perf_counter() >= self._begun + PATIENCE
 
     def send(self, step: int, values: Tensor, about: Any = None) -> None:
         """Begins an exchange.
@@ -66,10 +66,10 @@ class Exchange:
             about: is returned with the numbers.
         """
         now = time.perf_counter()
-        each = (now - self._seconds) / max(1, step - self._last)
-        self._last, self._seconds = step, now
+        seconds_a_step = (now - self._begun) / max(1, step - self._last)
+        self._last, self._begun = step, now
         if self._several:
-            values = torch.cat((values, values.new_full((1,), each)))
+            values = torch.cat((values, values.new_full((1,), seconds_a_step)))
             dist.all_reduce(values, dist.ReduceOp.MAX if self._how == "max" else dist.ReduceOp.SUM)
             if self._how == "mean":
                 values.div_(dist.get_world_size())
