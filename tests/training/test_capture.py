@@ -981,6 +981,42 @@ def test_what_any_code_changes_between_two_steps_counts(
     assert same(captured, eager)
 
 
+def known(callback: pl.Callback) -> pl.Callback:
+    """Lets a callback be as one of ours, whose code is not looked at."""
+    type(callback).__module__ = CapturedSteps.__module__
+    return callback
+
+
+def test_what_a_checkpoint_changes_counts_from_the_next_step(
+    fit: Callable[..., Ran], tmp_path: Path
+) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    class Changes(Scaled):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.scale = 0.5
+
+    captured, eager = (fit(Changes, mode, callbacks=[known(Saves())]) for mode in ("auto", "off"))
+    assert captured.capture.captures == 2
+    assert same(captured, eager)
+
+
+def test_attributes_are_compared_now_and_then_where_all_code_is_known(
+    fit: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changes(pl.Callback):  # as another thread does, at any time
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                pl_module.scale = 0.5
+
+    for every, captures in ((STEPS, 1), (CHANGED_AT + 1, 2)):
+        monkeypatch.setattr(capture, "COMPARE_EVERY", every)
+        assert fit(Scaled, callbacks=[known(Changes())]).capture.captures == captures
+
+
 def test_code_that_is_not_known_has_a_name(
     fit: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
