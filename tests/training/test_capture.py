@@ -1206,6 +1206,11 @@ def test_what_changes_long_after_the_capture_counts(fit: Callable[..., Ran], wha
     assert not same(eager, unchanged)
 
 
+def test_list_of_too_many_objects(fit: Callable[..., Ran]) -> None:
+    model = reads(lambda: [Scale() for _ in range(1001)], lambda h: h[1000].get())
+    check_eager(fit, model, "training_step reads self.holder, which is very large")
+
+
 @pytest.mark.parametrize("kept", ["of itself", "of a group", "of a parameter"])
 def test_numbers_that_an_optimizer_counts(fit: Callable[..., Ran], kept: str) -> None:
     class Counting(torch.optim.SGD):
