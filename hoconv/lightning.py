@@ -167,8 +167,9 @@ class Throughput(pl.Callback):
             self._stretch_start = self._waiting_since = self._clock.mark()
 
     def _pause(self) -> None:
+        """Counts no further than to the end of the last step."""
         if self._stretch_start is not None:
-            self._interval.stretches.append((self._stretch_start, self._clock.mark()))
+            self._interval.stretches.append((self._stretch_start, self._waiting_since))
             self._stretch_start = None
 
     def _end_interval(self, step: int | None = None) -> None:

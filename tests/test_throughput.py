@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 import hoconv.lightning
 from hoconv.lightning import Throughput, batch_size, leave_out_step
 
-FETCH, STEP, VALIDATION, EPOCH_END = 0.25, 0.75, 8.0, 16.0  # seconds of each
+# Seconds of each.
+FETCH, STEP, BEFORE_VALIDATION, VALIDATION, EPOCH_END = 0.25, 0.75, 4.0, 8.0, 16.0
 
 
 class Clock:
@@ -62,6 +63,10 @@ class Model(pl.LightningModule):
 
     def forward(self, x):
         return self.layer(x)
+
+    def on_validation_model_eval(self):  # before on_validation_start
+        super().on_validation_model_eval()
+        self.clock.advance(BEFORE_VALIDATION)
 
     def validation_step(self, batch, batch_idx):
         self.clock.advance(VALIDATION)
