@@ -59,6 +59,8 @@ class Shuffle(Sampler[Any]):
         """Returns this process's indices in an epoch: int64, a row for each."""
         (state,) = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
         rows = self._rows(torch.Generator().manual_seed(int(state)))
+        if self.world_size == 1:
+            return rows
         padded = torch.arange(self.rank, len(self) * self.world_size, self.world_size)
         return rows[padded % self.length]
 

@@ -25,8 +25,9 @@ class LossRecord(pl.Callback):
     digits that give the same float back: runs can be compared bit for bit. Every
     ``trainer.log_every_n_steps`` steps the last loss is logged as ``train/loss`` and shown in the
     progress bar. Loggers also get, of the same step, ``train/learning_rate``,
-    ``train/gradient_norm``, after clipping, where no further batch adds to the gradients, and every
-    other scalar tensor that ``training_step`` returns beside its loss, as ``train/<its name>``.
+    ``train/gradient_norm``, of what the optimizers train, after clipping, where no further batch
+    adds to the gradients, and every other scalar tensor that ``training_step`` returns beside its
+    loss, as ``train/<its name>``.
 
     Losses stay on the device until there are ``log_every_n_steps`` of them; a GPU's until about a
     second is over. No step waits for the GPU, as it would for ``self.log(..., prog_bar=True)``. All
@@ -77,7 +78,7 @@ class LossRecord(pl.Callback):
         divided = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._losses.append(loss.detach() * divided if divided > 1 else loss.detach())
         if self._logs(trainer):
-            self._logged.append(self._describe(trainer, pl_module, outputs))
+            self._logged.append(self._describe(trainer, outputs))
             if self._exchange.due(self._rows + len(self._losses)):
                 self._send()
                 self._write(left=self._exchange.newest)
@@ -100,7 +101,7 @@ class LossRecord(pl.Callback):
         every = trainer.log_every_n_steps  # pyright: ignore
         return bool(every) and (self._rows + len(self._losses) + ahead) % every == 0
 
-    def _describe(self, trainer: pl.Trainer, model: pl.LightningModule, outputs: Any) -> _Logged:
+    def _describe(self, trainer: pl.Trainer, outputs: Any) -> _Logged:
         """What is logged with the last loss."""
         returned = outputs.items() if isinstance(outputs, Mapping) else ()
         tensors: dict[str, Tensor] = {}
@@ -111,7 +112,9 @@ class LossRecord(pl.Callback):
                 for name, value in returned
                 if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
             }
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            groups = (group for each in trainer.optimizers for group in each.param_groups)
+            trained = (p for group in groups for p in group["params"])
+            gradients = [p.grad for p in trained if p.grad is not None]
             parts = trainer.fit_loop._should_accumulate()
             if gradients and not parts and not isinstance(trainer.strategy, FSDPStrategy):
                 tensors["train/gradient_norm"] = get_total_norm(gradients)

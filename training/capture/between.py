@@ -8,12 +8,12 @@ callback, hook, data set or schedule.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 # Packages whose code, between two steps, changes nothing of a model.
 KNOWN = {
@@ -41,9 +41,8 @@ def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
             if hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
         ]
         # What it is given may be called from them: a function that counts samples, say.
-        given = tree_leaves(list(vars(owner).values()))
-        given = (v for v in given if callable(v) and not isinstance(v, nn.Module))
-        if overridden and not all(map(_is_known, (type(owner), *map(_code_of, given)))):
+        codes = (type(owner), *map(_code_of, _callables(vars(owner)))) if overridden else ()
+        if not all(map(_is_known, codes)):
             return f"{type(owner).__name__}.{overridden[0]}"
     loop = trainer.fit_loop.epoch_loop
     for part in (trainer, loop, trainer.strategy, trainer.precision_plugin, *trainer.loggers):
@@ -53,6 +52,19 @@ def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     seen = {id(trainer), id(model), *map(id, trainer.optimizers)}
     return _find_unknown_within([*loaders, *schedules], seen)
+
+
+def _callables(value: Any) -> Iterator[Any]:
+    """What can be called, but modules, in a container or in one of those that it holds."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset | deque):
+        if callable(value) and not isinstance(value, nn.Module):
+            yield value
+        return
+    if not _PLAIN.issuperset(map(type, value)):  # of thousands of losses, say
+        for each in value:
+            yield from _callables(each)
 
 
 def _find_unknown_within(values: list[Any], seen: set[int]) -> str | None:
@@ -101,3 +113,4 @@ def _is_known(code: Any) -> bool:
 
 
 _DATA = (int, float, complex, str, bytes, type(None), Tensor)
+_PLAIN = {*_DATA, bool}
