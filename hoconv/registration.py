@@ -115,7 +115,8 @@ class Op:
         A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
         in a tenth of the time in which these are looked at one by one.
         """
-        tensors = [each for each in flat if type(each) in _TENSORS]
+        # Each once: a guard refuses one that comes again.
+        tensors = list({id(each): each for each in flat if type(each) in _TENSORS}.values())
         comparable = not torch._C._len_torch_function_stack() and _has_plain_types(flat)
         if comparable:
             for guard, differentiable in self._known.get(len(tensors), ()):

@@ -238,7 +238,7 @@ class ClusterLayout:
         )
         return self._given_bytes(exchange) + operands
 
-    @property
+    @functools.cached_property
     def mail_bytes(self) -> int:
         """The two mailboxes of a block, where each number of an exchange is beside its data."""
         return 4 * max(map(self.posted_bytes, range(self.shared.exchanges)), default=0)
@@ -275,7 +275,7 @@ class ClusterLayout:
         given = (s.value for g in self.shared.gathered for s in g.segments)
         return self.shape.clusters * sum(self.slice_bytes(v) for v in given if self.spreads(v))
 
-    @property
+    @functools.cached_property
     def own_bytes(self) -> int:
         """The global memory of a block: weights, and that room for two steps."""
         return self.far_bytes + 2 * self.room_bytes
