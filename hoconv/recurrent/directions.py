@@ -5,6 +5,7 @@ torch.compile, torch.export and torch.func see an op for each direction (ops.py)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from hoconv.recurrent.ops import (
     read_backward,
 )
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.registration import is_eager, is_plain, without_autocast
+from hoconv.registration import call_one_by_one, is_eager, is_plain, without_autocast
 
 
 def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:
@@ -83,29 +84,35 @@ class _BothDirections(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        made, (n_sequences, n_states, n_parameters) = ctx.made, ctx.counts
-        n = 2 * sum(ctx.counts)
-        seeds, saved = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
-        inputs = _group(saved[:n], ctx.counts, seeds)
-        given = [(of[0], of[len(of) - n_states :]) for of in _halve(grads)]
-        if torch.is_grad_enabled():
-            with without_autocast(saved[0].device.type):
-                again = [
-                    differentiate_again(made, definition, each, *of)
-                    for definition, each, of in zip(made.both("definition"), inputs, given)
-                ]
-            found = [[d_x, *d_parameters, *d_states] for d_x, d_states, d_parameters in again]
-        else:
-            read = [
-                read_backward(made, each, results, *of)
-                for each, results, of in zip(inputs, _halve(saved[n:]), given)
+        found = call_one_by_one(functools.partial(_differentiate, ctx), grads)
+        return None, None, None, *found
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+    """The gradients of all tensors that both directions were given."""
+    made, (n_sequences, n_states, n_parameters) = ctx.made, ctx.counts
+    n = 2 * sum(ctx.counts)
+    seeds, saved = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+    inputs = _group(saved[:n], ctx.counts, seeds)
+    given = [(of[0], of[len(of) - n_states :]) for of in _halve(grads)]
+    if torch.is_grad_enabled():
+        with without_autocast(saved[0].device.type):
+            again = [
+                differentiate_again(made, definition, each, *of)
+                for definition, each, of in zip(made.both("definition"), inputs, given)
             ]
-            found = _run(made, "backward", read)
-        gradients = []
-        for d_x, *rest in found:
-            gradients += [d_x, *[None] * (n_sequences - 1)]
-            gradients += [*rest[n_parameters:], *rest[:n_parameters]]
-        return None, None, None, *gradients
+        found = [[d_x, *d_parameters, *d_states] for d_x, d_states, d_parameters in again]
+    else:
+        read = [
+            read_backward(made, each, results, *of)
+            for each, results, of in zip(inputs, _halve(saved[n:]), given)
+        ]
+        found = _run(made, "backward", read)
+    gradients: list[Tensor | None] = []
+    for d_x, *rest in found:
+        gradients += [d_x, *[None] * (n_sequences - 1)]
+        gradients += [*rest[n_parameters:], *rest[:n_parameters]]
+    return gradients
 
 
 def _group(

@@ -26,6 +26,7 @@ from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.registration import (
     Op,
+    call_one_by_one,
     gradients,
     is_eager,
     register_gradient,
@@ -222,25 +223,30 @@ class _CudnnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        x, *tensors = ctx.saved_tensors
-        states, parameters = tensors[: ctx.n_states], tensors[ctx.n_states :]
-        if torch.is_grad_enabled():
-            with without_autocast(x.device.type):
-                inputs = Inputs([x], states, parameters, None)
-                d_x, d_states, d_parameters = differentiate_again(
-                    ctx.made, ctx.made.plan.definition, inputs, grads[0], grads[1:]
-                )
-            return None, None, d_x, *d_states, *d_parameters
-        pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
-        wanted = [t for t in ctx.inputs if t.requires_grad]
-        # backward may be called again; ctx frees the graph.
-        found = iter(
-            torch.autograd.grad(
-                [t for t, _ in pairs], wanted, [g for _, g in pairs],
-                retain_graph=True, materialize_grads=True,
+        return None, None, *call_one_by_one(functools.partial(_differentiate_cudnn, ctx), grads)
+
+
+def _differentiate_cudnn(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+    """The gradients of x, states and parameters."""
+    x, *tensors = ctx.saved_tensors
+    states, parameters = tensors[: ctx.n_states], tensors[ctx.n_states :]
+    if torch.is_grad_enabled():
+        with without_autocast(x.device.type):
+            inputs = Inputs([x], states, parameters, None)
+            d_x, d_states, d_parameters = differentiate_again(
+                ctx.made, ctx.made.plan.definition, inputs, grads[0], grads[1:]
             )
-        )  # fmt: skip
-        return None, None, *(next(found) if t.requires_grad else None for t in ctx.inputs)
+        return [d_x, *d_states, *d_parameters]
+    pairs = [(t, g) for t, g in zip(ctx.outputs, grads, strict=True) if g is not None]
+    wanted = [t for t in ctx.inputs if t.requires_grad]
+    # backward may be called again; ctx frees the graph.
+    found = iter(
+        torch.autograd.grad(
+            [t for t, _ in pairs], wanted, [g for _, g in pairs],
+            retain_graph=True, materialize_grads=True,
+        )
+    )  # fmt: skip
+    return [next(found) if t.requires_grad else None for t in ctx.inputs]
 
 
 @dataclass(eq=False)

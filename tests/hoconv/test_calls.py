@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hoconv
-import hoconv.registration
+import hoconv.registration.eager
 from hoconv import approx
 from hoconv import recurrent as rnn
 from hoconv.declaration import Sample, operators
@@ -168,9 +168,9 @@ def test_a_call_like_an_earlier_one_is_recognised(
 
     call()
     looked_at = []
-    is_eager = hoconv.registration.is_eager
+    is_eager = hoconv.registration.eager.is_eager
     monkeypatch.setattr(
-        hoconv.registration, "is_eager", lambda args: looked_at.append(args) or is_eager(args)
+        hoconv.registration.eager, "is_eager", lambda args: looked_at.append(args) or is_eager(args)
     )
     call()
     assert not looked_at

@@ -76,3 +76,34 @@ def gradients(made: Callable[..., Any], x: Tensor, *arguments: Any, **named: Any
     assert isinstance(loss, Tensor)
     found = torch.autograd.grad(loss, [x, *parameters], materialize_grads=True)
     return [t.detach() for t in (output, *states, *found)]
+
+
+def check_many_gradients(made: rnn.RNN) -> None:
+    """Gradients of several cotangents at once are those of each, and so are their gradients."""
+    like = next(made.parameters())
+    x = sequence(3, 2, 3).to(like).requires_grad_()
+    leaves = [x, *made.parameters()]
+    output = made(x)[0]
+    several = torch.randn(3, *output.shape).to(like)
+
+    def differentiate(create_graph: bool) -> list[list[Tensor]]:
+        """At once, and each."""
+
+        def of(gradient: Tensor, many: bool) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(
+                output, leaves, gradient, True, create_graph, is_grads_batched=many
+            )
+
+        each = zip(*(of(gradient, False) for gradient in several), strict=True)
+        return [[*of(several, True)], [*map(torch.stack, each)]]
+
+    torch.testing.assert_close(*differentiate(create_graph=False))
+    at_once, each = differentiate(create_graph=True)
+    torch.testing.assert_close(at_once, each)
+    again = [
+        torch.autograd.grad(
+            torch.stack([g.square().sum() for g in found]).sum(), leaves, retain_graph=True
+        )
+        for found in (at_once, each)
+    ]
+    torch.testing.assert_close(*again)

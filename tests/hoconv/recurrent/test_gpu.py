@@ -17,7 +17,14 @@ from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
 from hoconv.recurrent.schedule import plan
-from tests.hoconv.recurrent.support import READY, cell_case, gradients, layer, sequence
+from tests.hoconv.recurrent.support import (
+    READY,
+    cell_case,
+    check_many_gradients,
+    gradients,
+    layer,
+    sequence,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,6 +120,18 @@ def test_gradients_have_gradients_where_cudnn_runs_the_layer(name: str) -> None:
         assert ("CudnnFunction" in str(output.grad_fn)) == (made is ours)
     for mine, exact in zip(*found, strict=True):
         assert (mine - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.usefixtures("without_clusters")
+def test_many_gradients_at_once_where_cudnn_runs_the_layer() -> None:
+    check_many_gradients(rnn.LSTM(3, 4, impl="cuda", device="cuda"))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_many_gradients_at_once(bidirectional: bool) -> None:
+    check_many_gradients(
+        rnn.LSTM(3, 4, bidirectional=bidirectional, dtype=torch.float64, impl="cuda", device="cuda")
+    )
 
 
 @pytest.mark.parametrize("size", [4, 300])

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from hoconv import recurrent as rnn
 from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime.cpp import obstacle
-from tests.hoconv.recurrent.support import READY, agree, gradients, layer, sequence
+from tests.hoconv.recurrent.support import (
+    READY,
+    agree,
+    check_many_gradients,
+    gradients,
+    layer,
+    sequence,
+)
 
 needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
@@ -305,25 +312,6 @@ def test_in_forward_mode_are_refused() -> None:
 @needs_compiler
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_many_gradients_at_once_are_those_of_each(bidirectional: bool) -> None:
-    made = rnn.LSTM(3, 4, bidirectional=bidirectional, dtype=torch.float64, impl="cpp")
-    x = sequence(3, 2, 3).requires_grad_()
-    leaves = [x, *made.parameters()]
-    output = made(x)[0]
-    several = torch.randn(3, *output.shape, dtype=output.dtype)
-
-    def differentiate(gradient: Tensor, many: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            output, leaves, gradient, is_grads_batched=many, create_graph=True
-        )
-
-    found = differentiate(several, True)
-    one_by_one = [differentiate(each, False) for each in several]
-    expected = [torch.stack(each) for each in zip(*one_by_one, strict=True)]
-    torch.testing.assert_close(list(found), expected)
-    again = [
-        torch.autograd.grad(
-            torch.stack([g.square().sum() for g in gradients]).sum(), leaves, retain_graph=True
-        )
-        for gradients in (found, expected)
-    ]
-    torch.testing.assert_close(*again)
+    check_many_gradients(
+        rnn.LSTM(3, 4, bidirectional=bidirectional, dtype=torch.float64, impl="cpp")
+    )

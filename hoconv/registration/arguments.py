@@ -1,0 +1,49 @@
+"""Arguments of ops and layers: what they must be, and where a module has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:
+    """Checks that x has one of these dtypes, and that the others have x's dtype and device.
+
+    Raises:
+        TypeError: a dtype that is not supported, or that is not x's.
+        ValueError: a device that is not x's.
+    """
+    dtype, device = x.dtype, x.device
+    if dtype not in dtypes:
+        names = ", ".join(map(str, dtypes))
+        raise TypeError(f"x: expected one of {names}, got {dtype}; convert it with x.to(...)")
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected the dtype of x, {dtype}, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected the device of x, {device}, got {tensor.device}")
+
+
+def get_parameter(module: nn.Module, name: str) -> Any:
+    """An attribute of a module that is a parameter or None, or what took its place: a
+    parametrization, say.
+
+    ``Module.__getattr__`` takes three times as long to find a parameter.
+    """
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
+    """Whether a generator computes what a module of this class computes from its parameters, and
+    nothing else happens when it is called."""
+    return (
+        getattr(generator.forward, "__func__", None) is kind.forward
+        and not (generator._forward_pre_hooks or generator._forward_hooks)
+        and not (generator._backward_pre_hooks or generator._backward_hooks)
+    )

@@ -1,0 +1,143 @@
+"""Calls of ops that go past the dispatcher, where nothing asks for it: eager ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._library.utils import is_tensor_like_type, is_tensorlist_like_type
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+
+class Op:
+    """One op of torch.library, called as its overload is, only sooner.
+
+    An eager call needs autograd, where a gradient is wanted, and the kernel; the dispatcher would
+    go through Python and back between the two, which takes longer than the rest of a small call.
+    All other calls, those of programs and of torch.compile among them, go through the dispatcher.
+
+    Attributes:
+        overload: the op itself.
+        kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
+        takes_lists: whether an argument is a list of tensors.
+        tensors: if none is, how many arguments there are up to the last tensor.
+        gradient: calls the op, given its arguments and what runs it, such that autograd records it;
+            set by :func:`register_gradient`.
+    """
+
+    def __init__(
+        self, overload: torch._ops.OpOverload, kernel: Callable[..., Any] | None = None
+    ) -> None:
+        self.overload = overload
+        self.kernel = kernel
+        arguments = overload._schema.arguments
+        self.takes_lists = any(is_tensorlist_like_type(a.type) for a in arguments)
+        at = [i for i, a in enumerate(arguments) if is_tensor_like_type(a.type)]
+        self.tensors = 1 + max(at, default=-1)
+        self.gradient: Callable[..., Any] | None = None
+        # By the number of tensors: PyTorch's guards of those of earlier calls that were eager and
+        # plain, and whether one of them requires a gradient.
+        self._known: dict[int, tuple[tuple[Any, bool], ...]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if is_transformed():
+            return self.overload(*args)
+        found = self._examine(flatten(args) if self.takes_lists else args[: self.tensors])
+        if found is None:
+            return self.overload(*args)
+        run, differentiable = found
+        if differentiable and self.gradient and torch.is_grad_enabled():
+            return self.gradient(args, functools.partial(_run_below_autograd, run))
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*args)
+
+    def _examine(self, flat: Sequence[Any]) -> tuple[Callable[..., Any], bool] | None:
+        """What runs a call, and whether a tensor requires a gradient; None if it is not eager.
+
+        A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
+        in a tenth of the time in which these are looked at one by one.
+        """
+        # Each once: a guard refuses one that comes again.
+        tensors = list({id(each): each for each in flat if type(each) in _TENSORS}.values())
+        comparable = not torch._C._len_torch_function_stack() and _has_plain_types(flat)
+        if comparable:
+            for guard, differentiable in self._known.get(len(tensors), ()):
+                if guard.check(*tensors):
+                    return self.kernel or self.overload, differentiable
+        if not is_eager(flat):
+            return None
+        differentiable = torch._C._any_requires_grad(*flat)
+        if not is_plain(flat):
+            return self.overload, differentiable
+        if comparable and tensors:
+            free = [[None] * each.dim() for each in tensors]
+            guard = TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+            known = self._known.get(len(tensors), ())
+            self._known[len(tensors)] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
+        return self.kernel or self.overload, differentiable
+
+
+def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return run(*args)
+
+
+def is_plain(args: Sequence[Any]) -> bool:
+    """Whether no tensor and no mode asks for a dispatch of its own.
+
+    The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
+    """
+    if not _has_plain_types(args):
+        return False
+    return not any(each.is_neg() for each in args if isinstance(each, Tensor))
+
+
+def _has_plain_types(args: Sequence[Any]) -> bool:
+    return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
+
+
+_TENSORS = {Tensor, Parameter}
+# Arguments of an op without a dispatch of their own; lists are of numbers.
+_PLAIN = {*_TENSORS, type(None), bool, int, float, str, list, tuple}
+_MOST_KNOWN = 8  # guards that an op keeps of so many tensors
+
+
+def is_transformed() -> bool:
+    """Whether what runs now is traced, or transformed by torch.func."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_eager(args: Sequence[Any]) -> bool:
+    """Whether a call is neither traced nor transformed, and no argument overrides functions.
+
+    Nor is an argument of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
+    The dispatcher finds the tensor within it; without, autograd would take it for another leaf.
+    """
+    if is_transformed() or torch.overrides.has_torch_function(args):
+        return False
+    for each in args:  # a generator would take half as long again
+        if isinstance(each, Tensor) and is_functorch_wrapped_tensor(each):
+            return False
+    return True
+
+
+def flatten(args: Iterable[Any]) -> list[Any]:
+    """Arguments, those of lists one by one."""
+    flat: list[Any] = []
+    for each in args:
+        if type(each) is list:
+            flat += each
+        else:
+            flat.append(each)
+    return flat
