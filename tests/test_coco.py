@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import hoconv
 from datamodules.coco import on_device, shapes
-from tests.training.recorded_graph import RecordingCPU
+from tests.training.capture.recorded_graph import RecordingCPU
 from training.capture import steps
 
 METRICS = {

@@ -1,0 +1,434 @@
+"""What is captured, and gives the same bits as eager steps do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from hydra.utils import instantiate
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import (
+    GradientAccumulationScheduler,
+)
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+
+import train
+from models.tasks.optimizer import configure
+from tests.training.capture.support import (
+    BATCH,
+    STEPS,
+    Losses,
+    Plain,
+    Ran,
+    Scheduled,
+    batches,
+    check_captured,
+    check_eager,
+    same,
+)
+from training.callbacks.measuring.profile import Profile
+from training.capture import steps as capture
+from training.capture.steps import CapturedSteps, CaptureError
+
+CONF = Path(train.__file__).parent / "conf"
+
+
+def test_steps_are_captured(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Plain)
+    assert ran.capture.captures == 1
+    assert ran.capture.replays == STEPS - capture.WARMUP_STEPS - capture.TRIALS
+    assert ran.losses[-1] < ran.losses[0]
+
+
+def test_dropout_draws_anew_in_every_step(fit: Callable[..., Ran]) -> None:
+    class Dropout(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network.append(nn.Dropout(0.5))
+
+    check_captured(fit, Dropout)
+
+
+def test_learning_rate_follows_the_schedule(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Scheduled)
+    assert all(type(group["lr"]) is float for group in ran.trainer.optimizers[0].param_groups)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"), [("adamw", "cosine"), ("sgd", "one_cycle"), ("sgd", "plateau")]
+)
+def test_optimizers_and_schedules_of_the_configuration(
+    fit: Callable[..., Ran], optimizer: str, schedule: str
+) -> None:
+    def load(group: str, name: str, **options: Any) -> Any:
+        return instantiate(OmegaConf.load(CONF / group / f"{name}.yaml"), **options)
+
+    class Configured(Plain):
+        def configure_optimizers(self) -> Any:
+            peak = {"max_lr": 2**-7} if schedule == "one_cycle" else {}
+            made = load("optimizer", optimizer, fused=True), load("scheduler", schedule, **peak)
+            return configure(self, *made, 2**-7, 0.0)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("val/loss", 1.0)
+
+    captured, eager = fit(Configured), fit(Configured, "off")
+    assert not captured.why
+    assert captured.capture.replays > 0
+    # The rates of a schedule are no float32, and so captured steps round in another way.
+    assert captured.losses == pytest.approx(eager.losses, rel=1e-4)
+
+
+def test_a_profile_lets_steps_be_captured(
+    fit: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_captured(fit, Plain, callbacks=[Profile(first=10, steps=2)])
+    assert (tmp_path / "profile" / "trace.json").exists()
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped(fit: Callable[..., Ran], algorithm: str) -> None:
+    clip: Any = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    assert not same(check_captured(fit, Plain, **clip), fit(Plain))
+
+
+def test_gradients_are_accumulated(fit: Callable[..., Ran]) -> None:
+    ran = check_captured(fit, Scheduled, accumulate_grad_batches=3, max_epochs=3)
+    assert ran.capture.captures >= 3  # the first, the middle and the last of three batches
+    assert ran.trainer.global_step == 3 * -(-STEPS // 3)
+
+
+def test_accumulation_may_change(fit: Callable[..., Ran]) -> None:
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+    check_captured(fit, Plain, callbacks=[schedule], max_epochs=3)
+
+
+def test_short_last_batch_has_a_graph(fit: Callable[..., Ran]) -> None:
+    data = batches([BATCH] * 7 + [3])
+    ran = check_captured(fit, Plain, data=data, max_epochs=4)
+    assert ran.capture.captures == 2
+
+
+def test_bfloat16(fit: Callable[..., Ran]) -> None:
+    check_captured(fit, Plain, precision="bf16-mixed")
+
+
+@pytest.mark.gpu
+def test_float16_with_a_scaler(fit: Callable[..., Ran], device: str) -> None:
+    if device == "cpu":
+        pytest.skip("Lightning has 16-mixed on GPUs only")
+    check_captured(fit, Plain, precision="16-mixed")
+
+
+@pytest.mark.gpu
+def test_scaler_that_waits_is_eager(fit: Callable[..., Ran], device: str) -> None:
+    if device == "cpu":
+        pytest.skip("Lightning has 16-mixed on GPUs only")
+
+    class Unfused(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2**-7)
+
+    check_eager(fit, Unfused, "16-mixed", precision="16-mixed")
+
+
+def test_logged_tensors(fit: Callable[..., Ran]) -> None:
+    class Logging(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log_dict({"double": 2 * loss.detach()}, prog_bar=True, on_epoch=True)
+            return {"loss": loss, "half": loss.detach() / 2}
+
+    ran = check_captured(fit, Logging, max_epochs=2)
+    assert {"loss_step", "loss_epoch", "double_epoch"} <= ran.logged.keys()
+    assert ran.logged["loss_epoch"] == pytest.approx(np.mean(ran.losses[STEPS:]), rel=1e-5)
+
+
+def test_values_of_the_batch_that_are_not_read(fit: Callable[..., Ran]) -> None:
+    class Described(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["data"])
+
+    data = [
+        {"data": batch, "text": [f"number {i}"] * i, "none": None}
+        for i, batch in enumerate(batches([BATCH] * STEPS))
+    ]
+    assert check_captured(fit, Described, data=data).capture.captures == 1
+
+
+def test_argument_that_is_passed_on_is_not_read(fit: Callable[..., Ran]) -> None:
+    class Passing(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not hasattr(batch_idx, "to")  # as DistributedDataParallel asks
+            return self.shared_step(batch, batch_idx)
+
+        def shared_step(self, batch: Any, number: int) -> Tensor:
+            return self.loss(batch)
+
+    check_captured(fit, Passing)
+
+
+def test_changed_attribute_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Tempered(Plain):
+        weights = {"loss": 1.0}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = {"loss": 1.0}
+
+        def on_train_epoch_start(self) -> None:
+            self.weights["loss"] *= 0.5
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.weights["loss"]
+
+    ran = check_captured(fit, Tempered, max_epochs=3)
+    assert ran.capture.captures == 3
+
+
+def test_attribute_that_is_set_to_an_equal_value_changes_nothing(fit: Callable[..., Ran]) -> None:
+    class Limited(Plain):
+        limit, weight, name = 1000, 0.5, "loss"
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            # New objects in every step, before and after the capture.
+            self.limit, self.weight, self.name = int("1000"), float("0.5"), "".join(["lo", "ss"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {self.name: self.loss(batch).clamp(max=self.limit) * self.weight}
+
+    ran = check_captured(fit, Limited, max_epochs=2)
+    assert ran.capture.captures == 1
+    assert ran.trainer.global_step == 2 * STEPS
+
+
+def test_attribute_of_the_class_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Tempered(Plain):
+        weight = 1.0
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch:  # until then it is the class's
+                self.weight = 0.5 * self.weight
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.weight
+
+    assert check_captured(fit, Tempered, max_epochs=3).capture.captures == 3
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "slots", "class"])
+def test_attribute_of_an_object_renews_the_graphs(fit: Callable[..., Ran], kind: str) -> None:
+    @dataclasses.dataclass
+    class Data:
+        weight: float = 1.0
+
+    class Slots:
+        __slots__ = ("weight",)
+
+        def __init__(self) -> None:
+            self.weight = 1.0
+
+    class Class:
+        weight = 1.0
+
+    class Tempered(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = {"dataclass": Data, "slots": Slots, "class": Class}[kind]()
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch:
+                self.options.weight *= 0.5
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * self.options.weight
+
+    assert check_captured(fit, Tempered, max_epochs=3).capture.captures == 3
+
+
+def test_teacher_that_is_no_submodule(fit: Callable[..., Ran]) -> None:
+    class Taught(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teachers = [copy.deepcopy(self.network)]
+
+        def on_fit_start(self) -> None:
+            self.teachers[0].to(self.device)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                pairs = zip(self.teachers[0].parameters(), self.network.parameters())
+                for theirs, own in pairs:
+                    theirs.mul_(0.9).add_(own, alpha=0.1)
+                target = self.teachers[0](batch[0])
+            return self.loss(batch) + F.mse_loss(self.network(batch[0]), target)
+
+    check_captured(fit, Taught)
+
+
+def test_parameter_group_is_added(fit: Callable[..., Ran]) -> None:
+    class Growing(Plain):
+        def configure_optimizers(self) -> Any:
+            self.network[0].requires_grad_(False)
+            return torch.optim.AdamW(self.network[1:].parameters(), lr=2**-7, fused=True)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.network[0].requires_grad_(True)
+                group = {"params": list(self.network[0].parameters()), "lr": 2**-9}
+                self.trainer.optimizers[0].add_param_group(group)
+
+    assert check_captured(fit, Growing, max_epochs=3).capture.captures == 2
+
+
+def test_gradients_that_no_optimizer_zeroes(fit: Callable[..., Ran]) -> None:
+    class Half(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.network[-1].parameters(), lr=2**-7, fused=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            layer: Any = self.network[0]
+            outputs["loss"] = layer.weight.grad.abs().sum()  # grows from step to step
+
+    check_captured(fit, Half)
+
+
+def test_callback_serves_two_fits(fit: Callable[..., Ran], device: str) -> None:
+    captured = CapturedSteps()
+    options: Any = {
+        "accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "max_epochs": 1,
+    }  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
+    for fits in (1, 2):
+        losses, model = Losses(), Plain()
+        trainer = pl.Trainer(callbacks=[captured, losses], **options)
+        trainer.fit(model, loader)
+        assert captured.captures == fits
+        assert not {"training_step", "log"} & vars(model).keys()
+        assert "run" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert captured.replays == 2 * (STEPS - capture.WARMUP_STEPS - capture.TRIALS)
+
+
+def test_frozen_layers_renew_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Freezing(Plain):
+        def on_train_epoch_start(self) -> None:
+            self.network[0].requires_grad_(self.current_epoch % 2 == 0)
+            self.network[1].train(self.current_epoch % 2 == 0)
+
+    assert check_captured(fit, Freezing, max_epochs=3).capture.captures == 3
+
+
+def test_attribute_that_the_step_does_not_read_may_change(fit: Callable[..., Ran]) -> None:
+    class Counting(Plain):
+        batches = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches, self.seen = 0, []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.batches += 1
+            self.seen.append(self.batches)
+
+    assert check_captured(fit, Counting).capture.captures == 1
+
+
+def test_replaced_parameters_renew_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Moved(Plain):
+        def on_train_epoch_start(self) -> None:
+            for parameter in self.parameters():
+                parameter.data = parameter.data * 0.5
+
+    assert check_captured(fit, Moved, max_epochs=2).capture.captures == 2
+
+
+def test_replaced_optimizer_state_renews_the_graphs(fit: Callable[..., Ran]) -> None:
+    class Reset(Plain):
+        def on_train_epoch_start(self) -> None:
+            optimizer: Any = self.trainer.optimizers[0]
+            optimizer.load_state_dict(optimizer.state_dict())
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.5
+
+    assert check_captured(fit, Reset, max_epochs=2).capture.captures == 2
+
+
+def test_averaged_weights_follow(fit: Callable[..., Ran]) -> None:
+    class Average(pl.Callback):
+        """Reads the parameters and their gradients after every step."""
+
+        def __init__(self) -> None:
+            self.means: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for parameter in pl_module.parameters():
+                self.means.append(parameter.detach().clone().cpu())
+                self.means.append(parameter.grad.clone().cpu())
+
+    captured, eager = Average(), Average()
+    fit(Plain, callbacks=[captured])
+    fit(Plain, "off", callbacks=[eager])
+    assert len(captured.means) == len(eager.means)
+    assert all(map(torch.equal, captured.means, eager.means))
+
+
+def test_resumed_run_gives_the_same_bits(fit: Callable[..., Ran], tmp_path: Any) -> None:
+    whole = fit(Scheduled, max_epochs=4)
+    first = fit(Scheduled, max_epochs=2)
+    first.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert not saved["optimizer_states"][0]["param_groups"][0]["capturable"]
+
+    class Resumed(Scheduled):
+        def configure_optimizers(self) -> Any:
+            return super().configure_optimizers()
+
+    torch.manual_seed(0)
+    losses, model = Losses(), Resumed()
+    trainer = pl.Trainer(
+        accelerator="gpu" if model_on_gpu(first) else "cpu", devices=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[CapturedSteps(), losses], max_epochs=4,
+    )  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
+    trainer.fit(model, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert [float(loss) for loss in losses.losses] == whole.losses[2 * STEPS :]
+
+
+def model_on_gpu(ran: Ran) -> bool:
+    return ran.trainer.strategy.root_device.type == "cuda"
+
+
+def test_required(fit: Callable[..., Ran]) -> None:
+    class Indexed(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1 + batch_idx)
+
+    assert fit(Plain, "step").capture.replays > 0
+    with pytest.raises(CaptureError, match=r"capture=step: .*reads batch_idx; use capture=auto"):
+        fit(Indexed, "step")
+
+
+def test_mode_is_checked() -> None:
+    message = "capture: expected one of auto, step, off; got 'yes'"
+    with pytest.raises(MisconfigurationException, match=message):
+        CapturedSteps("yes")
+    assert CapturedSteps(False).mode == "off"  # as YAML reads it
+
+
+def test_scaler_of_lightning_is_where_it_is_looked_for() -> None:
+    assert hasattr(MixedPrecision("bf16-mixed", "cpu"), "scaler")

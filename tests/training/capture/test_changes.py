@@ -1,0 +1,221 @@
+"""What changes long after the capture, of any kind: the graphs are captured anew."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.training.capture.support import CHANGED_AT, Plain, Ran, check_eager, same
+from training.capture import steps as capture
+
+
+class Reads(Plain):
+    """Reads `holder` in every step, by `value`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder: Any = self.make()
+
+    def make(self) -> Any:
+        return 1.0
+
+    def value(self) -> float:
+        return self.holder
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.network(inputs) * self.value(), labels)
+
+
+def reads(make: Callable[[], Any], value: Callable[[Any], float]) -> type[Reads]:
+    members = {"make": lambda _: make(), "value": lambda self: value(self.holder)}
+    return type("Reads", (Reads,), members)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"in": nested(depth - 1)} if depth else {"scale": 1.0}
+
+
+def innermost(value: dict[str, Any]) -> dict[str, Any]:
+    return innermost(value["in"]) if "in" in value else value
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def get(self) -> float:
+        return self.factor
+
+
+def closed_over() -> Callable[..., float]:
+    factor = 1.0
+
+    def get(new: float | None = None) -> float:
+        nonlocal factor
+        factor = factor if new is None else new
+        return factor
+
+    return get
+
+
+class Absent(Reads):
+    late: float
+
+    def value(self) -> float:
+        return self.late if hasattr(self, "late") else 1.0
+
+
+class OfDictionary(Reads):
+    def value(self) -> float:
+        return vars(self)["holder"]
+
+
+class OfTrainer(Reads):
+    def value(self) -> float:
+        return 1.0 / (self.trainer.max_epochs or 1)
+
+
+class Gradients(pl.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.clamp_(min=0)
+
+
+def patch_loss(_: Any, model: Any) -> None:
+    original = model.loss
+    model.loss = lambda batch: 0.5 * original(batch)
+
+
+def patch_training_step(_: Any, model: Any) -> None:
+    original = model.training_step
+    model.training_step = lambda batch, batch_idx: 0.5 * original(batch, batch_idx)
+
+
+def patch_optimizer(trainer: Any, model: Any) -> None:
+    optimizer = trainer.optimizers[0]
+    original = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        for parameter in model.parameters():
+            parameter.detach().mul_(0.5)
+        return result
+
+    optimizer.step = step
+
+
+def take_optimizer(trainer: Any, model: Any) -> None:
+    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.5)]
+
+
+LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
+    "module of a Sequential": (Plain, lambda _, m: m.network.__setitem__(2, nn.Tanh())),
+    "appended module": (Plain, lambda _, m: m.network.append(nn.Tanh())),
+    "namespace": (
+        reads(lambda: SimpleNamespace(scale=1.0), lambda h: h.scale),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "deque": (
+        reads(lambda: deque([1.0]), lambda h: h[0]),
+        lambda _, m: m.holder.__setitem__(0, 0.5),
+    ),
+    "array": (
+        reads(lambda: np.ones(3), lambda h: float(h[1])),
+        lambda _, m: m.holder.__setitem__(1, 0.5),
+    ),
+    "nested dictionaries": (
+        reads(lambda: nested(6), lambda h: innermost(h)["scale"]),
+        lambda _, m: innermost(m.holder).update(scale=0.5),
+    ),
+    "long list": (
+        reads(lambda: [1.0] * 2000, lambda h: h[1999]),
+        lambda _, m: m.holder.__setitem__(1999, 0.5),
+    ),
+    "bound method": (
+        reads(lambda: Scale().get, lambda h: h()),
+        lambda _, m: setattr(m.holder.__self__, "factor", 0.5),
+    ),
+    "partial": (
+        reads(lambda: functools.partial(max, *([0.1, 1.0],)), lambda h: h()),
+        lambda _, m: m.holder.args[0].__setitem__(1, 0.5),
+    ),
+    "closure": (reads(closed_over, lambda h: h()), lambda _, m: m.holder(0.5)),
+    "minus zero": (
+        reads(lambda: 0.0, lambda h: 1 + math.copysign(0.5, h)),
+        lambda _, m: setattr(m, "holder", -0.0),
+    ),
+    "attribute that comes": (Absent, lambda _, m: setattr(m, "late", 0.5)),
+    "item of the dictionary": (OfDictionary, lambda _, m: setattr(m, "holder", 0.5)),
+    "attribute of the trainer": (OfTrainer, lambda t, _: setattr(t.fit_loop, "max_epochs", 2)),
+    "method": (Plain, patch_loss),
+    "training_step": (Plain, patch_training_step),
+    "step of the optimizer": (Plain, patch_optimizer),
+    "optimizer": (Plain, take_optimizer),
+    "callback": (Plain, lambda t, _: t.callbacks.append(Gradients())),
+    "clipping": (Plain, lambda t, _: setattr(t, "gradient_clip_val", 0.01)),
+    "hook of a parameter": (
+        Plain,
+        lambda _, m: m.network[0].weight.register_hook(lambda gradient: 0.5 * gradient),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_changes_long_after_the_capture_counts(fit: Callable[..., Ran], what: str) -> None:
+    model, change = LATE[what]
+
+    class Changes(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                change(trainer, pl_module)
+
+    captured, eager, unchanged = (
+        fit(model, mode, callbacks=[Changes()] if changes else [])
+        for mode, changes in (("auto", True), ("off", True), ("off", False))
+    )
+    assert captured.capture.replays >= CHANGED_AT - capture.WARMUP_STEPS - capture.TRIALS
+    assert same(captured, eager)
+    assert not same(eager, unchanged)
+
+
+def test_list_of_too_many_objects(fit: Callable[..., Ran]) -> None:
+    model = reads(lambda: [Scale() for _ in range(1001)], lambda h: h[1000].get())
+    check_eager(fit, model, "training_step reads self.holder, which is very large")
+
+
+@pytest.mark.parametrize("kept", ["of itself", "of a group", "of a parameter"])
+def test_numbers_that_an_optimizer_counts(fit: Callable[..., Ran], kept: str) -> None:
+    class Counting(torch.optim.SGD):
+        n = 0
+
+        def step(self, closure: Any = None) -> Any:
+            group, state = self.param_groups[0], self.state[self.param_groups[0]["params"][0]]
+            if kept == "of itself":
+                self.n = count = self.n + 1
+            elif kept == "of a group":
+                group["n"] = count = group.get("n", 0) + 1
+            else:
+                state["n"] = count = state.get("n", 0) + 1
+            loss = closure()
+            for parameter in group["params"]:
+                parameter.grad /= count
+            super().step()
+            return loss
+
+    class Counts(Plain):
+        def configure_optimizers(self) -> Any:
+            return Counting(self.parameters(), lr=0.5)
+
+    check_eager(fit, Counts, "training_step changes optimizer")
