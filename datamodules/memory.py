@@ -6,7 +6,7 @@ N samples, B batch, C channels, H height, W width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -137,7 +137,13 @@ class TrainingBatches(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0
         rows = self.sampler.order(self.sampler.epoch)
-        parts = _split(rows, self.data.columns(rows), self.batch_size)[self._done :]
+        ends = range(self.batch_size, len(rows) + self.batch_size, self.batch_size)
+        columns = rows, *self.data.columns(rows)
+        # One by one: a GPU would wait for its first batch until a whole epoch is divided.
+        parts = (
+            tuple(values[end - self.batch_size : end] for values in columns)
+            for end in ends[self._done :]
+        )
         for batch in _select(self.data, parts, self.prepare_on):
             yield batch
             self._done += 1
@@ -161,7 +167,8 @@ class EvaluationBatches(Generic[T_co]):
         self.prepare_on = prepare_on
         rows = torch.cat(batches.batches)
         sizes = [len(indices) for indices in batches.batches]
-        self.batches = _split(rows, data.columns(rows), sizes)
+        columns = rows, *data.columns(rows)
+        self.batches = list(zip(*(values.split(sizes) for values in columns), strict=True))
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -171,15 +178,8 @@ class EvaluationBatches(Generic[T_co]):
 
 
 def _select(
-    data: InMemory[T_co], parts: Sequence[tuple[Tensor, ...]], prepare_on: torch.device | None
+    data: InMemory[T_co], parts: Iterable[tuple[Tensor, ...]], prepare_on: torch.device | None
 ) -> Iterator[T_co]:
     if prepare_on is None:
         return (data.select(*part) for part in parts)
     return ahead((functools.partial(data.select, *part) for part in parts), prepare_on)
-
-
-def _split(
-    rows: Tensor, columns: tuple[Tensor, ...], sizes: int | list[int]
-) -> Sequence[tuple[Tensor, ...]]:
-    """Returns the part of each batch: of the rows, and of every column."""
-    return list(zip(*(values.split(sizes) for values in (rows, *columns)), strict=True))
