@@ -1,6 +1,6 @@
 """Runs generated kernels of clusters on a CPU: threads are fibers, which wait for each other.
 
-Only instructions are emulated; what is written in terms of them (csrc/recurrent/cluster.cuh) is
+Only instructions are emulated; what is written in terms of them (csrc/recurrent/cluster/) is
 compiled as it is. A fiber runs until it waits; the first one that need not wait is next. So one
 block, and one cluster of a team, gets as far ahead of the others as the kernel lets it. What a
 block pushes or posts arrives at once or, where the threads run in the reverse order, when its
@@ -10,6 +10,7 @@ receiver waits for it: as early and as late as it may.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -355,7 +356,7 @@ inline void run_clusters(int clusters, int runs, int blocks, int threads, int te
 #define blockIdx (hoconv::recurrent::current->block)
 #define gridDim (hoconv::recurrent::grid)
 """
-_INSTRUCTIONS = '#include "recurrent/instructions.cuh"'
+_INCLUDED = r'#include "(recurrent/.*)"'
 _MEMORY = "extern __shared__ __align__(128) char shared[];"
 
 
@@ -370,9 +371,9 @@ def shim_clusters(
         return ClusterLayout(shared, shape, most_shared_bytes)
 
     sources = {name: emit_cluster(lay_out(program), runs) for name, program in programs.items()}
-    functions = (jit.CSRC / "recurrent/cluster.cuh").read_text()
-    assert _INSTRUCTIONS in functions
-    functions = functions.replace(_INSTRUCTIONS, "").replace("#pragma once", "")
+    files = re.findall(_INCLUDED, (jit.CSRC / "recurrent/cluster.cuh").read_text())
+    functions = "".join((jit.CSRC / file).read_text() for file in files)
+    functions = re.sub(_INCLUDED, "", functions).replace("#pragma once", "")
     named = (_namespace(name, source) for name, source in sources.items())
     text = "".join((_HEADER, functions, *named))
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
