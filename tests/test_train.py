@@ -170,6 +170,14 @@ def test_losses_and_gradient_norms_of_accumulated_steps_are_those_of_their_batch
     assert norms == [False, False, True, False, False, True, False, True]  # where it is whole
 
 
+def test_gradient_norm_is_that_of_all_parameters_after_clipping(run):
+    clipped = run(*SHORT, "logger=csv", "trainer.gradient_clip_val=0.001")
+    with (clipped.folder / "csv" / "metrics.csv").open() as file:
+        norms = [float(n) for row in csv.DictReader(file) if (n := row["train/gradient_norm"])]
+    assert norms
+    assert norms == pytest.approx([0.001] * len(norms), rel=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(run, precision):
     assert run(*SHORT, f"trainer.precision={precision}").exit_code == 0

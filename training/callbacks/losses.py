@@ -113,7 +113,7 @@ class LossRecord(pl.Callback):
                 if name != "loss" and isinstance(value, Tensor) and value.numel() == 1
             }
             groups = (group for each in trainer.optimizers for group in each.param_groups)
-            trained = (p for group in groups for p in group["params"])
+            trained = dict.fromkeys(p for group in groups for p in group["params"])
             gradients = [p.grad for p in trained if p.grad is not None]
             parts = trainer.fit_loop._should_accumulate()
             if gradients and not parts and not isinstance(trainer.strategy, FSDPStrategy):
