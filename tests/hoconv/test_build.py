@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 import torch
 
-from hoconv import declaration, jit, registration
+from hoconv import declaration, jit
 from hoconv.high_order.conv2d.ops import KERNELS
 from hoconv.jit import Library, cache, compilers, headers
 from hoconv.jit.library import _load_once
-from hoconv.registration import kernels
+from hoconv.registration import definition, kernels
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100  # seconds until another process or thread is given up
@@ -364,7 +364,7 @@ def test_link_to_the_sources_that_became_a_text_file_is_an_error(
     text = tmp_path / "text"
     text.write_text("../csrc")
     monkeypatch.setattr(headers, "CSRC", text)
-    monkeypatch.setattr(registration, "CSRC", text)
+    monkeypatch.setattr(definition, "CSRC", text)
     with pytest.raises(jit.BuildError, match=r"approx: cannot read .* core\.symlinks=true"):
         kernels("approx")["cpp"].compile()
     assert toy.compilations == 0

@@ -55,8 +55,8 @@ class Attributes:
         self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
         self._copied_names: list[str] = []
         self._measured: Any = None  # by `_measure`
-        # The names of iterators and generators, which go on unseen, and of what is too large to be
-        # compared.
+        # The names of iterators, generators, schedules and the like, which go on unseen, and of
+        # what is too large to be compared.
         self.iterators: list[str] = []
         self.unseen: list[str] = []
 
@@ -127,7 +127,7 @@ class Attributes:
         measured = self._measure()
         if measured != self._measured:
             trained = list(itertools.compress(self._tensor_names, self._measured[2]))
-            names = self._sized_names, *[self._tensor_names] * 2, trained, trained
+            names = self._sized_names, *[self._tensor_names] * 4, trained, trained
             for now, before, of in zip(measured, self._measured, names, strict=True):
                 if now != before:
                     return _first_difference(now, before, of)
@@ -143,8 +143,8 @@ class Attributes:
         return list(itertools.chain.from_iterable(map(call, self._getters, self._owners)))
 
     def _measure(self) -> tuple[list[Any], ...]:
-        """Returns the sizes of containers, and of tensors the place, whether it is trained, and its
-        hooks."""
+        """Returns the sizes of containers, and of tensors the place, the shape and strides, whether
+        it is trained, and its hooks."""
         try:
             places = list(map(Tensor.data_ptr, self._tensors))
         except RuntimeError:  # one has no memory of its own
@@ -152,7 +152,8 @@ class Attributes:
         sizes, trained = map(len, self._sized), list(map(_REQUIRES_GRAD, self._tensors))
         with_gradients = list(itertools.compress(self._tensors, trained))
         hooks = (list(map(each, with_gradients)) for each in _HOOKS)
-        return list(sizes), places, trained, *hooks
+        shapes, strides = map(_SHAPE, self._tensors), map(Tensor.stride, self._tensors)
+        return list(sizes), places, trained, list(shapes), list(strides), *hooks
 
     def _find_missing(self) -> str | None:
         number = 0
@@ -167,6 +168,11 @@ class Attributes:
         if len(keys) == len(owner):
             self._sized.append(owner)
             self._sized_names.append(name)
+
+    def _watch_size(self, name: str, container: Any) -> None:
+        falsy = not len(container) and not hasattr(type(container), "__bool__")
+        (self._empty if falsy else self._sized).append(container)
+        (self._empty_names if falsy else self._sized_names).append(name)
 
     def _add(
         self, owner: Any, getter: Any, keys: list[Any], names: list[str], depth: int = 0
@@ -187,7 +193,8 @@ class Attributes:
                 self._look_into(part, name, depth)
 
     def _look_into(self, value: Any, name: str, depth: int) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._seen:
+        plain = isinstance(value, _ATOMS) and not isinstance(value, type)
+        if plain or id(value) in self._seen:
             return
         if isinstance(value, tuple) and all(isinstance(each, _ATOMS) for each in value):
             return  # nothing of it can change
@@ -214,6 +221,8 @@ class Attributes:
             keys = list(range(len(value)))
         elif isinstance(value, set):
             keys = []
+            self._copied.append((value, value.copy()))
+            self._copied_names.append(name)
         elif isinstance(value, types.MethodType):
             keys, getter, container = ["__self__"], operator.attrgetter, None
         elif isinstance(value, functools.partial):
@@ -224,17 +233,25 @@ class Attributes:
                 self._add(cell, operator.attrgetter, ["cell_contents"], [name], depth + 1)
             keys, container = list(vars(value)), None
             value = vars(value)
+        elif isinstance(value, type):
+            if value.__module__.split(".")[0] in _LIBRARIES:
+                return
+            keys, getter, container = _names_of_class_data(value), operator.attrgetter, None
         elif (
             isinstance(value, types.SimpleNamespace)
             or type(value).__module__.split(".")[0] not in _LIBRARIES
         ):
-            keys, getter, container = _names_of_data(value), operator.attrgetter, None
+            keys, getter = _names_of_data(value), operator.attrgetter
+            container = getattr(value, "__dict__", None)  # attributes may come
         else:
             return
         if container is not None:
-            falsy = not len(container) and not hasattr(type(container), "__bool__")
-            (self._empty if falsy else self._sized).append(container)
-            (self._empty_names if falsy else self._sized_names).append(name)
+            self._watch_size(name, container)
+        own = getattr(value, "__dict__", None)
+        if container is value and isinstance(own, dict):  # of a class that derives from dict, say
+            self._watch_size(name, own)
+            names = [n for n in own if "." not in n]
+            self._add(value, operator.attrgetter, names, [name] * len(names), depth + 1)
         if len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):
             self._copied.append((container, copy.copy(container)))
             self._copied_names.append(name)
@@ -253,11 +270,16 @@ def _names_of_data(owner: Any) -> list[str]:
             continue
         for name, value in vars(kind).items():
             slot = isinstance(value, types.MemberDescriptorType)
-            method = callable(value) or hasattr(type(value), "__get__")
+            method = hasattr(type(value), "__get__")
             if (slot and hasattr(owner, name)) or not (method or name.startswith("__")):
                 names.setdefault(name)
-    own = LIGHTNINGS_OWN if isinstance(owner, pl.LightningModule) else ()
-    return [n for n in names if n not in own and n not in SET_BY_OBSERVERS and "." not in n]
+    own = (*LIGHTNINGS_OWN, *SET_BY_OBSERVERS) if isinstance(owner, pl.LightningModule) else ()
+    return [n for n in names if n not in own and "." not in n]
+
+
+def _names_of_class_data(kind: type) -> list[str]:
+    values = vars(kind).items()
+    return [n for n, v in values if not (n.startswith("__") or hasattr(type(v), "__get__"))]
 
 
 def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str | None:
@@ -302,13 +324,18 @@ def attributes_of(
     return attributes.finish()
 
 
+_SHAPE = operator.attrgetter("shape")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
-_ITERATORS = (Iterator, random.Random, np.random.Generator, np.random.RandomState)
+# What goes on without being set: by each read, or by training.
+_ITERATORS = (
+    Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator,
+    pl.Trainer, torch.optim.lr_scheduler.LRScheduler,
+)  # fmt: skip
 _LIBRARIES = {
-    "builtins", "functools", "hoconv", "lightning_fabric", "pathlib", "pytorch_lightning",
-    "threading", "torch", "torchmetrics", "types", "weakref",
+    "builtins", "functools", "hoconv", "lightning_fabric", "pathlib", "pytorch_lightning", "torch",
+    "torchmetrics", "types", "weakref",
 }  # fmt: skip
 
 

@@ -39,6 +39,18 @@ class FrozenError(Exception):
     """A step does what a graph of it would freeze; says what."""
 
 
+class Refusals:
+    """What a step did that a graph of it would freeze, also where the step caught the error."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def refuse(self, what: str) -> FrozenError:
+        """Returns the error to raise."""
+        self.found.append(what)
+        return FrozenError(what)
+
+
 @contextlib.contextmanager
 def recorded_reads() -> Iterator[set[tuple[int, str]]]:
     """Records the attributes of modules that are read: the id of the module, the name."""
@@ -130,9 +142,13 @@ class Logged(NamedTuple):
 
 
 @contextlib.contextmanager
-def watched(model: pl.LightningModule) -> Iterator[tuple[list[Logged], set[str]]]:
+def watched(
+    model: pl.LightningModule, refusals: Refusals
+) -> Iterator[tuple[list[Logged], set[str]]]:
     """Watches a call of ``model.training_step``, and yields what it logs, which Lightning does not
     get, and the names of what it reads from the trainer.
+
+    What is logged is copied when it is, since the step may go on to change it.
 
     Raises:
         FrozenError: by the step: it logs a value of the host, or reads from the trainer what
@@ -141,13 +157,16 @@ def watched(model: pl.LightningModule) -> Iterator[tuple[list[Logged], set[str]]
     logged: list[Logged] = []
     reads: set[str] = set()
     step, trainer = model.training_step, model.trainer
-    constant_trainer: Any = _ConstantTrainer(trainer, reads)
+    constant_trainer: Any = _ConstantTrainer(trainer, reads, refusals)
 
     def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
         if args or not isinstance(value, Tensor):
             kind = "with positional options" if args else f"as a {type(value).__name__}, no tensor"
-            raise FrozenError(f"training_step logs {name!r} {kind}")
-        logged.append(Logged(name, value, arguments))
+            raise refusals.refuse(f"training_step logs {name!r} {kind}")
+        for each in (name, *arguments.values()):
+            if type(each) is Unread:
+                _refuse(each)
+        logged.append(Logged(name, value.detach().clone(), arguments))
 
     @functools.wraps(step)  # Lightning reads its signature
     def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -168,16 +187,41 @@ def watched(model: pl.LightningModule) -> Iterator[tuple[list[Logged], set[str]]
                 setattr(model, name, value)
 
 
+@contextlib.contextmanager
+def heard(model: pl.LightningModule) -> Iterator[list[Tensor]]:
+    """Yields the tensors, copied, that a step logs; Lightning gets them, too."""
+    logged: list[Tensor] = []
+    log, own = model.log, vars(model).get("log")
+
+    def log_and_keep(name: str, value: Any, *args: Any, **arguments: Any) -> None:
+        if isinstance(value, Tensor):
+            logged.append(value.detach().clone())
+        log(name, value, *args, **arguments)
+
+    model.log = log_and_keep
+    try:
+        yield logged
+    finally:
+        del model.log
+        if own is not None:
+            model.log = own
+
+
 class _ConstantTrainer:
     """A trainer of which only what is constant may be read; `reads` gets the names."""
 
-    def __init__(self, trainer: pl.Trainer, reads: set[str]) -> None:
+    def __init__(self, trainer: pl.Trainer, reads: set[str], refusals: Refusals) -> None:
         self._trainer = trainer
         self._reads = reads
+        self._refusals = refusals
+
+    @property
+    def __class__(self) -> Any:  # as isinstance sees it
+        return type(self._trainer)
 
     def __getattr__(self, name: str) -> Any:
         if name not in CONSTANTS_OF_TRAINER:
-            raise FrozenError(f"training_step reads trainer.{name}")
+            raise self._refusals.refuse(f"training_step reads trainer.{name}")
         self._reads.add(name)
         return getattr(self._trainer, name)
 
@@ -187,19 +231,30 @@ class _NoAttributeError(FrozenError, AttributeError):
 
 
 class Unread:
-    """Stands for a value of the host that a step gets and may pass on, but not read."""
+    """Stands for a value of the host that a step gets and may pass on, but not read.
 
-    def __init__(self, what: str) -> None:
-        object.__setattr__(self, "_what", what)
+    Args:
+        what: it is, for messages.
+        value: what it stands for; isinstance sees its class.
+        refusals: get to know of a read.
+    """
+
+    def __init__(self, what: str, value: Any, refusals: Refusals) -> None:
+        object.__setattr__(self, "_about", (what, value, refusals))
 
     def __getattribute__(self, name: str) -> Any:
+        what, value, refusals = object.__getattribute__(self, "_about")
         if name == "__class__":
-            return Unread
-        raise _NoAttributeError(f"training_step reads {object.__getattribute__(self, '_what')}")
+            return type(value)
+        read = f"training_step reads {what}"
+        if not name.startswith("__") and hasattr(value, name):
+            refusals.refuse(read)
+        raise _NoAttributeError(read)
 
 
 def _refuse(value: Unread, *_: Any) -> Any:
-    raise FrozenError(f"training_step reads {object.__getattribute__(value, '_what')}")
+    what, _value, refusals = object.__getattribute__(value, "_about")
+    raise refusals.refuse(f"training_step reads {what}")
 
 
 for _name in (*vars(int), *vars(list)):  # Python looks for operators in the class

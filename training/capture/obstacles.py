@@ -57,7 +57,8 @@ def _find_obstacle_of_optimizer(trainer: Any) -> str | None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         return "LBFGS runs a step several times"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, each, None) for each in hooks):  # one that wraps another has none
         return f"{kind} has a hook"
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):

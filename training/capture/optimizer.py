@@ -43,7 +43,8 @@ class CapturedOptimizer:
             self._capturable.append(group.get("capturable"))
             reads = "capturable" in group or group.get("fused")
             number = isinstance(group.get("lr"), float | int)  # else the schedule writes into it
-            self._rates.append(torch.empty((), device=self._device) if reads and number else None)
+            rate = torch.empty((), dtype=torch.float32, device=self._device)
+            self._rates.append(rate if reads and number else None)
             self._written.append(None)
         for group in groups:
             if "capturable" in group:
@@ -51,7 +52,7 @@ class CapturedOptimizer:
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
-                    state["step"] = state["step"].to(self._device, torch.float32)
+                    state["step"] = state["step"].to(self._device)
 
     def restore_options(self, state: dict[str, Any]) -> None:
         """Removes what `prepare` set from a state dict: a CPU, on which a run may go on, refuses
@@ -88,7 +89,7 @@ class CapturedOptimizer:
     def add_options(self, attributes: Attributes) -> None:
         """Adds the options of the groups, but the learning rates that are read from the GPU."""
         for number, group in enumerate(self._optimizer.param_groups):
-            on_gpu = self._rates[number] is not None or isinstance(group.get("lr"), Tensor)
+            on_gpu = self._rates[number] is not None
             keys = [key for key in group if key != "params" and not (key == "lr" and on_gpu)]
             attributes.add_items(f"optimizer.param_groups[{number}]", group, keys)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
+import itertools
 import time
 import traceback
 from collections import Counter
@@ -21,6 +23,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from hoconv.lightning import leave_out_step
@@ -33,7 +36,9 @@ from training.capture.frozen import (
     FrozenError,
     HostRandomness,
     Logged,
+    Refusals,
     Unread,
+    heard,
     read_attributes,
     recorded_reads,
     watched,
@@ -317,8 +322,13 @@ class CapturedSteps(pl.Callback):
         reads: set[tuple[int, str]] = set()
         unclear = attributes.iterators or attributes.unseen
         recording = recorded_reads() if unclear else nullcontext(reads)
+        batch = call.kwargs["batch"]
+        given, before = describe(batch), _identify(batch)
         with self._gpu.beside(), recording as reads:
             result = self._run_eagerly(call, WARMUP)
+        if describe(batch) != given or _identify(batch) != before:
+            step.why_eager = "training_step changes the batch"
+            return result
         # The first steps fill caches, which are attributes too.
         if step.seen >= WARMUP_STEPS or self._captured:
             changed = attributes.changed()
@@ -328,7 +338,7 @@ class CapturedSteps(pl.Callback):
             elif changed is not None:
                 step.why_eager = f"training_step changes {changed}"
             elif iterators := (read := read_attributes(self._model, reads)).iterators:
-                step.why_eager = f"training_step reads {iterators[0]}, which goes on with each read"
+                step.why_eager = f"training_step reads {iterators[0]}, which goes on by itself"
             elif read.unseen:
                 step.why_eager = f"training_step reads {read.unseen[0]}, which is very large"
             elif (used := randomness.used()) is not None:
@@ -345,12 +355,13 @@ class CapturedSteps(pl.Callback):
         self._find_parameters()
         batch = call.kwargs["batch"]
         step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
-        if any(tensor.device != self._device for tensor in step.inputs):
-            step.why_eager = "a tensor of the batch is not on the GPU"
+        if (unfit := _find_unfit(batch, self._device)) is not None:
+            step.why_eager = unfit
             return
-        inputs = iter(step.inputs)
-        kwargs = {name: Unread(name) for name in call.kwargs}
-        kwargs["batch"] = map_values(lambda _: next(inputs), batch, _hide)
+        inputs, refusals = iter(step.inputs), Refusals()
+        kwargs = {name: Unread(name, v, refusals) for name, v in call.kwargs.items()}
+        hide = functools.partial(_hide, refusals)
+        kwargs["batch"] = map_values(lambda _: next(inputs), batch, hide)
         progress = copy.deepcopy(self._loop.optim_progress.state_dict())
         before = [p.grad for p in self._parameters]
         step.gradients_before = None if call.first else before
@@ -358,11 +369,13 @@ class CapturedSteps(pl.Callback):
         try:
             with (
                 self._optimizer.rates_on_gpu(),
-                watched(self._model) as (step.logged, of_trainer),
+                watched(self._model, refusals) as (step.logged, of_trainer),
                 recorded_reads() as reads,
                 self._gpu.capture() as graph,
             ):
                 step.result = self._run_step(call.optimizer, call.batch_idx, kwargs)
+            if refusals.found:  # the step may have caught the error
+                raise FrozenError(refusals.found[0])
             if (changed := attributes.changed()) is not None:
                 raise FrozenError(f"training_step changes {changed}")
             step.gradients = [p.grad for p in self._parameters]
@@ -384,6 +397,8 @@ class CapturedSteps(pl.Callback):
         frozen = read_attributes(self._model, reads)
         self._optimizer.add_state(frozen)
         patched = {"training_step", "log"} - vars(self._model).keys()
+        if self._trainer.world_size == 1:  # else Lightning itself sets it in each step
+            patched |= {"forward"} - vars(self._model).keys()
         frozen.add_absent("self", vars(self._model), patched)
         frozen.add_attributes("trainer", self._trainer, sorted(of_trainer))
         frozen.add_places("trainer", vars(self._trainer), list(READ_OF_TRAINER))
@@ -401,18 +416,19 @@ class CapturedSteps(pl.Callback):
         # Of the gradients before the step only those count to which it adds: graphs share memory.
         state = [*written, *present({*gradients, *(step.gradients_before or ())})]
         before = copies(state), self._gpu.random_state()
-        with self._gpu.beside():
+        with self._gpu.beside(), heard(self._model) as logged:
             result = self._run_eagerly(call, TRIAL)
         after = copies(state), self._gpu.random_state()
         gradients_after = [p.grad for p in self._parameters]
-        eager = copies([*written, *present(gradients_after), *tensors_of(result)])
+        eager = copies([*written, *present(gradients_after), *tensors_of(result), *logged])
 
         def again(run: Callable[[], Any]) -> list[Tensor]:
             """Runs the step from the state before it; returns what is to be as in `eager`."""
             self._restore(state, *before, gradients)
             returned = run()
             left = present(p.grad for p in self._parameters)
-            return copies([*written, *left, *tensors_of(returned)])
+            logged = (each.value for each in step.logged)
+            return copies([*written, *left, *tensors_of(returned), *logged])
 
         def replay() -> Any:
             self._load(step, call.kwargs["batch"])
@@ -515,7 +531,11 @@ class CapturedSteps(pl.Callback):
         random_state: Tensor,
         gradients: list[Tensor | None],
     ) -> None:
-        foreach_copy_(state, values)
+        # Only what has changed: the rest may be memory that cannot be written to.
+        changed = [not torch.equal(*pair) for pair in zip(state, values, strict=True)]
+        if any(changed):
+            written = list(itertools.compress(state, changed))
+            foreach_copy_(written, list(itertools.compress(values, changed)))
         self._gpu.set_random_state(random_state)
         self._set_gradients(gradients)
 
@@ -538,8 +558,33 @@ class CapturedSteps(pl.Callback):
             console.stdout().print(f"Steps run uncaptured: {why}", soft_wrap=True, highlight=False)
 
 
-def _hide(value: Any) -> Any:
-    return None if value is None else Unread(f"a {type(value).__name__} of the batch")
+def _find_unfit(batch: Any, device: torch.device) -> str | None:
+    """Returns what a graph cannot have in its batch, or None."""
+    for tensor in tensors_of(batch):
+        if tensor.device != device:
+            return "a tensor of the batch is not on the GPU"
+        if type(tensor) is not Tensor:
+            return f"a tensor of the batch is a {type(tensor).__name__}"
+        if tensor.requires_grad:
+            return "a tensor of the batch requires a gradient"
+    if any(isinstance(v, PackedSequence) for v in tree_leaves(batch, is_leaf=_is_packed)):
+        return "the batch has a PackedSequence"
+    return None
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _identify(batch: Any) -> list[tuple[int, int]]:
+    """Which tensors a batch has, and how often they were written to."""
+    return [(id(tensor), tensor._version) for tensor in tensors_of(batch)]
+
+
+def _hide(refusals: Refusals, value: Any) -> Any:
+    if value is None or isinstance(value, bool):  # which the graph depends on
+        return value
+    return Unread(f"a {type(value).__name__} of the batch", value, refusals)
 
 
 def _explain(error: BaseException) -> str:

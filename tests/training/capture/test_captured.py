@@ -156,6 +156,78 @@ def test_logged_tensors(fit: Callable[..., Ran]) -> None:
     assert ran.logged["loss_epoch"] == pytest.approx(np.mean(ran.losses[STEPS:]), rel=1e-5)
 
 
+def test_logged_tensors_may_change_after_it(fit: Callable[..., Ran]) -> None:
+    class Logs(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("temperature", self.temperature)  # which the optimizer changes
+            loss = self.loss(batch) * self.temperature
+            self.log("loss", loss.detach())
+            loss *= 2
+            return loss
+
+    check_captured(fit, Logs)
+
+
+def test_rate_that_is_a_tensor_may_be_replaced(fit: Callable[..., Ran]) -> None:
+    class Stopping(Plain):
+        def configure_optimizers(self) -> Any:
+            rate = torch.tensor(2**-4)
+            return torch.optim.AdamW(self.parameters(), lr=rate, fused=True)
+
+        def on_train_epoch_end(self) -> None:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = group["lr"] * 0
+
+    captured, eager = (fit(Stopping, mode, max_epochs=2) for mode in ("auto", "off"))
+    assert captured.capture.replays > 0
+    assert same(captured, eager)
+
+
+def test_rate_is_a_float32_whatever_the_default_is(fit: Callable[..., Ran]) -> None:
+    class Slow(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss((batch[0].float(), batch[1])) * 2**20
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=2**-26, fused=True)  # 0 in float16
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        check_captured(fit, Slow)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Wrapping(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        # Without the initialisation of its base class.
+        self.base, self.defaults = base, base.defaults
+        self.param_groups, self.state = base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def test_optimizer_that_wraps_another(fit: Callable[..., Ran]) -> None:
+    class Wrapped(Plain):
+        def configure_optimizers(self) -> Any:
+            return Wrapping(super().configure_optimizers())
+
+    check_captured(fit, Wrapped)
+
+
 def test_values_of_the_batch_that_are_not_read(fit: Callable[..., Ran]) -> None:
     class Described(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

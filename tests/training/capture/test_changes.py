@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.training.capture.support import CHANGED_AT, Plain, Ran, check_eager, same
+from tests.training.capture.support import CHANGED_AT, CLASSES, Plain, Ran, check_eager, same
 from training.capture import steps as capture
 
 
@@ -77,6 +78,30 @@ class Absent(Reads):
         return self.late if hasattr(self, "late") else 1.0
 
 
+class OfClass(Plain):
+    criterion = nn.CrossEntropyLoss()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion.label_smoothing = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return self.criterion(self.network(inputs), labels)
+
+
+class Transposed(Plain):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(1.0, 1 + CLASSES**2).reshape(CLASSES, CLASSES))
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.network(inputs) * self.scale[0], labels)
+
+
 class OfDictionary(Reads):
     def value(self) -> float:
         return vars(self)["holder"]
@@ -126,6 +151,39 @@ LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
     "namespace": (
         reads(lambda: SimpleNamespace(scale=1.0), lambda h: h.scale),
         lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "attribute of a namespace that comes": (
+        reads(SimpleNamespace, lambda h: getattr(h, "scale", 1.0)),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "method of an object": (
+        reads(Scale, lambda h: h.get()),
+        lambda _, m: setattr(m.holder, "get", lambda: 0.5),
+    ),
+    "set": (
+        reads(lambda: {"a"}, lambda h: 1.0 if "a" in h else 0.5),
+        lambda _, m: (m.holder.clear(), m.holder.add("b")),
+    ),
+    "class": (
+        reads(lambda: type("Options", (), {"scale": 1.0}), lambda h: h.scale),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "attribute of a dictionary": (
+        reads(lambda: type("Options", (dict,), {"scale": 1.0})(), lambda h: h.scale),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "event": (
+        reads(threading.Event, lambda h: 0.5 if h.is_set() else 1.0),
+        lambda _, m: m.holder.set(),
+    ),
+    "module of the class": (
+        OfClass,
+        lambda _, m: setattr(m.criterion, "label_smoothing", 0.5),
+    ),
+    "strides of a buffer": (Transposed, lambda _, m: m.scale.t_()),
+    "forward of a module": (
+        Plain,
+        lambda _, m: setattr(m.network[2], "forward", torch.tanh),
     ),
     "deque": (
         reads(lambda: deque([1.0]), lambda h: h[0]),

@@ -46,6 +46,82 @@ def test_reads_progress(fit: Callable[..., Ran], name: str) -> None:
     check_eager(fit, Progressing, f"training_step reads trainer.{name}")
 
 
+def test_reads_progress_and_catches_the_error(fit: Callable[..., Ran]) -> None:
+    class Careful(Plain):
+        def epoch(self) -> int:
+            try:
+                return self.current_epoch
+            except Exception:
+                return 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) / (1 + self.epoch())
+
+    check_eager(fit, Careful, "training_step reads trainer.current_epoch", max_epochs=2)
+
+
+def test_asks_whether_there_is_a_trainer(fit: Callable[..., Ran]) -> None:
+    class Asking(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1 if isinstance(self.trainer, pl.Trainer) else 0.5)
+
+    check_captured(fit, Asking)
+
+
+class OfTrainer:
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+
+    def get(self) -> int:
+        return self.trainer.current_epoch
+
+
+@pytest.mark.parametrize("kind", ["trainer", "schedule", "generator"])
+def test_reads_what_training_changes(fit: Callable[..., Ran], kind: str) -> None:
+    class Reading(Plain):
+        def on_fit_start(self) -> None:
+            self.held = OfTrainer(self.trainer)
+            self.generator = torch.Generator().manual_seed(4)
+
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = super().configure_optimizers()
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [self.schedule]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if kind == "trainer":
+                factor = 1 + self.held.get()
+            elif kind == "schedule":
+                factor = self.schedule.get_last_lr()[0]
+            else:
+                factor = 2 if torch.rand(1, generator=self.generator).numpy()[0] < 0.1 else 1
+            return self.loss(batch) * factor
+
+    check_eager(fit, Reading, "which goes on by itself", max_epochs=2)
+
+
+def test_gradients_of_the_step_before(fit: Callable[..., Ran]) -> None:
+    class Norms(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            gradients = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+            norm = torch.stack(gradients).norm() if gradients else torch.zeros_like(batch[0][0, 0])
+            self.log("norm", norm)
+            return self.loss(batch)
+
+    check_eager(fit, Norms, "a captured step differs from an eager one")
+
+
+def test_logs_by_a_name_of_the_batch(fit: Callable[..., Ran]) -> None:
+    class Named(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch[0])
+            self.log(batch[1], loss)
+            return loss
+
+    data = [(batch, f"loss {i % 2}") for i, batch in enumerate(batches([BATCH] * STEPS))]
+    check_eager(fit, Named, "training_step reads a str of the batch", data=data)
+
+
 def test_logs_a_number(fit: Callable[..., Ran]) -> None:
     class Numbered(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -156,7 +232,7 @@ def test_reads_what_goes_on(fit: Callable[..., Ran], kind: str) -> None:
                 return self.loss(batch) * next(self.factors)
             return self.loss(batch) * (0.5 if self.generator.random() > 0.99 else 1.0)
 
-    check_eager(fit, Going, "which goes on with each read")
+    check_eager(fit, Going, "which goes on by itself")
 
 
 def test_attribute_that_a_class_reads_renews_the_graphs(fit: Callable[..., Ran]) -> None:
