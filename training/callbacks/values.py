@@ -34,7 +34,7 @@ def map_values(
             return mapped
         return other(value)
 
-    return tree_map(map_leaf, values, is_leaf=lambda v: _is_packed(v) or not _holds_tensor(v))
+    return tree_map(map_leaf, values, is_leaf=lambda v: is_packed(v) or not _holds_tensor(v))
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -88,7 +88,8 @@ def _holds_tensor(value: Any) -> bool:
     return type(describe(value)) is tuple
 
 
-def _is_packed(value: Any) -> bool:
+def is_packed(value: Any) -> bool:
+    """Whether a value is a PackedSequence, which PyTorch's trees take apart as a tuple."""
     return isinstance(value, PackedSequence)
 
 

@@ -23,12 +23,11 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.callbacks.values import describe, map_values, tensors_of
+from training.callbacks.values import describe, is_packed, map_values, tensors_of
 from training.capture.attributes import Attributes, attributes_of
 from training.capture.between import find_unknown
 from training.capture.comparison import copies, difference, present
@@ -137,10 +136,11 @@ class CapturedSteps(pl.Callback):
     where both give the same, to the last bit where two captured steps do.
 
     A graph repeats what the step did on the GPU. A step that does something else that matters runs
-    eagerly, and one line says why: it waits for the GPU, changes the model or the optimizer, logs
-    numbers of the host, reads ``batch_idx``, the epoch or the step, draws random numbers on the
-    host, or calls hooks. Attributes that it reads may change later: new graphs are captured then.
-    What it reads from elsewhere, such as global variables, must stay the same.
+    eagerly, and one line says why: it waits for the GPU, changes the model, the batch or the
+    optimizer, logs numbers of the host, reads ``batch_idx``, the epoch, the step or what the batch
+    has beside tensors, draws random numbers on the host, or calls hooks. Attributes that it reads
+    may change later: new graphs are captured then. What it reads from elsewhere, such as global
+    variables, must stay the same; what it writes there is written in the first steps alone.
 
     Optimizers are made ``capturable``, and the learning rate of a step is read from the GPU, into
     which the value of the schedule is written before. Checkpoints hold neither.
@@ -354,10 +354,10 @@ class CapturedSteps(pl.Callback):
         self._optimizer.prepare()
         self._find_parameters()
         batch = call.kwargs["batch"]
-        step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
         if (unfit := _find_unfit(batch, self._device)) is not None:
             step.why_eager = unfit
             return
+        step.inputs = [tensor.clone() for tensor in tensors_of(batch)]
         inputs, refusals = iter(step.inputs), Refusals()
         kwargs = {name: Unread(name, v, refusals) for name, v in call.kwargs.items()}
         hide = functools.partial(_hide, refusals)
@@ -567,13 +567,9 @@ def _find_unfit(batch: Any, device: torch.device) -> str | None:
             return f"a tensor of the batch is a {type(tensor).__name__}"
         if tensor.requires_grad:
             return "a tensor of the batch requires a gradient"
-    if any(isinstance(v, PackedSequence) for v in tree_leaves(batch, is_leaf=_is_packed)):
+    if any(map(is_packed, tree_leaves(batch, is_leaf=is_packed))):
         return "the batch has a PackedSequence"
     return None
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
 
 
 def _identify(batch: Any) -> list[tuple[int, int]]:
