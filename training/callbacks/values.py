@@ -34,25 +34,29 @@ def map_values(
             return mapped
         return other(value)
 
-    return tree_map(map_leaf, values, is_leaf=lambda v: is_packed(v) or not _holds_tensor(v))
+    def is_leaf(value: Any) -> bool:
+        # PyTorch's trees would take a PackedSequence apart as a tuple.
+        return isinstance(value, PackedSequence) or not _holds_tensor(value)
+
+    return tree_map(map_leaf, values, is_leaf=is_leaf)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Returns the tensors in values, in order."""
     if isinstance(values, Tensor):
         return [values]
-    if type(values) in (tuple, list):  # most batches: a walk of ten microseconds less
-        return [tensor for value in values for tensor in tensors_of(value)]
-    if type(values) is dict:
-        return [tensor for value in values.values() for tensor in tensors_of(value)]
     if isinstance(values, PackedSequence):
         return [values.data]
-    if _is_object(values):
-        return [each for name in _names_of(values) for each in tensors_of(getattr(values, name))]
-    parts, _ = tree_flatten(values, is_leaf=lambda v: v is not values)
-    if len(parts) == 1 and parts[0] is values:
-        return []
-    return [each for part in parts for each in tensors_of(part)]
+    apart = _take_apart(values)
+    return [] if apart is None else [tensor for part in apart[1] for tensor in tensors_of(part)]
+
+
+def holds_packed(values: Any) -> bool:
+    """Whether there is a PackedSequence in values."""
+    if isinstance(values, PackedSequence):
+        return True
+    apart = None if isinstance(values, Tensor) else _take_apart(values)
+    return apart is not None and any(map(holds_packed, apart[1]))
 
 
 def describe(values: Any) -> Any:
@@ -64,33 +68,32 @@ def describe(values: Any) -> Any:
         return *layout, values.dtype, values.device, values.requires_grad, type(values)
     if values is None or isinstance(values, bool):
         return values
-    structure: tuple[Any, ...] = ()
-    if type(values) in (tuple, list):  # most batches
-        parts = list(values)
-    elif type(values) is dict:
-        structure, parts = tuple(values), list(values.values())
-    elif isinstance(values, PackedSequence):
-        parts = [values.data]
-    elif _is_object(values):
-        structure = _names_of(values)
-        parts = [getattr(values, name) for name in structure]
-    else:
-        parts, tree = tree_flatten(values, is_leaf=lambda v: v is not values)
-        if len(parts) == 1 and parts[0] is values:
-            return type(values)
-        structure = (repr(tree),)
+    if isinstance(values, PackedSequence):
+        return PackedSequence, describe(values.data)
+    if (apart := _take_apart(values)) is None:
+        return type(values)
+    structure, parts = apart
     described = [*map(describe, parts)]
     holds = any(type(part) is tuple for part in described)
     return (type(values), *structure, *described) if holds else type(values)
 
 
+def _take_apart(values: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Returns the names of what a container or a dataclass holds, and that; None for others."""
+    if type(values) in (tuple, list):  # most batches: sooner than by PyTorch's trees
+        return (), list(values)
+    if type(values) is dict:
+        return tuple(values), list(values.values())
+    if _is_object(values):
+        names = _names_of(values)
+        return names, [getattr(values, name) for name in names]
+    parts, tree = tree_flatten(values, is_leaf=lambda v: v is not values)
+    is_leaf = len(parts) == 1 and parts[0] is values
+    return None if is_leaf else ((repr(tree),), parts)
+
+
 def _holds_tensor(value: Any) -> bool:
     return type(describe(value)) is tuple
-
-
-def is_packed(value: Any) -> bool:
-    """Whether a value is a PackedSequence, which PyTorch's trees take apart as a tuple."""
-    return isinstance(value, PackedSequence)
 
 
 def _is_object(value: Any) -> bool:

@@ -57,7 +57,7 @@ class Attributes:
         self._measured: Any = None  # by `_measure`
         # The names of iterators, generators, schedules and the like, which go on unseen, and of
         # what is too large to be compared.
-        self.iterators: list[str] = []
+        self.going_on: list[str] = []
         self.unseen: list[str] = []
 
     def add_modules(self, name: str, root: nn.Module) -> None:
@@ -202,8 +202,8 @@ class Attributes:
             self.add_modules(name, value)
             return
         self._seen.add(id(value))
-        if isinstance(value, _ITERATORS):
-            self.iterators.append(name)
+        if isinstance(value, _GOING_ON):
+            self.going_on.append(name)
             return
         if isinstance(value, Tensor):
             self._tensors.append(value)
@@ -236,7 +236,8 @@ class Attributes:
         elif isinstance(value, type):
             if value.__module__.split(".")[0] in _LIBRARIES:
                 return
-            keys, getter, container = _names_of_class_data(value), operator.attrgetter, None
+            keys = [n for n, v in vars(value).items() if _is_data(n, v)]
+            getter, container = operator.attrgetter, None
         elif (
             isinstance(value, types.SimpleNamespace)
             or type(value).__module__.split(".")[0] not in _LIBRARIES
@@ -270,16 +271,15 @@ def _names_of_data(owner: Any) -> list[str]:
             continue
         for name, value in vars(kind).items():
             slot = isinstance(value, types.MemberDescriptorType)
-            method = hasattr(type(value), "__get__")
-            if (slot and hasattr(owner, name)) or not (method or name.startswith("__")):
+            if (slot and hasattr(owner, name)) or _is_data(name, value):
                 names.setdefault(name)
     own = (*LIGHTNINGS_OWN, *SET_BY_OBSERVERS) if isinstance(owner, pl.LightningModule) else ()
     return [n for n in names if n not in own and "." not in n]
 
 
-def _names_of_class_data(kind: type) -> list[str]:
-    values = vars(kind).items()
-    return [n for n, v in values if not (n.startswith("__") or hasattr(type(v), "__get__"))]
+def _is_data(name: str, value: Any) -> bool:
+    """Whether an item of a class's dictionary is neither a method nor Python's own."""
+    return not (name.startswith("__") or hasattr(type(value), "__get__"))
 
 
 def _first_difference(now: list[Any], before: list[Any], names: list[str]) -> str | None:
@@ -329,7 +329,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 # What goes on without being set: by each read, or by training.
-_ITERATORS = (
+_GOING_ON = (
     Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator,
     pl.Trainer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip

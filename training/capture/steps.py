@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.callbacks.values import describe, is_packed, map_values, tensors_of
+from training.callbacks.values import describe, holds_packed, map_values, tensors_of
 from training.capture.attributes import Attributes, attributes_of
 from training.capture.between import find_unknown
 from training.capture.comparison import copies, difference, present
@@ -320,7 +320,7 @@ class CapturedSteps(pl.Callback):
         # Reads are recorded where it matters only: torch.compile, which may compile in this step,
         # would compile the recording.
         reads: set[tuple[int, str]] = set()
-        unclear = attributes.iterators or attributes.unseen
+        unclear = attributes.going_on or attributes.unseen
         recording = recorded_reads() if unclear else nullcontext(reads)
         batch = call.kwargs["batch"]
         given, before = describe(batch), _identify(batch)
@@ -337,8 +337,8 @@ class CapturedSteps(pl.Callback):
                 step.unsettled, step.seen = True, step.seen - 1
             elif changed is not None:
                 step.why_eager = f"training_step changes {changed}"
-            elif iterators := (read := read_attributes(self._model, reads)).iterators:
-                step.why_eager = f"training_step reads {iterators[0]}, which goes on by itself"
+            elif going_on := (read := read_attributes(self._model, reads)).going_on:
+                step.why_eager = f"training_step reads {going_on[0]}, which goes on by itself"
             elif read.unseen:
                 step.why_eager = f"training_step reads {read.unseen[0]}, which is very large"
             elif (used := randomness.used()) is not None:
@@ -567,7 +567,7 @@ def _find_unfit(batch: Any, device: torch.device) -> str | None:
             return f"a tensor of the batch is a {type(tensor).__name__}"
         if tensor.requires_grad:
             return "a tensor of the batch requires a gradient"
-    if any(map(is_packed, tree_leaves(batch, is_leaf=is_packed))):
+    if holds_packed(batch):
         return "the batch has a PackedSequence"
     return None
 

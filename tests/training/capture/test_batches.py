@@ -177,19 +177,31 @@ def test_inputs_with_gradients(fit: Callable[..., Ran]) -> None:
     check_eager(fit, Encoded, "a tensor of the batch requires a gradient")
 
 
-def test_packed_sequences(fit: Callable[..., Ran]) -> None:
+@dataclasses.dataclass
+class Sequences:
+    packed: PackedSequence
+    labels: Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> Sequences:
+        return Sequences(self.packed.to(*args, **kwargs), self.labels.to(*args, **kwargs))
+
+
+@pytest.mark.parametrize("make", [lambda packed, y: (packed, y), Sequences], ids=["tuple", "class"])
+def test_packed_sequences(fit: Callable[..., Ran], make: Callable[..., Any]) -> None:
     class Recurrent(Plain):
         def __init__(self) -> None:
             super().__init__()
             self.lstm = nn.LSTM(FEATURES, FEATURES)
 
-        def loss(self, batch: tuple[PackedSequence, Tensor]) -> Tensor:
-            return super().loss((self.lstm(batch[0])[1][0][0], batch[1]))
+        def loss(self, batch: Any) -> Tensor:
+            packed, labels = (batch.packed, batch.labels) if make is Sequences else batch
+            return super().loss((self.lstm(packed)[1][0][0], labels))
 
-    lengths = [3, 3, 2, 2, 2, 1, 1, 1]
+    # Of as many steps together.
+    lengths = [3, 3, 2, 2, 2, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 1]
     data = [
-        (pack_padded_sequence(torch.stack([x, 2 * x, 3 * x]), lengths), y)
-        for x, y in batches([BATCH] * STEPS)
+        make(pack_padded_sequence(torch.stack([x, 2 * x, 3 * x]), lengths[i >= CHANGED_AT]), y)
+        for i, (x, y) in enumerate(batches([BATCH] * STEPS))
     ]
     check_eager(fit, Recurrent, "the batch has a PackedSequence", data=data)
 

@@ -173,36 +173,32 @@ def test_collects_outputs(fit: Callable[..., Ran]) -> None:
     check_eager(fit, Collector, "training_step changes self.losses")
 
 
+class Averaged(Plain):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+
 def test_rebinds_a_buffer(fit: Callable[..., Ran]) -> None:
-    class Averaging(Plain):
-        mean: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(()))
-
+    class Rebinding(Averaged):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.mean = 0.9 * self.mean + 0.1 * loss.detach()
             return loss + self.mean
 
-    check_eager(fit, Averaging, "training_step changes self._buffers")
+    check_eager(fit, Rebinding, "training_step changes self._buffers")
 
 
 def test_updates_a_buffer_in_place(fit: Callable[..., Ran]) -> None:
-    class Averaging(Plain):
-        mean: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(()))
-
+    class Updating(Averaged):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
             return loss * (1 + self.mean)
 
-    check_captured(fit, Averaging)
+    check_captured(fit, Updating)
 
 
 @pytest.mark.parametrize(
