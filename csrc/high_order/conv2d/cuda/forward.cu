@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads, 5)
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V> at(t);
   if (!at.exists) return;
-  const int first = blockIdx.y * t.channels;
-  const int last = min(first + t.channels, t.group_channels);
+  const int first = blockIdx.y * t.parts * N;
+  const int last = min(first + t.parts * N, t.group_channels);
   for (int c = first; c < last; c += N) {
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
     const T* tap_weight = weight.at(0, at.b, at.g, at.h, at.w);
@@ -76,7 +76,7 @@ Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
       Tiling tiling;
-      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, N, tiling);
+      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, p.group_channels() / N, tiling);
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });

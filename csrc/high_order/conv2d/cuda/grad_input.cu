@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V, kHalo<K, V>> at(t);
-  const int first = blockIdx.y * t.channels;
-  const int last = min(first + t.channels, t.group_channels);
+  const int first = blockIdx.y * t.parts * N;
+  const int last = min(first + t.parts * N, t.group_channels);
   for (int c = first; c < last; c += N) {
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
     A window[N][V + K - 1] = {};  // sums for columns w - before ... w + V - 1 + after
@@ -103,7 +103,8 @@ Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilatio
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
       Tiling tiling;
-      const dim3 grid = grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, N, tiling);
+      const dim3 grid =
+          grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, p.group_channels() / N, tiling);
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });

@@ -1,6 +1,7 @@
 // grad_weight[tap, b, g, h, w] = sum over c of grad[b, c, h, w] * x[b, c, h + dy, w + dx]
 //
 // The tuned kernel sums one row of taps at a time in registers, over all channels, and stores it.
+// Where the pixels alone do not fill the GPU, blocks share the rows of taps.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -38,9 +39,10 @@ __global__ void __launch_bounds__(kThreads, 5)
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V> at(t);
   if (!at.exists) return;
-  T* target = out.at(0, at.b, at.g, at.h, at.w);
+  const int first = blockIdx.y * t.parts, last = min(first + t.parts, K);
+  T* target = out.at(first * K, at.b, at.g, at.h, at.w);
 #pragma unroll 1
-  for (int i = 0; i < K; ++i) {
+  for (int i = first; i < last; ++i) {
     const int y = at.h + i - before;
     A sum[K][V] = {};
     const T* gradients = grad.at(at.b, int64_t{at.g} * t.group_channels, at.h, at.w);
@@ -75,8 +77,7 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t
     using T = decltype(zero);
     const bool done = dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
       Tiling tiling;
-      dim3 grid = grid_for<ThreadPixels<V>>(p, V, N, tiling);
-      grid.y = 1;  // every channel is in the sum
+      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, K, tiling);
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
                                                               mutable_weights<T>(out), tiling);
     });

@@ -31,11 +31,12 @@ Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilatio
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups;
-// blockIdx.y the parts of the channels, multiples of N.
+// blockIdx.y shares the parts of a pixel's work, N channels or a row of taps each.
 struct Tiling {
   int H, W, columns;  // columns: groups of V pixels in a row
   int blocks, G;      // blocks an image
-  int group_channels, channels;
+  int group_channels;
+  int parts;  // of a block
 };
 
 template <typename T>
@@ -158,19 +159,17 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
   }
 }
 
-// The grid of a tuned kernel. Channels are split over blocks only where the pixels alone do not
-// fill the GPU.
+// The grid of a tuned kernel. The parts of a pixel's work are shared by several blocks only where
+// the pixels alone do not fill the GPU.
 template <typename Pixels>
-dim3 grid_for(const Problem& p, int V, int N, Tiling& tiling) {
+dim3 grid_for(const Problem& p, int V, int64_t parts, Tiling& tiling) {
   tiling.H = p.H, tiling.W = p.W, tiling.columns = p.W / V, tiling.G = p.G;
   tiling.group_channels = p.group_channels();
   tiling.blocks = (p.H * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
   const int64_t x = tiling.blocks * p.B * p.G;
-  const int64_t parts = std::max(1, tiling.group_channels / N);  // that share the weights
   const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridYZ));
-  const int64_t parts_a_block = (parts + blocks - 1) / blocks;
-  tiling.channels = parts_a_block * N;
-  return dim3(x, (parts + parts_a_block - 1) / parts_a_block);
+  tiling.parts = (parts + blocks - 1) / blocks;
+  return dim3(x, (parts + tiling.parts - 1) / tiling.parts);
 }
 
 }  // namespace hoconv::high_order::conv2d
