@@ -87,6 +87,7 @@ COLUMNS = {
     "torch.compile CPU": Column("cpu", "reference", compile=True),
     "torch.compile GPU": Column("cuda", "reference", compile=True),
     "torch.compile GPU, captured": Column("cuda", "reference", compile=True, capture="step"),
+    "cuda and torch.compile GPU, captured": Column("cuda", "cuda", compile=True, capture="step"),
 }
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 BATCH = 64  # in the table; the nearest of --batch is taken
