@@ -257,7 +257,8 @@ def _step(column: str, batch: int) -> Iterator[Callable[[], None]]:
 def markdown(measured: dict[str, Any]) -> str:
     """Returns a table of time and memory; below it, why cells are empty."""
     cells = {(cell["model"], cell["column"]): cell for cell in measured["cells"]}
-    columns = list(dict.fromkeys(column for _, column in cells))
+    measured_columns = {column for _, column in cells}
+    columns = [name for name in COLUMNS if name in measured_columns]
     reasons = list(dict.fromkeys(cell["error"] for cell in cells.values() if cell["error"]))
     rows = [["", *columns], ["---"] * (1 + len(columns))]
     for model in dict.fromkeys(model for model, _ in cells):
