@@ -30,13 +30,14 @@ Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
 
-// How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups;
-// blockIdx.y shares the parts of a pixel's work, N channels or a row of taps each.
+// How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
+// computed for a pixel has parts, of N channels or of a row of taps; blockIdx.y counts the blocks
+// that share them.
 struct Tiling {
   int H, W, columns;  // columns: groups of V pixels in a row
   int blocks, G;      // blocks an image
   int group_channels;
-  int parts;  // of a block
+  int parts;  // that a block computes
 };
 
 template <typename T>
@@ -159,8 +160,8 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
   }
 }
 
-// The grid of a tuned kernel. The parts of a pixel's work are shared by several blocks only where
-// the pixels alone do not fill the GPU.
+// The grid of a tuned kernel, given the parts of a pixel. Several blocks share them only where the
+// pixels alone do not fill the GPU.
 template <typename Pixels>
 dim3 grid_for(const Problem& p, int V, int64_t parts, Tiling& tiling) {
   tiling.H = p.H, tiling.W = p.W, tiling.columns = p.W / V, tiling.G = p.G;
