@@ -107,6 +107,14 @@ def test_a_measurement_of_another_command_is_not_continued(
     assert len(run(script, tmp_path, *arguments)["cells"]) == 2
 
 
+def test_columns_are_in_one_order_in_whichever_they_were_measured(table: ModuleType) -> None:
+    names = ["reference GPU", "cuda GPU", "cuda GPU, captured"]
+    nothing = dict.fromkeys(table.MEASURED)
+    cells = [table._cell("mnist_cnn", name) | {"error": "slow", **nothing} for name in names]
+    measured = {"cells": cells[::-1], "batches": [], "largest_batch": {}}
+    assert table.markdown(measured).startswith("|  | " + " | ".join(names) + " |")
+
+
 def test_an_experiment_over_its_limit_says_so(script: Script) -> None:
     found = script("benchmarks.training.training_run").measure_training(
         DIGITS, 10**6, 10**6, 0.1, threads=1
