@@ -123,6 +123,7 @@ class TrainingBatches(Generic[T_co]):
         self.batch_size = batch_size
         self._begin = 0  # how many batches the next iteration skips
         self._done = 0  # how many batches of this epoch were used
+        self._next: tuple[int, tuple[Tensor, ...]] | None = None  # an epoch, and what it needs
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.batch_size)
@@ -136,17 +137,27 @@ class TrainingBatches(Generic[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0
-        rows = self.sampler.order(self.sampler.epoch)
-        ends = range(self.batch_size, len(rows) + self.batch_size, self.batch_size)
-        columns = rows, *self.data.columns(rows)
+        epoch = self.sampler.epoch
+        of_epoch, columns = self._next or (None, ())
+        if of_epoch != epoch:
+            columns = self._columns(epoch)
+        self._next = None
+        ends = range(self.batch_size, len(columns[0]) + self.batch_size, self.batch_size)
         # One by one: a GPU would wait for its first batch until a whole epoch is divided.
         parts = (
             tuple(values[end - self.batch_size : end] for values in columns)
             for end in ends[self._done :]
         )
         for batch in _select(self.data, parts, self.prepare_on):
+            if self._done == len(self) - 1:
+                # The GPU is still busy with this epoch, and would wait at the start of the next.
+                self._next = epoch + 1, self._columns(epoch + 1)
             yield batch
             self._done += 1
+
+    def _columns(self, epoch: int) -> tuple[Tensor, ...]:
+        rows = self.sampler.order(epoch)
+        return rows, *self.data.columns(rows)
 
 
 class EvaluationBatches(Generic[T_co]):
