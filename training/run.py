@@ -23,7 +23,7 @@ from hoconv.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError
-from training.capture.steps import CaptureError
+from training.capture.graph import CaptureError
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.checks import check_command, check_config
 from training.configuration.resolvers import ROOT, register

@@ -3,20 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
+from training.callbacks.values import tensors_of
+from training.capture.frozen import heard
+from training.capture.graph import StepGraph
 
-def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+# Where two captured steps differ, as with kernels that add in any order, the eager one may differ
+# from them so many times as much.
+NOISE_FACTOR = 16.0
+
+
+def compare(
+    graph: StepGraph, batch: Any, run_eagerly: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], str | None]:
+    """Runs a step eagerly, which counts, and as its graph from the same state.
+
+    Returns:
+        What the eager step returns, and why the graph is not to be used, or None.
+    """
+    fit = graph.fit
+    gradients, written = fit.gradients(), fit.state()
+    # Of the gradients before the step only those count to which it adds: graphs share memory.
+    state = [*written, *_present({*gradients, *(graph.gradients_before or ())})]
+    before = _copies(state), fit.gpu.random_state()
+    with fit.gpu.beside(), heard(fit.model) as logged:
+        result = run_eagerly()
+    after = _copies(state), fit.gpu.random_state()
+    gradients_after = fit.gradients()
+    eager = _copies([*written, *_present(gradients_after), *tensors_of(result), *logged])
+
+    def replay() -> list[Tensor]:
+        """Runs the graph from the state before the step; returns what is to be as in `eager`."""
+        fit.restore(state, *before, gradients)
+        returned = graph.launch(batch)
+        left = _present(fit.gradients())
+        values = (each.value for each in graph.logged)
+        return _copies([*written, *left, *tensors_of(returned), *values])
+
+    error, why = _difference(replay(), eager), None
+    if not fit.agree(error == 0):
+        # Kernels may add in any order: then two replays differ, too.
+        noise = _difference(replay(), replay())
+        if not fit.agree(error <= NOISE_FACTOR * noise):
+            why = (
+                f"a captured step differs from an eager one by {error:.1g}, and from another "
+                f"captured one by {noise:.1g}"
+            )
+    fit.restore(state, *after, gradients_after)
+    return result, why
+
+
+def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def copies(tensors: list[Tensor]) -> list[Tensor]:
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
     """Returns the largest difference of an element, relative to the largest of its tensor."""
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return math.inf

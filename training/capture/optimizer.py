@@ -15,8 +15,9 @@ from training.capture.attributes import Attributes
 class CapturedOptimizer:
     """Lets an optimizer run in a graph, and read its learning rate from the GPU.
 
-    It is made ``capturable`` if it can be. The value of the schedule is written to the GPU before
-    a step, and the optimizer keeps its own, a Python number, between the steps.
+    It is made ``capturable`` if it can be, by :meth:`prepare`, which comes before all else. The
+    value of the schedule is written to the GPU before a step, and the optimizer keeps its own, a
+    Python number, between the steps.
 
     Args:
         optimizer: of any kind.
@@ -30,7 +31,6 @@ class CapturedOptimizer:
         self._capturable: list[bool | None] = []
         self._rates: list[Tensor | None] = []
         self._written: list[Any] = []
-        self.prepare()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -43,8 +43,10 @@ class CapturedOptimizer:
             self._capturable.append(group.get("capturable"))
             reads = "capturable" in group or group.get("fused")
             number = isinstance(group.get("lr"), float | int)  # else the schedule writes into it
-            rate = torch.empty((), dtype=torch.float32, device=self._device)
-            self._rates.append(rate if reads and number else None)
+            rate = None
+            if reads and number:
+                rate = torch.empty((), dtype=torch.float32, device=self._device)
+            self._rates.append(rate)
             self._written.append(None)
         for group in groups:
             if "capturable" in group:

@@ -1,0 +1,62 @@
+"""Running a step eagerly, and seeing what a CUDA graph of it would do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from training.callbacks.values import describe, tensors_of
+from training.capture.fit import Fit
+from training.capture.frozen import HostRandomness, read_attributes, recorded_reads
+
+
+class ObservedStep:
+    """A step that runs eagerly once, and what it did.
+
+    Args:
+        batch: of the step.
+        run: runs it.
+
+    Attributes:
+        result: what Lightning gets of it.
+        changed_batch: whether it changed its batch.
+    """
+
+    def __init__(self, fit: Fit, batch: Any, run: Callable[[], dict[str, Any]]) -> None:
+        self._fit = fit
+        self._attributes, self._randomness = fit.attributes(), HostRandomness(fit.device)
+        # Reads are recorded where it matters only: torch.compile, which may compile in this step,
+        # would compile the recording.
+        self._reads: set[tuple[int, str]] = set()
+        unclear = self._attributes.going_on or self._attributes.unseen
+        recording = recorded_reads() if unclear else nullcontext(self._reads)
+        given = describe(batch), _identify(batch)
+        with fit.gpu.beside(), recording as self._reads:
+            self.result = run()
+        self.changed_batch = (describe(batch), _identify(batch)) != given
+
+    def find_changed(self) -> str | None:
+        """Returns the name of an attribute of the model or the optimizer that it changed, or
+        None."""
+        return self._attributes.changed()
+
+    def why_unfit(self) -> str | None:
+        """Returns what it did, beside changing attributes, that a graph would not; or None."""
+        if going_on := (read := read_attributes(self._fit.model, self._reads)).going_on:
+            return f"training_step reads {going_on[0]}, which goes on by itself"
+        if read.unseen:
+            return f"training_step reads {read.unseen[0]}, which is very large"
+        if (used := self._randomness.used()) is not None:
+            return f"training_step draws from {used}"
+        if not all(isinstance(v, Tensor) for v in tree_leaves(self.result)):
+            return "training_step returns values of the host"
+        return None if self.result else "training_step returns no loss"
+
+
+def _identify(batch: Any) -> list[tuple[int, int]]:
+    """Which tensors a batch has, and how often they were written to."""
+    return [(id(tensor), tensor._version) for tensor in tensors_of(batch)]
