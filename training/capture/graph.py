@@ -14,20 +14,16 @@ import torch
 from torch import Tensor
 
 from training.callbacks.values import holds_packed, map_values, tensors_of
-from training.capture.attributes import Attributes
 from training.capture.fit import Fit, foreach_copy_
 from training.capture.frozen import (
     FrozenError,
     Logged,
     Refusals,
     Unread,
-    read_attributes,
     recorded_reads,
     watched,
 )
-
-# Of the trainer, beside its callbacks: what Lightning reads in a step.
-READ_OF_TRAINER = ("callbacks", "gradient_clip_val", "gradient_clip_algorithm")
+from training.capture.unchanged import Reads
 
 
 class CaptureError(RuntimeError):
@@ -64,8 +60,7 @@ class StepGraph:
         result: what Lightning gets of the step; the tensors are written by the graph.
         logged: the values are written by the graph.
         gradients: of every parameter, after the step.
-        frozen: the attributes that were read and the optimizer's state.
-        options: of the optimizer; a schedule may change them.
+        reads: what the step has read on the host.
     """
 
     fit: Fit
@@ -75,8 +70,7 @@ class StepGraph:
     result: dict[str, Any]
     logged: list[Logged]
     gradients: list[Tensor | None]
-    frozen: Attributes
-    options: Attributes
+    reads: Reads
 
     def launch(self, batch: Any) -> dict[str, Any]:
         """Runs the step; returns `result`, which the next one overwrites."""
@@ -147,7 +141,7 @@ def capture(fit: Fit, call: Call) -> StepGraph:
             raise FrozenError(f"training_step changes {changed}")
         return StepGraph(
             fit, own, None if call.first else before, graph, result, logged, fit.gradients(),
-            _freeze(fit, reads, of_trainer), _freeze_options(fit),
+            Reads(reads, of_trainer),
         )  # fmt: skip
     except Exception as error:
         why = _explain(error)
@@ -159,27 +153,6 @@ def capture(fit: Fit, call: Call) -> StepGraph:
         fit.set_gradients(before)
     gc.collect()  # what is left of the step would run the next one on the capture's stream
     raise CaptureError(why)
-
-
-def _freeze(fit: Fit, reads: set[tuple[int, str]], of_trainer: set[str]) -> Attributes:
-    """Returns what must stay as it is while the graph is used: what the step has read."""
-    frozen = read_attributes(fit.model, reads)
-    fit.optimizer.add_state(frozen)
-    patched = {"training_step", "log"} - vars(fit.model).keys()
-    if fit.trainer.world_size == 1:  # else Lightning itself sets it in each step
-        patched |= {"forward"} - vars(fit.model).keys()
-    frozen.add_absent("self", vars(fit.model), patched)
-    frozen.add_attributes("trainer", fit.trainer, sorted(of_trainer))
-    frozen.add_places("trainer", vars(fit.trainer), list(READ_OF_TRAINER))
-    callbacks = fit.trainer.callbacks
-    frozen.add_places("trainer.callbacks", callbacks, list(range(len(callbacks))))
-    return frozen.finish()
-
-
-def _freeze_options(fit: Fit) -> Attributes:
-    options = Attributes()
-    fit.optimizer.add_options(options)
-    return options.finish()
 
 
 def _find_unfit(batch: Any, device: torch.device) -> str | None:

@@ -25,6 +25,7 @@ from training.capture.gpu import Gpu
 from training.capture.graph import Call, CaptureError, StepGraph, capture
 from training.capture.observed import ObservedStep
 from training.capture.obstacles import find_obstacle
+from training.capture.unchanged import Unchanged
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
@@ -53,7 +54,6 @@ class _Step:
         why_eager: why they cannot be captured.
         graph: of the step, once captured.
         trials: how many steps are still to run twice, eagerly and as the graph.
-        compared: the moment when what the graph froze was last compared.
     """
 
     seen: int = 0
@@ -61,7 +61,6 @@ class _Step:
     why_eager: str | None = None
     graph: StepGraph | None = None
     trials: int = 0
-    compared: int = 0
 
 
 class CapturedSteps(pl.Callback):
@@ -109,7 +108,7 @@ class CapturedSteps(pl.Callback):
         self.seconds = 0.0
         self._said: set[str] = set()
         # Goes on where code may have run that `find_unknown` does not look at.
-        self._moment = self._looked = 0
+        self._moment = self._compared = 0
         self._unknown: str | None = None
         self._fit: Fit | None = None
 
@@ -126,7 +125,8 @@ class CapturedSteps(pl.Callback):
         self._trainer, self._model = trainer, pl_module
         self._steps: dict[Any, _Step] = {}
         self._strikes = self._replays_before = 0
-        self._captured = False  # whether this fit has a graph
+        self._captured = False  # whether this fit has had a graph
+        self._unchanged: Unchanged | None = None  # while it has graphs
         self._why_eager = (
             "capture=off"
             if self.mode == "off"
@@ -185,11 +185,11 @@ class CapturedSteps(pl.Callback):
                 step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
         if step.why_eager is not None:
             return self._run_eagerly(call, step.why_eager)
-        if step.graph is not None:
-            if (changed := self._find_change(step, step.graph)) is not None:
+        if self._unchanged is not None:
+            if (changed := self._find_change(self._unchanged)) is not None:
                 self._renew(self._fit, changed)
                 return self._run(optimizer, batch_idx, kwargs)
-            if not step.trials:
+            if step.graph is not None and not step.trials:
                 return self._replay(step.graph, call)
         leave_out_step()
         begun = time.perf_counter()
@@ -197,17 +197,16 @@ class CapturedSteps(pl.Callback):
         self.seconds += time.perf_counter() - begun
         return result
 
-    def _find_change(self, step: _Step, graph: StepGraph) -> str | None:
-        """Returns the name of something that a graph froze and that has changed since, or None."""
-        if (changed := graph.options.changed()) is not None:
+    def _find_change(self, unchanged: Unchanged) -> str | None:
+        """Returns the name of something that graphs froze and that has changed since, or None."""
+        if (changed := unchanged.find_changed_option()) is not None:
             return changed
-        if self._looked != self._moment:
-            self._looked = self._moment
+        if self._compared != self._moment:
             self._unknown = find_unknown(self._trainer, self._model)
-        if self._unknown is None and step.compared == self._moment:
+        elif self._unknown is None:
             return None
-        step.compared = self._moment
-        return graph.frozen.changed()
+        self._compared = self._moment
+        return unchanged.find_changed()
 
     def _position(self, batch_idx: int) -> tuple[bool, bool, bool]:
         """Returns whether a batch is the first whose gradients are accumulated, whether it is the
@@ -252,9 +251,11 @@ class CapturedSteps(pl.Callback):
             if step.why_eager is not None:
                 step.graph = None
                 return self._run_eagerly(call, step.why_eager)
+            assert step.graph is not None
             self.captures += 1
             self._captured = True
-        assert step.graph is not None
+            self._unchanged = self._unchanged or Unchanged(fit)
+            self._unchanged.add(step.graph.reads)
         if not step.trials:
             return self._replay(step.graph, call)
         step.trials -= 1
@@ -286,6 +287,7 @@ class CapturedSteps(pl.Callback):
     def _renew(self, fit: Fit, changed: str) -> None:
         """Drops the graphs, since what they froze has changed."""
         self._steps.clear()
+        self._unchanged = None
         self._strikes = (
             0 if self.replays - self._replays_before > MIN_REPLAYS else self._strikes + 1
         )
