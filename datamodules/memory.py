@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -123,7 +123,8 @@ class TrainingBatches(Generic[T_co]):
         self.batch_size = batch_size
         self._begin = 0  # how many batches the next iteration skips
         self._done = 0  # how many batches of this epoch were used
-        self._next: tuple[int, tuple[Tensor, ...]] | None = None  # an epoch, and what it needs
+        # The columns of the next epoch, and what they were made from.
+        self._ahead: tuple[Any, tuple[Tensor, ...]] = None, ()
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.batch_size)
@@ -137,12 +138,12 @@ class TrainingBatches(Generic[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0
-        epoch = self.sampler.epoch
-        of_epoch, columns = self._next or (None, ())
-        if of_epoch != epoch:
-            columns = self._columns(epoch)
-        self._next = None
-        ends = range(self.batch_size, len(columns[0]) + self.batch_size, self.batch_size)
+        sampler = self.sampler
+        (made_from, columns), self._ahead = self._ahead, (None, ())
+        if made_from != (self.data, sampler, vars(sampler)):
+            columns = self._columns(sampler.epoch)
+        length = len(columns[0])
+        ends = range(self.batch_size, length + self.batch_size, self.batch_size)
         # One by one: a GPU would wait for its first batch until a whole epoch is divided.
         parts = (
             tuple(values[end - self.batch_size : end] for values in columns)
@@ -151,7 +152,8 @@ class TrainingBatches(Generic[T_co]):
         for batch in _select(self.data, parts, self.prepare_on):
             if self._done == len(self) - 1:
                 # The GPU is still busy with this epoch, and would wait at the start of the next.
-                self._next = epoch + 1, self._columns(epoch + 1)
+                following = vars(sampler) | {"epoch": sampler.epoch + 1}
+                self._ahead = (self.data, sampler, following), self._columns(sampler.epoch + 1)
             yield batch
             self._done += 1
 

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map
+
+# Of which there is one object each, so that ``is`` compares them without reading them.
+SINGLE = bool, type(None), enum.Enum
 
 
 def map_values(
@@ -59,14 +64,24 @@ def holds_packed(values: Any) -> bool:
     return apart is not None and any(map(holds_packed, apart[1]))
 
 
+def holds_both(values: Any) -> bool:
+    """Whether there is a dataclass in values that is a container, too: it holds a tensor twice."""
+    if isinstance(values, Tensor | PackedSequence) or (apart := _take_apart(values)) is None:
+        return False
+    both = _is_object(values) and isinstance(values, dict | list | tuple)
+    return both or any(map(holds_both, apart[1]))
+
+
 def describe(values: Any) -> Any:
     """Returns what a graph depends on: the tensors' shapes, strides, types, devices, whether they
-    require gradients, and where they are. Of values without tensors the class and, beside tensors,
-    which are None or a bool: ``is`` tells these from others without reading them."""
+    require gradients, where they are, and whether they have attributes of their own. Of values
+    without tensors the class and, beside tensors, which are :data:`SINGLE` objects."""
     if isinstance(values, Tensor):
-        layout = values.shape, values.stride()
-        return *layout, values.dtype, values.device, values.requires_grad, type(values)
-    if values is None or isinstance(values, bool):
+        plain = values.layout is torch.strided and not values.is_nested
+        layout = (values.shape, values.stride()) if plain else (values.layout, values.is_nested)
+        kind = type(values), bool(vars(values))
+        return *layout, values.dtype, values.device, values.requires_grad, *kind
+    if isinstance(values, SINGLE):
         return values
     if isinstance(values, PackedSequence):
         return PackedSequence, describe(values.data)

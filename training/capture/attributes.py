@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import functools
 import itertools
@@ -33,10 +34,15 @@ class Attributes:
     counts: a graph reads what is there when it runs.
 
     Args:
+        device: that trains. What is in a tensor elsewhere, on the CPU, is frozen: it counts how
+            often that was written to.
         selected: whether an attribute of a module is looked at.
     """
 
-    def __init__(self, selected: Callable[[nn.Module, str], bool] = lambda *_: True) -> None:
+    def __init__(
+        self, device: torch.device, selected: Callable[[nn.Module, str], bool] = lambda *_: True
+    ) -> None:
+        self._device = device
         self._selected = selected
         self._seen: set[int] = set()  # the ids of what was looked into
         # What is compared: parts of owners, containers, tensors; each with its name.
@@ -50,15 +56,15 @@ class Attributes:
         self._empty_names: list[str] = []
         self._tensors: list[Tensor] = []
         self._tensor_names: list[str] = []
+        self._foreign: list[Tensor] = []  # those of them that are not on the device
+        self._foreign_names: list[str] = []
         self._absent: list[tuple[Any, set[str]]] = []  # dictionaries, and what is not in them
         self._absent_names: list[str] = []
         self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
         self._copied_names: list[str] = []
         self._measured: Any = None  # by `_measure`
-        # The names of iterators, generators, schedules and the like, which go on unseen, and of
-        # what is too large to be compared.
-        self.going_on: list[str] = []
-        self.unseen: list[str] = []
+        # Names of what is not compared, and why: an iterator, say, goes on by itself.
+        self.unseen: dict[str, str] = {}
 
     def add_modules(self, name: str, root: nn.Module) -> None:
         """Adds a module and those within it, but what Lightning keeps in them."""
@@ -80,7 +86,7 @@ class Attributes:
         """Adds items of a container; where they are all, there may be no more."""
         self._seen.add(id(owner))
         self._add_size(name, owner, keys)
-        self._add(owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys])
+        self._add(owner, _getter_of_items(owner), keys, [f"{name}.{key}" for key in keys])
 
     def add_places(self, name: str, owner: Any, keys: list[Any]) -> None:
         """As `add_items`, without looking into them."""
@@ -94,6 +100,16 @@ class Attributes:
         names = [f"{name}.{key}" for key in keys]
         self._add(owner, operator.attrgetter, keys, names, MAX_DEPTH + 1)
 
+    def add_inherited(self, name: str, owner: Any) -> None:
+        """Adds the data of an object's class."""
+        keys = [n for n in _names_of_data(owner) if n not in vars(owner)]
+        self._add(owner, operator.attrgetter, keys, [f"{name}.{key}" for key in keys])
+
+    def add_size(self, name: str, container: Any) -> None:
+        """Adds how much a container holds."""
+        self._sized.append(container)
+        self._sized_names.append(name)
+
     def add_absent(self, name: str, owner: Any, keys: set[str]) -> None:
         """Adds items that a dictionary does not have."""
         self._absent.append((owner, keys))
@@ -102,6 +118,11 @@ class Attributes:
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that were found, each once."""
         return list(self._tensors)
+
+    def owners(self) -> list[Any]:
+        """Returns the containers and objects whose parts were added, and tensors of the CPU."""
+        arrays = (value for value, _ in self._copied)
+        return [*self._owners, *self._sized, *self._empty, *arrays, *self._foreign]
 
     def changed(self) -> str | None:
         """Returns the name of the first part that is no longer what it was when it was added.
@@ -127,7 +148,8 @@ class Attributes:
         measured = self._measure()
         if measured != self._measured:
             trained = list(itertools.compress(self._tensor_names, self._measured[2]))
-            names = self._sized_names, *[self._tensor_names] * 4, trained, trained
+            of_tensors = [self._tensor_names] * 4
+            names = self._sized_names, *of_tensors, trained, trained, self._foreign_names
             for now, before, of in zip(measured, self._measured, names, strict=True):
                 if now != before:
                     return _first_difference(now, before, of)
@@ -144,7 +166,7 @@ class Attributes:
 
     def _measure(self) -> tuple[list[Any], ...]:
         """Returns the sizes of containers, and of tensors the place, the shape and strides, whether
-        it is trained, and its hooks."""
+        it is trained, and its hooks; of those elsewhere how often they were written to."""
         try:
             places = list(map(Tensor.data_ptr, self._tensors))
         except RuntimeError:  # one has no memory of its own
@@ -153,7 +175,8 @@ class Attributes:
         with_gradients = list(itertools.compress(self._tensors, trained))
         hooks = (list(map(each, with_gradients)) for each in _HOOKS)
         shapes, strides = map(_SHAPE, self._tensors), map(Tensor.stride, self._tensors)
-        return list(sizes), places, trained, list(shapes), list(strides), *hooks
+        versions = list(map(_VERSION, self._foreign))
+        return list(sizes), places, trained, list(shapes), list(strides), *hooks, versions
 
     def _find_missing(self) -> str | None:
         number = 0
@@ -166,8 +189,7 @@ class Attributes:
 
     def _add_size(self, name: str, owner: Any, keys: list[Any]) -> None:
         if len(keys) == len(owner):
-            self._sized.append(owner)
-            self._sized_names.append(name)
+            self.add_size(name, owner)
 
     def _watch_size(self, name: str, container: Any) -> None:
         falsy = not len(container) and not hasattr(type(container), "__bool__")
@@ -183,7 +205,12 @@ class Attributes:
         if len(keys) == 1:  # getters return a tuple of two or more only
             keys, names = keys * 2, names * 2
         get = getter(*keys)
-        parts = get(owner)
+        try:
+            parts = get(owner)
+        except Exception as error:  # a mapping may refuse to show an item
+            for name in dict.fromkeys(names):
+                self.unseen[name] = f"cannot be read: {type(error).__name__}"
+            return
         self._getters.append(get)
         self._owners.append(owner)
         self._parts += parts
@@ -203,26 +230,32 @@ class Attributes:
             return
         self._seen.add(id(value))
         if isinstance(value, _GOING_ON):
-            self.going_on.append(name)
+            self.unseen[name] = "goes on by itself"
             return
         if isinstance(value, Tensor):
-            self._tensors.append(value)
-            self._tensor_names.append(name)
+            self._add_tensor(value, name)
             return
-        if isinstance(value, np.ndarray):
-            self._copied.append((value, value.copy()))
+        if isinstance(value, np.ndarray | array.array | bytearray):
+            self._copied.append((value, copy.copy(value)))
             self._copied_names.append(name)
-            return
+            if not (isinstance(value, np.ndarray) and value.dtype.hasobject):
+                return
+            value = value.ravel().tolist()
         getter: Any = operator.itemgetter
         container: Any = value
         if isinstance(value, Mapping):
-            keys = list(value)
+            keys, getter = list(value), _getter_of_items(value)
+            for key in keys if len(keys) <= MAX_ITEMS and depth < MAX_DEPTH else ():
+                if not isinstance(key, Tensor):
+                    self._look_into(key, name, depth + 1)
         elif isinstance(value, list | tuple | deque):
             keys = list(range(len(value)))
-        elif isinstance(value, set):
+        elif isinstance(value, set | frozenset):
             keys = []
             self._copied.append((value, value.copy()))
             self._copied_names.append(name)
+            for each in value if len(value) <= MAX_ITEMS and depth < MAX_DEPTH else ():
+                self._look_into(each, name, depth + 1)
         elif isinstance(value, types.MethodType):
             keys, getter, container = ["__self__"], operator.attrgetter, None
         elif isinstance(value, functools.partial):
@@ -231,6 +264,8 @@ class Attributes:
             cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
             for cell in cells:
                 self._add(cell, operator.attrgetter, ["cell_contents"], [name], depth + 1)
+            defaults = ["__defaults__", "__kwdefaults__"]
+            self._add(value, operator.attrgetter, defaults, [name] * 2, depth + 1)
             keys, container = list(vars(value)), None
             value = vars(value)
         elif isinstance(value, type):
@@ -238,10 +273,7 @@ class Attributes:
                 return
             keys = [n for n, v in vars(value).items() if _is_data(n, v)]
             getter, container = operator.attrgetter, None
-        elif (
-            isinstance(value, types.SimpleNamespace)
-            or type(value).__module__.split(".")[0] not in _LIBRARIES
-        ):
+        elif isinstance(value, types.SimpleNamespace) or not _is_opaque(type(value)):
             keys, getter = _names_of_data(value), operator.attrgetter
             container = getattr(value, "__dict__", None)  # attributes may come
         else:
@@ -257,9 +289,36 @@ class Attributes:
             self._copied.append((container, copy.copy(container)))
             self._copied_names.append(name)
         elif len(keys) > MAX_ITEMS:
-            self.unseen.append(name)
+            self.unseen[name] = "is very large"
         elif depth < MAX_DEPTH:
             self._add(value, getter, keys, [name] * len(keys), depth + 1)
+
+    def _add_tensor(self, tensor: Tensor, name: str) -> None:
+        odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta
+        if odd or (tensor.device != self._device and tensor.is_inference()):
+            self.unseen[name] = "is a tensor of a kind that is not compared"
+            return
+        self._tensors.append(tensor)
+        self._tensor_names.append(name)
+        if tensor.device != self._device:
+            self._foreign.append(tensor)
+            self._foreign_names.append(name)
+
+
+def _getter_of_items(container: Any) -> Callable[..., Callable[[Any], tuple[Any, ...]]]:
+    """What :class:`operator.itemgetter` does; that would make what a defaultdict lacks."""
+    if not hasattr(type(container), "__missing__"):
+        return operator.itemgetter
+
+    def make(*keys: Any) -> Callable[[Any], tuple[Any, ...]]:
+        return lambda owner: tuple([dict.get(owner, key, _MISSING) for key in keys])
+
+    return make
+
+
+def _is_opaque(kind: type) -> bool:
+    """Whether a class is a library's whose objects hold nothing that a user sets."""
+    return kind.__module__.split(".")[0] in _LIBRARIES and not kind.__module__.startswith(_SEEN)
 
 
 def _names_of_data(owner: Any) -> list[str]:
@@ -312,19 +371,23 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def attributes_of(
-    model: nn.Module, selected: Callable[[nn.Module, str], bool] = lambda *_: True
+    model: nn.Module,
+    device: torch.device,
+    selected: Callable[[nn.Module, str], bool] = lambda *_: True,
 ) -> Attributes:
     """Returns the attributes of a model and its modules.
 
     Args:
-        selected: whether an attribute of a module is looked at.
+        device, selected: as of :class:`Attributes`.
     """
-    attributes = Attributes(selected)
+    attributes = Attributes(device, selected)
     attributes.add_modules("self", model)
     return attributes.finish()
 
 
+_MISSING = object()
 _SHAPE = operator.attrgetter("shape")
+_VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _HOOKS = [operator.attrgetter(each) for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _ATOMS = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
@@ -337,6 +400,8 @@ _LIBRARIES = {
     "builtins", "functools", "hoconv", "lightning_fabric", "pathlib", "pytorch_lightning", "torch",
     "torchmetrics", "types", "weakref",
 }  # fmt: skip
+# Modules of these whose objects users hold and change.
+_SEEN = ("torch.distributions", "torch.optim.", "torch.utils.data")
 
 
 def _place(tensor: Tensor) -> int:

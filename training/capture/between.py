@@ -7,6 +7,7 @@ callback, hook, data set or schedule.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 
 # Packages whose code, between two steps, changes nothing of a model.
 KNOWN = {
-    "_thread", "builtins", "collections", "functools", "itertools", "lightning",
+    "_thread", "builtins", "collections", "functools", "lightning",
     "lightning_fabric", "multiprocessing", "numpy", "operator", "pathlib", "pytorch_lightning",
     "queue", "random", "threading", "torch", "torchmetrics", "torchvision", "weakref",
     "datamodules", "hoconv", "models", "training",
 }  # fmt: skip
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-MODEL_HOOKS = (*HOOKS, *BATCH_HOOKS, "lr_scheduler_step")
+MODEL_HOOKS = (*HOOKS, *BATCH_HOOKS, "lr_scheduler_step", "on_save_checkpoint", "state_dict")
 MAX_OBJECTS = 1000  # within loaders and schedules: what has more counts as unknown
 
 
@@ -102,12 +103,21 @@ def _parts(value: Any) -> list[Any]:
 
 def _code_of(value: Any) -> Any:
     """The function or class whose code runs when a value is used."""
-    value = value.__func__ if isinstance(value, types.MethodType) else value
+    while True:  # around another function
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        elif isinstance(value, functools.partial):
+            value = value.func
+        elif hasattr(value, "__wrapped__") and not isinstance(value, type):
+            value = value.__wrapped__
+        else:
+            break
     return value if isinstance(value, type | types.FunctionType) else type(value)
 
 
 def _is_known(code: Any) -> bool:
-    if code in (types.GeneratorType, filter, map):  # of whose functions nothing shows
+    # Of whose functions nothing shows.
+    if code in (types.GeneratorType, filter, map, zip, enumerate, reversed):
         return False
     return (code.__module__ or "").split(".")[0] in KNOWN
 

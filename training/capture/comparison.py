@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from training.callbacks.values import tensors_of
@@ -15,6 +16,7 @@ from training.capture.graph import StepGraph
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
 # from them so many times as much.
 NOISE_FACTOR = 16.0
+NO_MEMORY = "the GPU has no memory left to compare a captured step with an eager one"
 
 
 def compare(
@@ -28,13 +30,19 @@ def compare(
     fit = graph.fit
     gradients, written = fit.gradients(), fit.state()
     # Of the gradients before the step only those count to which it adds: graphs share memory.
-    state = [*written, *_present({*gradients, *(graph.gradients_before or ())})]
-    before = _copies(state), fit.gpu.random_state()
+    state = [*written, *_present({*gradients, *graph.gradients_before})]
+    try:
+        before = copies(state), fit.gpu.random_state()
+    except torch.OutOfMemoryError:
+        return run_eagerly(), NO_MEMORY
     with fit.gpu.beside(), heard(fit.model) as logged:
         result = run_eagerly()
-    after = _copies(state), fit.gpu.random_state()
     gradients_after = fit.gradients()
-    eager = _copies([*written, *_present(gradients_after), *tensors_of(result), *logged])
+    try:
+        after = copies(state), fit.gpu.random_state()
+        eager = copies([*written, *_present(gradients_after), *tensors_of(result), *logged])
+    except torch.OutOfMemoryError:
+        return result, NO_MEMORY
 
     def replay() -> list[Tensor]:
         """Runs the graph from the state before the step; returns what is to be as in `eager`."""
@@ -42,17 +50,21 @@ def compare(
         returned = graph.launch(batch)
         left = _present(fit.gradients())
         values = (each.value for each in graph.logged)
-        return _copies([*written, *left, *tensors_of(returned), *values])
+        return copies([*written, *left, *tensors_of(returned), *values])
 
-    error, why = _difference(replay(), eager), None
-    if not fit.agree(error == 0):
-        # Kernels may add in any order: then two replays differ, too.
-        noise = _difference(replay(), replay())
-        if not fit.agree(error <= NOISE_FACTOR * noise):
-            why = (
-                f"a captured step differs from an eager one by {error:.1g}, and from another "
-                f"captured one by {noise:.1g}"
-            )
+    why = None
+    try:
+        error = _difference(replay(), eager)
+        if not fit.agree(error == 0):
+            # Kernels may add in any order: then two replays differ, too.
+            noise = _difference(replay(), replay())
+            if not fit.agree(error <= NOISE_FACTOR * noise):
+                why = (
+                    f"a captured step differs from an eager one by {error:.1g}, and from another "
+                    f"captured one by {noise:.1g}"
+                )
+    except torch.OutOfMemoryError:
+        why = NO_MEMORY
     fit.restore(state, *after, gradients_after)
     return result, why
 
@@ -61,7 +73,7 @@ def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
+def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from training.capture.attributes import Attributes, attributes_of
+from training.capture.frozen import read_attributes
 from training.capture.gpu import Gpu
 from training.capture.optimizer import CapturedOptimizer
 
@@ -27,7 +28,8 @@ class Fit:
         trainer, model, device, gpu, run_step: as given.
         loop: Lightning's, of automatic optimization.
         optimizer: of the fit.
-        parameters: those that may have gradients.
+        parameters: those that may have gradients, and other leaves that the model has.
+        kept: those of them whose gradients no step sets to None: others than the optimizer's.
     """
 
     def __init__(
@@ -46,24 +48,25 @@ class Fit:
         """Prepares the optimizer for a capture, and finds the parameters: new ones may be there."""
         self.optimizer.prepare()
         # An optimizer may have been given more than the model has.
-        parameters = [*self.optimizer.parameters, *self.model.parameters()]
-        self.parameters = list(dict.fromkeys(parameters))
+        trained = dict.fromkeys(self.optimizer.parameters)
+        leaves = [t for t in self.attributes().tensors() if t.requires_grad and t.is_leaf]
+        self.parameters = list(dict.fromkeys((*trained, *self.model.parameters(), *leaves)))
+        self.kept = [p for p in self.parameters if p not in trained and p.requires_grad]
 
     def gradients(self) -> list[Tensor | None]:
         """Returns those of all parameters."""
         return [p.grad for p in self.parameters]
 
-    def set_gradients(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-
     def attributes(self) -> Attributes:
         """Returns those of the model and of the optimizer."""
-        attributes = attributes_of(self.model)
+        attributes = attributes_of(self.model, self.device)
         self.optimizer.add_options(attributes)
         self.optimizer.add_state(attributes)
         return attributes.finish()
+
+    def read(self, reads: set[tuple[int, str]]) -> Attributes:
+        """Returns those of the model that were read."""
+        return read_attributes(self.model, self.device, reads)
 
     def state(self) -> list[Tensor]:
         """Returns all tensors that a step may write, but gradients."""
@@ -89,8 +92,14 @@ class Fit:
             written = list(itertools.compress(state, changed))
             foreach_copy_(written, list(itertools.compress(values, changed)))
         self.gpu.set_random_state(random_state)
-        self.set_gradients(gradients)
+        set_gradients(self.parameters, gradients)
 
     def agree(self, decision: bool) -> bool:
         """Whether the decision is true in all processes."""
         return self.trainer.strategy.reduce_boolean_decision(decision, all=True)
+
+
+def set_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is not gradient:
+            parameter.grad = gradient

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from training.capture.attributes import (
 CONSTANTS_OF_TRAINER = {
     "barebones", "estimated_stepping_batches", "global_rank", "is_global_zero", "local_rank",
     "max_epochs", "max_steps", "node_rank", "num_devices", "num_nodes", "num_training_batches",
-    "precision", "strategy", "training", "world_size",
+    "precision", "training", "world_size",
 }  # fmt: skip
 
 
@@ -78,14 +76,13 @@ _PARTS = ("_parameters", "_buffers", "_modules")  # dictionaries in which a modu
 _READERS = {"torch", "lightning_fabric", "pytorch_lightning", "torchmetrics", "training"}
 
 
-def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes:
+def read_attributes(
+    model: nn.Module, device: torch.device, reads: set[tuple[int, str]]
+) -> Attributes:
     """Returns the attributes that were read, and all of compiled modules, whose programs read
-    attributes unseen."""
+    attributes unseen; `device` as of :class:`Attributes`."""
     compiled = {
-        id(part)
-        for module in model.modules()
-        if getattr(module, "_compiled_call_impl", None) is not None
-        for part in module.modules()
+        id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()
     }
 
     def read(module: nn.Module, name: str) -> bool:
@@ -96,7 +93,7 @@ def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes
         # Python finds parameters, buffers and modules in these by way of __dict__.
         return name in _PARTS and (id(module), "__dict__") in reads
 
-    attributes = attributes_of(model, read)
+    attributes = attributes_of(model, device, read)
     for path, module in model.named_modules():
         own = (*SET_BY_OBSERVERS, *LIGHTNINGS_OWN) if isinstance(module, pl.LightningModule) else ()
         names = {n for owner, n in reads if owner == id(module) and not n.startswith("__")}
@@ -110,27 +107,15 @@ def read_attributes(model: nn.Module, reads: set[tuple[int, str]]) -> Attributes
     return attributes
 
 
-class HostRandomness:
-    """The state of the host's random number generators.
-
-    Args:
-        device: that trains; where it is the CPU, PyTorch's generator of the CPU is its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._states: dict[str, Callable[[], Any]] = {
-            "Python's random": random.getstate,
-            "NumPy's random": lambda: repr(np.random.get_state(legacy=False)),  # noqa: NPY002
-        }
-        if device.type != "cpu":
-            self._states["PyTorch's generator of the CPU"] = lambda: (
-                torch.get_rng_state().numpy().tobytes()
-            )
-        self._before = {name: state() for name, state in self._states.items()}
-
-    def used(self) -> str | None:
-        """Returns the name of a generator that was used since."""
-        return next((n for n, state in self._states.items() if state() != self._before[n]), None)
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module or one of its methods."""
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return True
+    own = (
+        *vars(module).values(),
+        *(v for kind in type(module).__mro__ for v in vars(kind).values()),
+    )
+    return any("_torchdynamo_orig_callable" in getattr(v, "__dict__", ()) for v in own)
 
 
 class Logged(NamedTuple):
@@ -247,9 +232,13 @@ class Unread:
         if name == "__class__":
             return type(value)
         read = f"training_step reads {what}"
-        if not name.startswith("__") and hasattr(value, name):
+        may_come = hasattr(value, "__dict__") and not name.startswith("__")
+        if name not in _OF_EVERY_OBJECT and (may_come or hasattr(value, name)):
             refusals.refuse(read)
         raise _NoAttributeError(read)
+
+
+_OF_EVERY_OBJECT = frozenset(dir(object))
 
 
 def _refuse(value: Unread, *_: Any) -> Any:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from training.callbacks.values import holds_packed, map_values, tensors_of
-from training.capture.fit import Fit, foreach_copy_
+from training.callbacks.values import SINGLE, holds_both, holds_packed, map_values, tensors_of
+from training.capture.fit import Fit, foreach_copy_, set_gradients
 from training.capture.frozen import (
     FrozenError,
     Logged,
@@ -23,6 +24,7 @@ from training.capture.frozen import (
     recorded_reads,
     watched,
 )
+from training.capture.host_state import HostRandomness, HostState
 from training.capture.unchanged import Reads
 
 
@@ -54,8 +56,9 @@ class StepGraph:
     Attributes:
         fit: whose step it is.
         inputs: the tensors of the batch that it reads.
-        gradients_before: of every parameter, to which an accumulating step adds; None for a step
-            that begins with none.
+        parameters: the fit's when it was captured.
+        gradients_before: of every parameter, to which the step adds; None for those of which it
+            begins with none.
         graph: what the GPU runs.
         result: what Lightning gets of the step; the tensors are written by the graph.
         logged: the values are written by the graph.
@@ -65,23 +68,29 @@ class StepGraph:
 
     fit: Fit
     inputs: list[Tensor]
-    gradients_before: list[Tensor | None] | None
+    parameters: list[Tensor]
+    gradients_before: list[Tensor | None]
     graph: Any
     result: dict[str, Any]
     logged: list[Logged]
     gradients: list[Tensor | None]
     reads: Reads
 
+    def __post_init__(self) -> None:
+        self._adds = any(gradient is not None for gradient in self.gradients_before)
+
     def launch(self, batch: Any) -> dict[str, Any]:
         """Runs the step; returns `result`, which the next one overwrites."""
         self.fit.optimizer.write_rates()
-        foreach_copy_(self.inputs, tensors_of(batch))
-        for parameter, gradient in zip(self.fit.parameters, self.gradients_before or ()):
-            added: Any = parameter.grad  # present where it was in the capture: part of the key
-            if gradient is not None and gradient is not added:
-                gradient.copy_(added)
+        if self.inputs:
+            foreach_copy_(self.inputs, tensors_of(batch))
+        if self._adds:
+            for parameter, gradient in zip(self.parameters, self.gradients_before, strict=True):
+                added: Any = parameter.grad  # present where it was in the capture: part of the key
+                if gradient is not None and gradient is not added:
+                    gradient.copy_(added)
         self.graph.replay()
-        self.fit.set_gradients(self.gradients)
+        set_gradients(self.parameters, self.gradients)
         return self.result
 
     def run(self, call: Call) -> dict[str, Any]:
@@ -125,9 +134,15 @@ def capture(fit: Fit, call: Call) -> StepGraph:
     hide = functools.partial(_hide, refusals)
     kwargs["batch"] = map_values(lambda _: next(inputs), batch, hide)
     progress = copy.deepcopy(fit.loop.optim_progress.state_dict())
-    before, attributes = fit.gradients(), fit.attributes()
+    gradients = fit.gradients()
+    kept = {id(p) for p in fit.kept}
+    # A step that sets gradients to None begins without them, also if it reads them before.
+    before = [p.grad if not call.first or id(p) in kept else None for p in fit.parameters]
+    attributes, randomness = fit.attributes(), HostRandomness(fit.device)
+    host = HostState(attributes.owners())
     why = None
     try:
+        set_gradients(fit.parameters, before)
         with (
             fit.optimizer.rates_on_gpu(),
             watched(fit.model, refusals) as (logged, of_trainer),
@@ -135,24 +150,51 @@ def capture(fit: Fit, call: Call) -> StepGraph:
             fit.gpu.capture() as graph,
         ):
             result = fit.run_step(call.optimizer, call.batch_idx, kwargs)
+        found = _find_frozen(fit, call, progress, result)
         if refusals.found:  # the step may have caught the error
-            raise FrozenError(refusals.found[0])
-        if (changed := attributes.changed()) is not None:
-            raise FrozenError(f"training_step changes {changed}")
+            found = refusals.found[0]
+        elif (changed := attributes.changed()) is not None:
+            found = f"training_step changes {changed}"
+        elif (used := randomness.used()) is not None:
+            found = f"training_step draws from {used}"
+        if found is not None:
+            raise FrozenError(found)
         return StepGraph(
-            fit, own, None if call.first else before, graph, result, logged, fit.gradients(),
+            fit, own, fit.parameters, before, graph, result, logged, fit.gradients(),
             Reads(reads, of_trainer),
         )  # fmt: skip
     except Exception as error:
         why = _explain(error)
+        host.restore()
+        randomness.restore()
         scaler = getattr(fit.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler._per_optimizer_states.clear()
     finally:
         fit.loop.optim_progress.load_state_dict(progress)
-        fit.set_gradients(before)
+        set_gradients(fit.parameters, gradients)
     gc.collect()  # what is left of the step would run the next one on the capture's stream
     raise CaptureError(why)
+
+
+def _find_frozen(
+    fit: Fit, call: Call, progress: dict[str, Any], result: dict[str, Any]
+) -> str | None:
+    """Returns what a captured step did that its graph would not do again, or None.
+
+    Args:
+        progress: the loop's before the step.
+    """
+    if fit.optimizer.changes_rates:
+        return "the step changes the learning rate"
+    begun = fit.loop.optim_progress.optimizer.zero_grad.total.ready
+    if begun - progress["optimizer"]["zero_grad"]["total"]["ready"] > 1:
+        return "the optimizer runs the step more than once"
+    if any(isinstance(each, Tensor) and each.retains_grad for each in tree_leaves(result)):
+        return "training_step returns a tensor that retains its gradient"
+    if any(g is not None and g.layout is not torch.strided for g in fit.gradients()):
+        return "a gradient is sparse"
+    return None
 
 
 def _find_unfit(batch: Any, device: torch.device) -> str | None:
@@ -164,13 +206,21 @@ def _find_unfit(batch: Any, device: torch.device) -> str | None:
             return f"a tensor of the batch is a {type(tensor).__name__}"
         if tensor.requires_grad:
             return "a tensor of the batch requires a gradient"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return "a tensor of the batch is sparse or nested"
+        if vars(tensor):
+            return "a tensor of the batch has attributes of its own"
+    if len(set(map(id, tensors_of(batch)))) < len(tensors_of(batch)):
+        return "the batch has a tensor twice"
     if holds_packed(batch):
         return "the batch has a PackedSequence"
+    if holds_both(batch):
+        return "the batch has a dataclass that is a container, too"
     return None
 
 
 def _hide(refusals: Refusals, value: Any) -> Any:
-    if value is None or isinstance(value, bool):  # which the graph depends on
+    if isinstance(value, SINGLE):  # the graph is for this one
         return value
     return Unread(f"a {type(value).__name__} of the batch", value, refusals)
 

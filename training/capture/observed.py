@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from training.callbacks.values import describe, tensors_of
 from training.capture.fit import Fit
-from training.capture.frozen import HostRandomness, read_attributes, recorded_reads
+from training.capture.frozen import recorded_reads
+from training.capture.host_state import HostRandomness
 
 
 class ObservedStep:
@@ -32,8 +33,8 @@ class ObservedStep:
         # Reads are recorded where it matters only: torch.compile, which may compile in this step,
         # would compile the recording.
         self._reads: set[tuple[int, str]] = set()
-        unclear = self._attributes.going_on or self._attributes.unseen
-        recording = recorded_reads() if unclear else nullcontext(self._reads)
+        unseen = self._attributes.unseen
+        recording = recorded_reads() if unseen else nullcontext(self._reads)
         given = describe(batch), _identify(batch)
         with fit.gpu.beside(), recording as self._reads:
             self.result = run()
@@ -46,10 +47,11 @@ class ObservedStep:
 
     def why_unfit(self) -> str | None:
         """Returns what it did, beside changing attributes, that a graph would not; or None."""
-        if going_on := (read := read_attributes(self._fit.model, self._reads)).going_on:
-            return f"training_step reads {going_on[0]}, which goes on by itself"
-        if read.unseen:
-            return f"training_step reads {read.unseen[0]}, which is very large"
+        for name, what in self._attributes.unseen.items():
+            if name.startswith("optimizer"):
+                return f"the optimizer has {name}, which {what}"
+        for name, what in self._fit.read(self._reads).unseen.items():
+            return f"training_step reads {name}, which {what}"
         if (used := self._randomness.used()) is not None:
             return f"training_step draws from {used}"
         if not all(isinstance(v, Tensor) for v in tree_leaves(self.result)):
@@ -59,4 +61,5 @@ class ObservedStep:
 
 def _identify(batch: Any) -> list[tuple[int, int]]:
     """Which tensors a batch has, and how often they were written to."""
-    return [(id(tensor), tensor._version) for tensor in tensors_of(batch)]
+    tensors = tensors_of(batch)
+    return [(id(t), 0 if t.is_inference() else t._version) for t in tensors]

@@ -47,6 +47,8 @@ def find_obstacle(trainer: Any, model: pl.LightningModule, device_type: str) -> 
     for hook in MODEL_HOOKS:
         if is_overridden(hook, model):
             return f"the model has {hook}"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "a module is compiled by torch.jit"
     if (owner := _find_hooked(model)) is not None:
         return f"{owner} has a hook"
     return _find_obstacle_of_optimizer(trainer)

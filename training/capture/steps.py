@@ -17,7 +17,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.callbacks.values import describe
+from training.callbacks.values import describe, tensors_of
 from training.capture.between import find_unknown
 from training.capture.comparison import compare
 from training.capture.fit import Fit
@@ -31,8 +31,9 @@ from training.capture.unchanged import Unchanged
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
 WARMUP_STEPS, WARMUP_STEPS_DDP = 3, 11
 # Steps of the first graph that run twice, eagerly and as the graph, to be compared. Later graphs
-# differ from it in the shapes of the batch only: one step shows whether these are right.
-TRIALS, LATER_TRIALS = 3, 1
+# differ from it in the shapes of the batch only. The first of them is the step that was captured,
+# whose values of the host are the graph's: another one shows whether these are right.
+TRIALS, LATER_TRIALS = 3, 2
 MAX_GRAPHS = 32  # each keeps the memory of its batch and results
 # What graphs froze may change: then others are captured. No more, where it changed so many times
 # after at most so many steps.
@@ -174,11 +175,10 @@ class CapturedSteps(pl.Callback):
             return self._run_eagerly(call, self._why_eager)
         if batch_idx % COMPARE_EVERY == 0:
             self._moment += 1
-        accumulated = self._trainer.accumulate_grad_batches
-        key = describe(kwargs["batch"]), *call[3:], accumulated
-        if not call.first:
-            key += tuple(p.grad is None for p in self._fit.parameters)
-        step = self._steps.get(key)
+        if self._fit.optimizer.changes_rates:
+            self._why_eager = "the step changes the learning rate"
+            return self._run_eagerly(call, self._why_eager)
+        step = self._steps.get(key := self._find_key(self._fit, call))
         if step is None:
             step = self._steps[key] = _Step()
             if len(self._steps) > MAX_GRAPHS:
@@ -196,6 +196,15 @@ class CapturedSteps(pl.Callback):
         result = self._prepare(self._fit, step, call)
         self.seconds += time.perf_counter() - begun
         return result
+
+    def _find_key(self, fit: Fit, call: Call) -> tuple[Any, ...]:
+        """Returns what a graph is for: two steps with the same key can be the same graph."""
+        batch = call.kwargs["batch"]
+        places = [*map(id, tensors_of(batch))]
+        aliases = () if len({*places}) == len(places) else tuple(map(places.index, places))
+        added = fit.kept if call.first else fit.parameters
+        present = tuple([p.grad is not None for p in added])
+        return describe(batch), aliases, *call[3:], self._trainer.accumulate_grad_batches, present
 
     def _find_change(self, unchanged: Unchanged) -> str | None:
         """Returns the name of something that graphs froze and that has changed since, or None."""
@@ -239,7 +248,7 @@ class CapturedSteps(pl.Callback):
         if not ready:
             return self._observe(fit, step, call)
         if step.graph is None:
-            step.trials = LATER_TRIALS if self._captured else TRIALS
+            step.trials = TRIALS if self._unchanged is None else LATER_TRIALS
             if distributed:
                 step.trials = min(step.trials, 0 if self._captured else 1)
             try:

@@ -41,7 +41,9 @@ def fit(device: str) -> Callable[..., Ran]:
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[captured, losses, *callbacks], **{"max_epochs": 1, **options},
         )  # fmt: skip
-        loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # pyright: ignore
+        loader: Any = data
+        if not isinstance(data, Iterator):
+            loader = torch.utils.data.DataLoader(data, batch_size=None)  # pyright: ignore
         trainer.fit(made, loader, validation)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values = [float(loss) for loss in losses.losses]

@@ -49,8 +49,13 @@ class RecordedGraph(TorchDispatchMode):
 
     @torch.no_grad()
     def undo(self) -> None:
+        """Leaves what a capture leaves: old memory as it was, and in new memory anything."""
         for tensor, value in reversed(self.before):
             tensor.copy_(value)
+        for *_, results in self.calls:
+            for tensor in results:
+                if tensor.is_floating_point() and tensor.layout is torch.strided:
+                    tensor.detach().fill_(torch.nan)
 
     @torch.no_grad()
     def replay(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,12 +51,38 @@ class Named:
         self.count = len(self.names)  # no field
 
 
+def late(value: Any) -> Any:
+    value.late = 0.5
+    return value
+
+
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
 # By its name: what a batch has beside tensors, before and after a change; and what is read of it.
 READ: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
     "length": (["a"] * 4, ["a"] * 2, len),
     "key": ({"a": 1}, {"b": 1}, lambda v: 0.5 if "b" in v else 1.0),
     "None": (None, 0.5, lambda v: 1.0 if v is None else 0.5),
     "bool": (False, True, lambda v: 0.5 if v is True else 1.0),
+    "member of an Enum": (Kind.A, Kind.B, lambda v: 0.5 if v is Kind.B else 1.0),
+    "name of a function": (
+        torch.relu,
+        torch.tanh,
+        lambda v: 0.5 if getattr(v, "__name__", "") == "tanh" else 1.0,
+    ),
+    "attribute that comes": (
+        Named(torch.ones(()), []),
+        late(Named(torch.ones(()), [])),
+        lambda v: getattr(v, "late", 1.0),
+    ),
+    "attribute of an object that comes": (
+        SimpleNamespace(),
+        SimpleNamespace(late=0.5),
+        lambda v: getattr(v, "late", 1.0),
+    ),
     "class": (1, "a", lambda v: 0.5 if isinstance(v, str) else 1.0),
     "number": (1.0, 0.5, lambda v: v),
     "a caught error": (1.0, 0.5, lambda v: attempt(lambda: float(v), 1.0)),
@@ -126,6 +154,90 @@ def test_tensor_that_has_more_than_numbers(fit: Callable[..., Ran]) -> None:
         for i, (x, y) in enumerate(batches([BATCH] * STEPS), 1)
     ]
     check_eager(fit, Sized, "a tensor of the batch is a BoundingBoxes", data=data)
+
+
+def test_tensor_that_comes_twice(fit: Callable[..., Ran]) -> None:
+    class Doubled(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            first, second, labels = batch
+            loss = super().loss((first, labels))
+            return loss if second is first else loss + super().loss((second, labels))
+
+    def data() -> list[Any]:
+        return [
+            (x, x if i >= CHANGED_AT else 2 * x, y)
+            for i, (x, y) in enumerate(batches([BATCH] * STEPS))
+        ]
+
+    captured, eager = (fit(Doubled, mode, data=data()) for mode in ("auto", "off"))
+    assert captured.capture.replays
+    assert captured.why == "the batch has a tensor twice"
+    assert same(captured, eager)
+
+
+def test_tensor_with_attributes_of_its_own(fit: Callable[..., Ran]) -> None:
+    class Tagged(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * getattr(batch[0], "scale", 1.0)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            inputs, labels = super().transfer_batch_to_device(batch, device, dataloader_idx)
+            inputs.scale = 0.5 if self.trainer.global_step >= CHANGED_AT else 1.0
+            return inputs, labels
+
+    check_eager(fit, Tagged, "a tensor of the batch has attributes of its own")
+
+
+@dataclasses.dataclass
+class Both(dict[str, Tensor]):
+    """A dictionary whose items are fields, too."""
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        self.update(x=self.x, y=self.y)
+
+
+def test_dataclass_that_is_a_dictionary(fit: Callable[..., Ran]) -> None:
+    class Named(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss((batch["x"], batch["y"]))
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            inputs, labels = super().transfer_batch_to_device(batch, device, dataloader_idx)
+            return Both(inputs, labels)
+
+    check_eager(fit, Named, "the batch has a dataclass that is a container, too")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors(fit: Callable[..., Ran]) -> None:
+    class Dense(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss((batch[0].to_dense(), batch[1]))
+
+    data = [(x.to_sparse_csr(), y) for x, y in batches([BATCH] * STEPS)]
+    check_eager(fit, Dense, "a tensor of the batch is sparse or nested", data=data)
+
+
+def test_tensors_of_inference(fit: Callable[..., Ran]) -> None:
+    class Cloned(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss((batch[0].clone(), batch[1].clone()))
+
+    with torch.inference_mode():
+        data = batches([BATCH] * STEPS)
+    check_captured(fit, Cloned, data=data)
+
+
+def test_no_tensors(fit: Callable[..., Ran], device: str) -> None:
+    class Drawing(Plain):
+        def loss(self, batch: Any) -> Tensor:
+            labels = torch.zeros(BATCH, dtype=torch.long, device=device)
+            return super().loss((torch.randn(BATCH, FEATURES, device=device), labels))
+
+    check_captured(fit, Drawing, data=list(range(STEPS)))
 
 
 def pop(batch: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,19 @@ def _of_a_callback(halves: Halves, options: dict[str, Any]) -> type[pl.Lightning
 
 def _of_a_lambda_callback(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
     options["callbacks"] = [LambdaCallback(on_train_batch_end=lambda *_: halves())]
+    return Scaled
+
+
+def _of_a_partial_function(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    def change(_: str, *args: Any) -> None:
+        halves()
+
+    options["callbacks"] = [LambdaCallback(on_train_batch_end=functools.partial(change, "a"))]
+    return Scaled
+
+
+def _of_a_generator(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    options["data"] = itertools.islice((halves(each) for each in batches([BATCH] * STEPS)), STEPS)
     return Scaled
 
 
@@ -136,8 +151,9 @@ def _of_a_validation(halves: Halves, options: dict[str, Any]) -> type[pl.Lightni
 
 
 OWNERS = (
-    _of_a_callback, _of_a_lambda_callback, _that_a_callback_is_given, _of_a_derived_callback,
-    _of_the_model, _of_a_data_set, _of_a_schedule, _of_a_validation,
+    _of_a_callback, _of_a_lambda_callback, _of_a_partial_function, _that_a_callback_is_given,
+    _of_a_derived_callback, _of_the_model, _of_a_data_set, _of_a_generator, _of_a_schedule,
+    _of_a_validation,
 )  # fmt: skip
 
 
@@ -167,13 +183,14 @@ def known(callback: pl.Callback) -> pl.Callback:
     return callback
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
 def test_what_a_checkpoint_changes_counts_from_the_next_step(
-    fit: Callable[..., Ran], tmp_path: Path
+    fit: Callable[..., Ran], tmp_path: Path, weights_only: bool
 ) -> None:
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == CHANGED_AT:
-                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only)
 
     class Changes(Scaled):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

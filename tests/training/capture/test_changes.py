@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import math
 import threading
@@ -15,10 +16,21 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from tests.training.capture.support import CHANGED_AT, CLASSES, Plain, Ran, check_eager, same
+from tests.training.capture.support import (
+    BATCH,
+    CHANGED_AT,
+    CLASSES,
+    Plain,
+    Ran,
+    check_captured,
+    check_eager,
+    same,
+)
 from training.capture import steps as capture
+from training.capture.frozen import read_attributes
 
 
 class Reads(Plain):
@@ -197,6 +209,40 @@ LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
         reads(lambda: nested(6), lambda h: innermost(h)["scale"]),
         lambda _, m: innermost(m.holder).update(scale=0.5),
     ),
+    "object in a set": (
+        reads(lambda: {Scale()}, lambda h: next(iter(h)).factor),
+        lambda _, m: setattr(next(iter(m.holder)), "factor", 0.5),
+    ),
+    "object that is a key": (
+        reads(lambda: {Scale(): 1}, lambda h: next(iter(h)).factor),
+        lambda _, m: setattr(next(iter(m.holder)), "factor", 0.5),
+    ),
+    "object in an array": (
+        reads(lambda: np.array([Scale()], dtype=object), lambda h: h[0].factor),
+        lambda _, m: setattr(m.holder[0], "factor", 0.5),
+    ),
+    "array of Python's": (
+        reads(lambda: array.array("d", [1.0]), lambda h: h[0]),
+        lambda _, m: m.holder.__setitem__(0, 0.5),
+    ),
+    "default of a function": (
+        reads(lambda: lambda values=[1.0]: values[0], lambda h: h()),
+        lambda _, m: m.holder.__defaults__[0].__setitem__(0, 0.5),
+    ),
+    "distribution": (
+        reads(
+            lambda: torch.distributions.Normal(0.0, 1.0, validate_args=False),
+            lambda h: float(h.loc + 1) if isinstance(h.loc, float) else 1.0,
+        ),
+        lambda _, m: setattr(m.holder, "loc", -0.5),
+    ),
+    "option of another optimizer": (
+        reads(
+            lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
+            lambda h: h.param_groups[0]["lr"],
+        ),
+        lambda _, m: m.holder.param_groups[0].update(lr=0.5),
+    ),
     "long list": (
         reads(lambda: [1.0] * 2000, lambda h: h[1999]),
         lambda _, m: m.holder.__setitem__(1999, 0.5),
@@ -246,6 +292,105 @@ def test_what_changes_long_after_the_capture_counts(fit: Callable[..., Ran], wha
     assert captured.capture.replays >= CHANGED_AT - capture.WARMUP_STEPS - capture.TRIALS
     assert same(captured, eager)
     assert not same(eager, unchanged)
+
+
+def test_number_in_a_tensor_of_the_cpu(fit: Callable[..., Ran], device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the device that trains")
+    model, change = reads(lambda: torch.ones(()), lambda h: h), lambda m: m.holder.mul_(0.5)
+
+    class Changes(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                change(pl_module)
+
+    captured, eager = (fit(model, mode, callbacks=[Changes()]) for mode in ("auto", "off"))
+    assert captured.capture.captures == 2
+    assert same(captured, eager)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+class OfCompiledMethod(Reads):
+    @compiled
+    def scaled(self, values: Tensor) -> Tensor:
+        return values * self.holder
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.scaled(self.network(inputs)), labels)
+
+
+class Scaling(nn.Module):
+    factor = 1.0
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.factor
+
+
+class OfCompiledModule(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling: Any = compiled(Scaling())
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.scaling(self.network(inputs)), labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (OfCompiledMethod, lambda m: setattr(m, "holder", 0.5)),
+        (OfCompiledModule, lambda m: setattr(m.scaling._orig_mod, "factor", 0.5)),
+    ],
+)
+def test_attribute_that_a_compiled_function_reads(
+    model: type[Plain], change: Callable[[Any], None]
+) -> None:
+    made, device = model(), torch.device("cpu")
+    found = read_attributes(made, device, set()).finish()
+    change(made)
+    assert found.changed() is not None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(BATCH).to_sparse(),
+        lambda: torch.eye(BATCH).to_sparse_csr(),
+        lambda: nn.Linear(2, 2, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: OmegaConf.create({"a": 1, "b": "???", "c": "${nowhere:a}"}),
+    ],
+    ids=["sparse", "rows", "meta", "nested", "configuration"],
+)
+def test_things_that_cannot_be_compared_and_are_not_read(
+    fit: Callable[..., Ran], make: Callable[[], Any]
+) -> None:
+    class Holding(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [make()]
+
+    check_captured(fit, Holding)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensor_that_is_read(fit: Callable[..., Ran], device: str) -> None:
+    class Multiplying(Plain):
+        def on_fit_start(self) -> None:
+            self.held = torch.eye(BATCH, device=device).to_sparse_csr()
+
+        def loss(self, batch: Any) -> Tensor:
+            inputs, labels = batch
+            return F.cross_entropy(self.network(self.held @ inputs), labels)
+
+    check_eager(fit, Multiplying, "training_step reads self.held, which is a tensor of a kind")
 
 
 def test_list_of_too_many_objects(fit: Callable[..., Ran]) -> None:

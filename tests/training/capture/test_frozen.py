@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,13 @@ from tests.training.capture.support import (
     STEPS,
     Plain,
     Ran,
+    Scheduled,
     batches,
     check_captured,
     check_eager,
     same,
 )
+from training.capture import comparison
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps
 
@@ -396,3 +399,62 @@ def test_returns_nothing(fit: Callable[..., Ran]) -> None:
     loader: Any = torch.utils.data.DataLoader(batches([BATCH] * 6), batch_size=None)  # pyright: ignore
     trainer.fit(Skipping(), loader)
     assert captured.replays == 0
+
+
+def test_reads_the_strategy(fit: Callable[..., Ran]) -> None:
+    class Reading(Scheduled):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            (config,) = self.trainer.strategy.lr_scheduler_configs
+            return self.loss(batch) / (1 + config.scheduler.last_epoch // 11)
+
+    check_eager(fit, Reading, "training_step reads trainer.strategy")
+
+
+def test_returns_a_tensor_that_retains_its_gradient(fit: Callable[..., Ran]) -> None:
+    gradients: list[Tensor] = []
+
+    class Retaining(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inputs, labels = batch
+            hidden = self.network[0](inputs)
+            hidden.retain_grad()
+            return {"loss": F.cross_entropy(self.network[1:](hidden), labels), "hidden": hidden}
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            gradients.append(outputs["hidden"].grad.sum())
+
+    check_eager(fit, Retaining, "training_step returns a tensor that retains its gradient")
+    assert len(gradients) == 2 * STEPS
+
+
+def test_module_that_torch_jit_compiled(fit: Callable[..., Ran]) -> None:
+    class Scripted(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network: Any = torch.jit.script(self.network)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is to be replaced
+        check_eager(fit, Scripted, "a module is compiled by torch.jit")
+
+
+@pytest.mark.parametrize("copies_before", range(5))
+def test_memory_that_does_not_suffice_to_compare(
+    fit: Callable[..., Ran], copies_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = copies_before
+    copies = comparison.copies
+
+    def fail(tensors: list[Tensor]) -> list[Tensor]:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise torch.OutOfMemoryError
+        return copies(tensors)
+
+    eager = fit(Plain, "off")
+    monkeypatch.setattr(comparison, "copies", fail)
+    captured = fit(Plain)
+    if copies_before < 4:
+        assert captured.why == comparison.NO_MEMORY
+    assert same(captured, eager)

@@ -1,0 +1,132 @@
+"""A capture that fails runs the step's Python once more; nothing of that is left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.training.capture.support import BATCH, CHANGED_AT, Plain, Ran, batches, check_eager, same
+
+
+class CachedMask(Plain):
+    """Keeps a mask for the last size of a batch."""
+
+    mask: Tensor | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        if self.mask is None or len(self.mask) != len(labels):
+            self.mask = torch.linspace(0.5, 1.5, len(labels), device=self.device)
+        return (F.cross_entropy(self.network(inputs), labels, reduction="none") * self.mask).mean()
+
+
+class CachedInBuffer(Plain):
+    """Fills a buffer again in every epoch."""
+
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = None
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((), 0.5, device=self.device)
+        return super().loss(batch) * self.scale
+
+
+class CachedInDictionary(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {"list": []}
+
+    def on_train_epoch_start(self) -> None:
+        self.kept["list"].clear()
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.kept["list"]:
+            self.kept["list"].append(torch.full((), 0.5, device=self.device))
+        return super().loss(batch) * self.kept["list"][0]
+
+
+class Thawed(Plain):
+    """Its optimizer makes state for a layer in the step that would be captured."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=2**-4, momentum=0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.network[0].requires_grad_(self.current_epoch > 0)
+
+
+class Counting(Plain):
+    """Counts in the step that would be captured."""
+
+    counts, count = False, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.counts = batch_idx == 3
+
+    def loss(self, batch: Any) -> Tensor:
+        self.count += self.counts
+        return super().loss(batch) / (1 + self.count)
+
+
+class DrawsLater(Plain):
+    def loss(self, batch: Any) -> Tensor:
+        drawn = np.random.beta(1.0, 1.0) if self.draws else 1.0  # noqa: NPY002
+        return super().loss(batch) * float(drawn)
+
+    def on_train_epoch_start(self) -> None:
+        self.draws = self.current_epoch > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "why"),
+    [
+        (CachedMask, [BATCH, BATCH, BATCH, 4], "training_step changes self.mask"),
+        (CachedInBuffer, [BATCH] * 3, "training_step changes self"),
+        (CachedInDictionary, [BATCH] * 3, "training_step changes self.kept"),
+        (Thawed, [BATCH] * 3, "training_step changes optimizer.state"),
+        (Counting, [BATCH] * 8, "training_step changes self.count"),
+        (DrawsLater, [BATCH] * 3, "training_step draws from NumPy's random"),
+    ],
+)
+def test_nothing_is_left(
+    fit: Callable[..., Ran], model: type[Plain], sizes: list[int], why: str
+) -> None:
+    check_eager(fit, model, why, data=batches(sizes), max_epochs=4)
+
+
+@pytest.mark.parametrize("keys", ["of the model", "of the optimizer"])
+def test_comparing_makes_no_items(fit: Callable[..., Ran], keys: str) -> None:
+    class Kept(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = defaultdict(float, {CHANGED_AT: 1.0})
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) / (1 + len(self.seen))
+
+    class Clears(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                pl_module.network[0].requires_grad_(False)
+                (pl_module.seen if keys == "of the model" else trainer.optimizers[0].state).clear()
+
+    captured, eager = (fit(Kept, mode, callbacks=[Clears()]) for mode in ("auto", "off"))
+    assert captured.capture.replays
+    assert same(captured, eager)
+    found, expected = (ran.trainer.optimizers[0].state_dict()["state"] for ran in (captured, eager))
+    assert found.keys() == expected.keys()

@@ -1,0 +1,206 @@
+"""What optimizers of users do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BaseFinetuning
+from torch import Tensor
+
+from tests.training.capture.support import (
+    BATCH,
+    CHANGED_AT,
+    Plain,
+    Ran,
+    batches,
+    check_captured,
+    check_eager,
+    same,
+)
+
+
+class Own(torch.optim.SGD):
+    """Steps by what it has beside its rate."""
+
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * (group["lr"] * self.factor(group)))
+        return loss
+
+    def factor(self, group: dict[str, Any]) -> float:
+        return self.scale * group.get("scale", 1.0)
+
+
+def trained_by(optimizer: Callable[..., torch.optim.Optimizer]) -> type[Plain]:
+    def configure_optimizers(self: Plain) -> Any:
+        return optimizer(self.parameters(), lr=2**-4)
+
+    return type("Trained", (Plain,), {"configure_optimizers": configure_optimizers})
+
+
+class Iterating(Own):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factors: Iterator[float] = iter([1.0] * CHANGED_AT + [0.25] * 99)
+
+    def factor(self, group: dict[str, Any]) -> float:
+        return next(self.factors)
+
+
+class ManyTensors(Own):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kept = [torch.ones(()) for _ in range(1001)]
+
+    def factor(self, group: dict[str, Any]) -> float:
+        return float(self.kept[0])
+
+
+class Twice(Own):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Iterating, "the optimizer has optimizer.factors, which goes on by itself"),
+        (ManyTensors, "the optimizer has optimizer.kept, which is very large"),
+        (Twice, "the optimizer runs the step more than once"),
+    ],
+)
+def test_what_a_graph_would_not_do_again(
+    fit: Callable[..., Ran], kind: type[Own], why: str
+) -> None:
+    check_eager(fit, trained_by(kind), why)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.param_groups[0].update(scale=0.5),
+        lambda optimizer: setattr(type(optimizer), "scale", 0.5),
+    ],
+    ids=["new option of a group", "attribute of its class"],
+)
+def test_changes_long_after_the_capture(
+    fit: Callable[..., Ran], change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changes(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            monkeypatch.setattr(Own, "scale", 1.0)
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == CHANGED_AT:
+                change(trainer.optimizers[0])
+
+    captured, eager, unchanged = (
+        fit(trained_by(Own), mode, callbacks=[Changes()] if changes else [])
+        for mode, changes in (("auto", True), ("off", True), ("off", False))
+    )
+    assert captured.capture.replays
+    assert same(captured, eager)
+    assert not same(eager, unchanged)
+
+
+def rate(ran: Ran) -> float:
+    return float(ran.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_step_that_sets_the_rate(fit: Callable[..., Ran]) -> None:
+    class Setting(trained_by(functools.partial(torch.optim.SGD, fused=True))):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer: Any = self.optimizers()
+            optimizer.param_groups[0]["lr"] = 2.0 ** -(4 + batch_idx // 4)
+            return self.loss(batch)
+
+    captured = check_eager(fit, Setting, "the step changes the learning rate")
+    assert rate(captured) == rate(fit(Setting, "off")) == 2**-7
+
+
+def test_optimizer_that_changes_its_rate(fit: Callable[..., Ran]) -> None:
+    class Halving(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+            return loss
+
+    model = trained_by(functools.partial(Halving, fused=True))
+    captured = check_eager(fit, model, "the step changes the learning rate")
+    assert rate(captured) == rate(fit(model, "off"))
+
+
+def test_rate_that_becomes_a_tensor_before_the_first_step(
+    fit: Callable[..., Ran], device: str
+) -> None:
+    class Written(Plain):
+        def on_train_start(self) -> None:
+            group = self.trainer.optimizers[0].param_groups[0]
+            group["lr"] = torch.tensor(2**-7, device=device)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"].mul_(0.5)
+
+    check_captured(fit, Written)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.network[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.network[0], optimizer)
+
+
+def test_group_that_comes_before_the_capture(fit: Callable[..., Ran]) -> None:
+    class Tuned(Plain):
+        def configure_optimizers(self) -> Any:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            return torch.optim.SGD(trained, lr=2**-4)
+
+    data = batches([BATCH] * 2)
+    captured, eager = (
+        fit(Tuned, mode, data=data, max_epochs=4, callbacks=[Finetuning()])
+        for mode in ("auto", "off")
+    )
+    assert captured.capture.replays
+    assert same(captured, eager)
+
+
+def test_optimizer_within_the_step(fit: Callable[..., Ran]) -> None:
+    class Adversarial(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = torch.nn.Linear(5, 1)
+
+        def on_fit_start(self) -> None:
+            options: Any = {"lr": 2**-7, "momentum": 0.5}
+            self.of_critic = torch.optim.SGD(self.critic.parameters(), **options)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.network.parameters(), lr=2**-4)
+
+        def loss(self, batch: Any) -> Tensor:
+            self.of_critic.zero_grad()
+            self.critic(batch[0]).pow(2).mean().backward()
+            self.of_critic.step()
+            return super().loss(batch) + self.critic(batch[0]).mean().detach()
+
+        def on_train_epoch_start(self) -> None:
+            self.of_critic.param_groups[0]["lr"] *= 0.5
+
+    check_captured(fit, Adversarial, max_epochs=3)
