@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import is_eager, without_autocast
+from hoconv.registration import is_eager, records_gradients, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -71,6 +71,8 @@ def _refuse_second_derivative(
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if grad._is_zerotensor():  # one without memory, which no kernel can read
+            grad = torch.zeros_like(grad, memory_format=torch.contiguous_format)
         if not torch.is_grad_enabled():
             return backward(ctx, grad)
         with torch.no_grad():
@@ -103,7 +105,7 @@ class _Product(torch.autograd.Function):
     def of(cls, *args: Any) -> Tensor:
         """Applies the function, and refuses forward mode."""
         if is_eager(args):
-            wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+            wanted = records_gradients() and torch._C._any_requires_grad(*args)
             return cls.eager.apply(*args) if wanted else cls.forward(*args)
         if not torch.compiler.is_compiling() and torch.overrides.has_torch_function(args):
             return torch.overrides.handle_torch_function(cls.of, args, *args)

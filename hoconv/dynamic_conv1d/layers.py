@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hoconv.dynamic_conv1d.composed import arrange
 from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d, generate_and_convolve
 from hoconv.implementations import check_name
-from hoconv.registration import computes_as_made, get_parameter
+from hoconv.registration import computes_as_made, device_type_of, get_parameter
 
 
 class _Conv1d(nn.Module):
@@ -58,6 +58,7 @@ class _Conv1d(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        device_type_of(x)
         if x.dim() != 3 or x.shape[1] != self.channels:
             raise ValueError(f"x: expected (B, {self.channels}, T), got shape {tuple(x.shape)}")
         return self._add_bias(self._compute(x))
@@ -131,7 +132,10 @@ class _Conv1d(nn.Module):
 
     def _add_bias(self, out: Tensor) -> Tensor:
         bias = get_parameter(self, "bias")
-        return out if bias is None else out + bias.to(out.dtype).unsqueeze(1)
+        if bias is None:
+            return out
+        _check_shape("bias", bias, self.channels)
+        return out + bias.to(out.dtype).unsqueeze(1)
 
     def extra_repr(self) -> str:
         return (

@@ -21,6 +21,7 @@ from hoconv.registration import (
     autocasts,
     check_dtypes,
     compiled,
+    device_type_of,
     without_autocast,
 )
 
@@ -65,7 +66,7 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
         TypeError: a dtype is not supported, or differs between x and weight.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = x.device.type
+    device_type = device_type_of(x)
     x, weight = autocast(device_type, x, weight)
     _check(x, weight, padding)
     name = resolve("dynamic_conv1d", impl, device_type)
@@ -98,7 +99,7 @@ def generate_and_convolve(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = x.device.type
+    device_type = device_type_of(x)
     if autocasts(device_type):
         x, weight, bias = autocast(device_type, x, weight, bias)
         with without_autocast(device_type):

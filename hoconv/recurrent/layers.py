@@ -29,7 +29,7 @@ from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.registration import autocasts, get_parameter
+from hoconv.registration import autocasts, device_type_of, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -190,6 +190,7 @@ class RNN(nn.Module):
             x, lengths = pad_packed_sequence(packed)
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
+        device_type_of(x)
         single = x.dim() == 2
         if single:
             x = x.unsqueeze(1)
@@ -338,8 +339,12 @@ class RNN(nn.Module):
     def _valid(self, lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
         """(T, B, 1), whether a step is within its sequence."""
         T, B = x.shape[:2]
-        steps = torch.as_tensor(lengths)
-        if steps.shape != (B,) or steps.is_floating_point() or steps.dtype == torch.bool:
+        if isinstance(lengths, Tensor):
+            steps = lengths
+        else:  # an empty list says nothing of its dtype
+            steps = torch.tensor(lengths, device="cpu", dtype=None if len(lengths) else torch.int64)
+        numbers = not (steps.is_floating_point() or steps.is_complex() or steps.dtype == torch.bool)
+        if steps.shape != (B,) or not numbers:
             raise ValueError(
                 f"lengths: expected {B} ints, as many as sequences, got {steps.dtype} of shape "
                 f"{tuple(steps.shape)}"

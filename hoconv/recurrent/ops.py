@@ -29,6 +29,7 @@ from hoconv.registration import (
     call_one_by_one,
     gradients,
     is_eager,
+    records_gradients,
     register_gradient,
     register_vmap,
     without_autocast,
@@ -286,7 +287,7 @@ class Call:
         self.program = self._choose_program()
 
     def _choose_program(self) -> str:
-        if not torch.is_grad_enabled():
+        if not records_gradients():
             return "inference"
         # Under a transform of torch.func a tensor may not show that an outer transform
         # differentiates it.

@@ -18,9 +18,20 @@ class _LikePyTorch(RNN):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for _, suffix in self.runs:
-            if f"{prefix}weight_ih{suffix}" in state_dict:
+            if self._is_whole(state_dict, prefix, suffix):
                 self._convert(state_dict, prefix, suffix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _is_whole(self, state_dict: Any, prefix: str, suffix: str) -> bool:
+        """Whether nn's parameters of a layer and direction are all there, and of these gates; where
+        they are not, PyTorch says which are missing and which are unexpected."""
+        weights, biases = (
+            [state_dict.get(f"{prefix}{name}_{of}{suffix}") for of in ("ih", "hh")]
+            for name in ("weight", "bias")
+        )
+        missing = [sum(each is None for each in of) for of in (weights, biases)]
+        rows = {len(each) % len(self._gates) for each in (*weights, *biases) if each is not None}
+        return missing in ([0, 0], [0, 2]) and rows == {0}
 
     def _convert(self, state_dict: Any, prefix: str, suffix: str) -> None:
         """Converts nn's weights and biases of one layer and direction to the cell's parameters."""

@@ -3,6 +3,7 @@ check arguments."""
 
 from hoconv.registration.arguments import check_dtypes as check_dtypes
 from hoconv.registration.arguments import computes_as_made as computes_as_made
+from hoconv.registration.arguments import device_type_of as device_type_of
 from hoconv.registration.arguments import get_parameter as get_parameter
 from hoconv.registration.batches import call_one_by_one as call_one_by_one
 from hoconv.registration.batches import register_vmap as register_vmap
@@ -16,6 +17,7 @@ from hoconv.registration.definition import kernels as kernels
 from hoconv.registration.eager import Op as Op
 from hoconv.registration.eager import is_eager as is_eager
 from hoconv.registration.eager import is_plain as is_plain
+from hoconv.registration.eager import records_gradients as records_gradients
 from hoconv.registration.gradient import gradient_layout as gradient_layout
 from hoconv.registration.gradient import gradients as gradients
 from hoconv.registration.gradient import has_tangent as has_tangent

@@ -7,6 +7,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _has_any_global_hook,  # pyright: ignore[reportAttributeAccessIssue]
+)
+
+
+def device_type_of(x: Tensor, name: str = "x") -> str:
+    """The type of the device of an input.
+
+    Args:
+        name: of the argument, for errors.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is not dense.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}; convert it first")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested one" if x.is_nested else x.layout
+        raise ValueError(f"{name}: expected a dense tensor, got {kind}; use {name}.to_dense()")
+    return x.device.type
 
 
 def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:
@@ -41,9 +62,25 @@ def get_parameter(module: nn.Module, name: str) -> Any:
 
 def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
     """Whether a generator computes what a module of this class computes from its parameters, and
-    nothing else happens when it is called."""
+    nothing else happens when it is called.
+
+    Args:
+        generator: a module of any class.
+        kind: ``nn.Conv2d`` or ``nn.Linear``.
+    """
+    for name in _METHODS[kind]:
+        if getattr(getattr(generator, name), "__func__", None) is not getattr(kind, name):
+            return False
     return (
-        getattr(generator.forward, "__func__", None) is kind.forward
+        type(generator).__call__ is kind.__call__
+        and not _has_any_global_hook()
         and not (generator._forward_pre_hooks or generator._forward_hooks)
         and not (generator._backward_pre_hooks or generator._backward_hooks)
     )
+
+
+# By which a module computes.
+_METHODS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Conv2d: ("forward", "_conv_forward"),
+    nn.Linear: ("forward",),
+}

@@ -52,7 +52,7 @@ class Op:
         if found is None:
             return self.overload(*args)
         run, differentiable = found
-        if differentiable and self.gradient and torch.is_grad_enabled():
+        if differentiable and self.gradient and records_gradients():
             return self.gradient(args, functools.partial(_run_below_autograd, run))
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
@@ -91,11 +91,13 @@ def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
 def is_plain(args: Sequence[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own.
 
-    The imaginary part of a conjugate does: its memory holds the numbers with the other sign.
+    The imaginary part of a conjugate does: its memory holds the numbers with the other sign. So
+    does a tensor of zeros of autograd's that has no memory.
     """
     if not _has_plain_types(args):
         return False
-    return not any(each.is_neg() for each in args if isinstance(each, Tensor))
+    tensors = (each for each in args if isinstance(each, Tensor))
+    return not any(each.is_neg() or each._is_zerotensor() for each in tensors)
 
 
 def _has_plain_types(args: Sequence[Any]) -> bool:
@@ -116,6 +118,11 @@ def is_transformed() -> bool:
         or torch._C._is_tracing()
         or forward_ad._current_level >= 0
     )
+
+
+def records_gradients() -> bool:
+    """Whether autograd records calls; in inference mode it never does."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def is_eager(args: Sequence[Any]) -> bool:

@@ -7,6 +7,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,8 +114,53 @@ def test_inference_mode_gives_the_same_output(variant: Variant, sample: Sample) 
     expected = tree_leaves(variant.call(*differentiable(sample.args), **sample.kwargs))
     with torch.inference_mode():
         got = tree_leaves(variant.call(*sample.args, **sample.kwargs))
+        with torch.enable_grad():  # which changes nothing
+            for args in (sample.args, differentiable(sample.args)):
+                again = tree_leaves(variant.call(*args, **sample.kwargs))
+                assert not any(t.requires_grad for t in again)
+                assert all(same_bits(a, b) for a, b in zip(again, expected, strict=True))
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     assert all(t.is_inference() for t in got)
+
+
+LAYERS: dict[str, Any] = {
+    "HighOrderConv2d": lambda: hoconv.HighOrderConv2d(3, 3),
+    "LightweightConv1d": lambda: hoconv.LightweightConv1d(3, 3),
+    "DynamicConv1d": lambda: hoconv.DynamicConv1d(3, 3),
+    "ApproxLinear": lambda: approx.ApproxLinear(3, 3),
+    "ApproxConv2d": lambda: approx.ApproxConv2d(3, 3, 3),
+    "LSTM": lambda: rnn.LSTM(3, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (None, "expected a tensor.*, got NoneType"),
+        (np.zeros((3, 3)), "expected a tensor.*, got ndarray"),
+        (torch.eye(3).to_sparse(), "expected a dense tensor, got torch.sparse_coo"),
+        (
+            torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=torch.jagged),
+            "expected a dense tensor, got a nested one",
+        ),
+    ],
+    ids=["None", "array", "sparse", "nested"],
+)
+def test_what_is_no_dense_tensor_is_refused_by_name(layer: str, x: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        LAYERS[layer]()(x)
+
+
+def test_gradient_of_zeros_without_memory(variant: Variant, sample: Sample) -> None:
+    args = differentiable(sample.args)
+    outputs = tree_leaves(variant.call(*args, **sample.kwargs))
+    make: Any = torch._efficientzerotensor  # pyright: ignore[reportPrivateImportUsage]
+    zeros = [make(t.shape, dtype=t.dtype, device=t.device) for t in outputs]
+    wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    for gradient in torch.autograd.grad(outputs, wanted, zeros, allow_unused=True):
+        assert gradient is None or not gradient.any()
 
 
 def negate(t: Tensor) -> Tensor:

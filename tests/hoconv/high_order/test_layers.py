@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from hoconv import HighOrderConv2d, high_order_conv2d
 from hoconv.declaration import layers
@@ -223,6 +224,38 @@ def test_shows_its_options() -> None:
 def test_wrong_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         HighOrderConv2d(4, **options)
+
+
+class Doubled(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        return super()._conv_forward(input, 2 * weight, bias)
+
+
+class Tripled(nn.Conv2d):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return 3 * super().__call__(*args, **kwargs)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", [Doubled, Tripled])
+def test_generator_of_a_derived_class_is_called(variant: Variant, kind: type[nn.Conv2d]) -> None:
+    layer, x = layer_at(variant, kernel_size=3), image(variant)
+    layer.generator = kind(4, 9, 5, padding="same", device=variant.device)
+    taps = layer.generator(x).unflatten(1, (9, 1)).transpose(0, 1)
+    expected = high_order_conv2d(x, taps, impl="reference")
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.why_unfused() is not None
+
+
+@everywhere
+def test_generator_is_called_where_all_modules_are_watched(variant: Variant) -> None:
+    layer, seen = layer_at(variant), []
+    hook = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(image(variant))
+    finally:
+        hook.remove()
+    assert layer.generator in seen
 
 
 @pytest.mark.parametrize("channels", [0, -4])

@@ -40,6 +40,12 @@ def test_exactly_the_state_dict_of_pytorch_is_taken() -> None:
         rnn.LSTM(3, 4, 2).load_state_dict(theirs)
     with pytest.raises(RuntimeError, match="size mismatch"):
         rnn.LSTM(3, 5).load_state_dict(theirs)
+    for missing in ("weight_hh_l0", "bias_ih_l0"):
+        part = {name: value for name, value in theirs.items() if name != missing}
+        with pytest.raises(RuntimeError, match="Missing key"):
+            rnn.LSTM(3, 4).load_state_dict(part)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        rnn.LSTM(3, 1).load_state_dict(nn.GRU(3, 1).state_dict())
     ours = nn.Sequential(rnn.LSTM(3, 4))
     ours.load_state_dict(nn.Sequential(nn.LSTM(3, 4)).state_dict())
 
@@ -126,6 +132,18 @@ def test_lengths_are_as_sequences_one_by_one(name: str) -> None:
         finals = final if isinstance(final, tuple) else (final,)
         same([s[:, b] for s in states], list(finals))
     same(made(x, lengths=torch.tensor(lengths)), (output, state))
+
+
+def test_lengths_of_any_default_device_and_of_an_empty_batch() -> None:
+    made, x = layer("lstm"), sequence(5, 2, 3)
+    expected = made(x, lengths=torch.tensor([2, 5]))
+    with torch.device("meta"):
+        same(made(x, lengths=[2, 5]), expected)
+        with pytest.raises(ValueError, match="expected 1 to the 5 steps"):
+            made(x, lengths=[2, 6])
+    assert made(x[:, :0], lengths=[])[0].shape == (5, 0, expected[0].shape[2])
+    with pytest.raises(ValueError, match="expected 2 ints"):
+        made(x, lengths=torch.ones(2, dtype=torch.complex64))
 
 
 def test_packed_sequences_give_what_lengths_give() -> None:
