@@ -1,9 +1,10 @@
-"""What Python objects hold, to be set back after a step that was captured in vain."""
+"""What the host holds, to be set back after a step that was captured in vain."""
 
 from __future__ import annotations
 
+import operator
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,51 +12,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SAVED = (dict, list, deque, set)
+_SAVED = (dict, list, deque, set, np.ndarray, Tensor)
 
 
 class HostState:
     """What containers and objects hold now.
 
     Args:
-        owners: dictionaries, lists, deques, sets, arrays, and objects with attributes; others are
-            left as they are. Tensors within are not looked into.
+        owners: dictionaries, lists, deques, sets, arrays, tensors, and objects with attributes;
+            others are left as they are. What is within is not looked into.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
         found: dict[int, Any] = {}
         for owner in owners:
-            kept = owner if isinstance(owner, (*_SAVED, np.ndarray)) else None
-            for each in (kept, getattr(owner, "__dict__", None)):
-                if isinstance(each, (*_SAVED, np.ndarray)):
+            for each in (owner, getattr(owner, "__dict__", None)):
+                if isinstance(each, _SAVED):
                     found[id(each)] = each
         self._saved = [(each, _copy(each)) for each in found.values()]
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Sets all of it back, where it has changed."""
-        for container, before in self._saved:
-            if isinstance(container, np.ndarray):
-                container[...] = before
-            elif isinstance(container, dict):
-                if not _is_same(container.items(), before.items()):
-                    dict.clear(container)
-                    dict.update(container, before)
-            elif isinstance(container, set):
-                container.clear()
-                container.update(before)
-            elif len(container) != len(before) or any(map(_differ, container, before)):
-                container.clear()
-                container.extend(before)
+        """Sets all of it back, where it has changed: some of it cannot be written to."""
+        for now, before in self._saved:
+            if isinstance(now, dict):
+                if not _is_same(now.items(), before.items()):
+                    kind: Any = OrderedDict if isinstance(now, OrderedDict) else dict
+                    kind.clear(now)  # without what a class of its own would do
+                    kind.update(now, before)
+            elif isinstance(now, set):
+                if now != before:
+                    now.clear()
+                    now.update(before)
+            elif isinstance(now, np.ndarray):
+                if now.tobytes() != before.tobytes():
+                    now[...] = before
+            elif isinstance(now, Tensor):
+                if not torch.equal(now, before):
+                    now.copy_(before)
+            elif len(now) != len(before) or any(map(operator.is_not, now, before)):
+                now.clear()
+                now.extend(before)
 
 
-def _copy(container: Any) -> Any:
-    if isinstance(container, dict):
-        return dict(container)  # without what a class of its own would do
-    return container.copy()
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return a is not b
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,36 @@ class CachedInDictionary(Plain):
         return super().loss(batch) * self.kept["list"][0]
 
 
+class CountingInContainers(Plain):
+    """Counts in containers of all kinds, in the step that would be captured and long after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ordered: OrderedDict[int, int] = OrderedDict()
+        self.named: defaultdict[int, int] = defaultdict(int)
+        self.queue: deque[int] = deque(maxlen=99)
+        self.values: list[int] = [1]
+        self.members: set[int] = set()
+        self.array = np.zeros(1)
+        self.held = SimpleNamespace()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.counts = batch_idx == 3
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.counts:
+            n = len(self.queue)
+            self.ordered[n] = self.named[n] = n
+            self.queue.append(n)
+            self.values[0] += 1
+            self.members.add(n)
+            self.array[0] += 1
+            self.held.count = getattr(self.held, "count", 0) + 1
+        count = sum(self.ordered) + len(self.named) + len(self.queue) + self.values[0]
+        count += len(self.members) + self.array[0] + getattr(self.held, "count", 0)
+        return super().loss(batch) / float(1 + count)
+
+
 class Thawed(Plain):
     """Its optimizer makes state for a layer in the step that would be captured."""
 
@@ -98,6 +129,7 @@ class DrawsLater(Plain):
         (CachedMask, [BATCH, BATCH, BATCH, 4], "training_step changes self.mask"),
         (CachedInBuffer, [BATCH] * 3, "training_step changes self"),
         (CachedInDictionary, [BATCH] * 3, "training_step changes self.kept"),
+        (CountingInContainers, [BATCH] * 8, "training_step changes self."),
         (Thawed, [BATCH] * 3, "training_step changes optimizer.state"),
         (Counting, [BATCH] * 8, "training_step changes self.count"),
         (DrawsLater, [BATCH] * 3, "training_step draws from NumPy's random"),
