@@ -9,7 +9,7 @@ import itertools
 import operator
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -62,9 +62,13 @@ class Attributes:
         self._absent_names: list[str] = []
         self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
         self._copied_names: list[str] = []
+        self._ordered: list[tuple[Any, list[Any]]] = []  # dictionaries, and their keys
+        self._ordered_names: list[str] = []
         self._measured: Any = None  # by `_measure`
         # Names of what is not compared, and why: an iterator, say, goes on by itself.
         self.unseen: dict[str, str] = {}
+        self._unseen: list[Any] = []  # iterators and the like
+        self._of_modules: dict[str, tuple[int, str]] = {}  # name -> id of the module, attribute
 
     def add_modules(self, name: str, root: nn.Module) -> None:
         """Adds a module and those within it, but what Lightning keeps in them."""
@@ -76,6 +80,7 @@ class Attributes:
         self._seen |= {id(module) for _, module in modules}
         for path, module in modules:
             names = [n for n in _names_of_data(module) if self._selected(module, n)]
+            self._of_modules |= {f"{path}.{n}": (id(module), n) for n in names}
             # Its own attributes are found sooner as items of its dictionary.
             own = [n for n in names if n in vars(module)]
             inherited = [n for n in names if n not in vars(module)]
@@ -120,9 +125,15 @@ class Attributes:
         return list(self._tensors)
 
     def owners(self) -> list[Any]:
-        """Returns the containers and objects whose parts were added, and tensors of the CPU."""
+        """Returns the containers and objects whose parts were added, iterators and the like, and
+        tensors of the CPU."""
         arrays = (value for value, _ in self._copied)
-        return [*self._owners, *self._sized, *self._empty, *arrays, *self._foreign]
+        own = *self._owners, *self._sized, *self._empty
+        return [*own, *arrays, *self._unseen, *self._foreign]
+
+    def unseen_of_modules(self) -> dict[tuple[int, str], str]:
+        """Returns `unseen` by the id of the module and the attribute; those of modules only."""
+        return {self._of_modules[n]: why for n, why in self.unseen.items() if n in self._of_modules}
 
     def changed(self) -> str | None:
         """Returns the name of the first part that is no longer what it was when it was added.
@@ -144,6 +155,9 @@ class Attributes:
                 return f"{name}.{min(keys.intersection(owner))}"
         for (value, copied), name in zip(self._copied, self._copied_names, strict=True):
             if not _is_equal(value, copied):
+                return name
+        for (value, keys), name in zip(self._ordered, self._ordered_names, strict=True):
+            if list(value) != keys:
                 return name
         measured = self._measure()
         if measured != self._measured:
@@ -231,6 +245,7 @@ class Attributes:
         self._seen.add(id(value))
         if isinstance(value, _GOING_ON):
             self.unseen[name] = "goes on by itself"
+            self._unseen.append(value)
             return
         if isinstance(value, Tensor):
             self._add_tensor(value, name)
@@ -243,6 +258,9 @@ class Attributes:
             value = value.ravel().tolist()
         getter: Any = operator.itemgetter
         container: Any = value
+        if isinstance(value, OrderedDict) and value:
+            self._ordered.append((value, list(value)))
+            self._ordered_names.append(name)
         if isinstance(value, Mapping):
             keys, getter = list(value), _getter_of_items(value)
             for key in keys if len(keys) <= MAX_ITEMS and depth < MAX_DEPTH else ():
@@ -266,12 +284,12 @@ class Attributes:
                 self._add(cell, operator.attrgetter, ["cell_contents"], [name], depth + 1)
             defaults = ["__defaults__", "__kwdefaults__"]
             self._add(value, operator.attrgetter, defaults, [name] * 2, depth + 1)
-            keys, container = list(vars(value)), None
-            value = vars(value)
+            value = container = vars(value)
+            keys, getter = list(value), operator.itemgetter
         elif isinstance(value, type):
-            if value.__module__.split(".")[0] in _LIBRARIES:
+            if is_of_library(value):
                 return
-            keys = [n for n, v in vars(value).items() if _is_data(n, v)]
+            keys = [n for n, v in vars(value).items() if is_data(n, v)]
             getter, container = operator.attrgetter, None
         elif isinstance(value, types.SimpleNamespace) or not _is_opaque(type(value)):
             keys, getter = _names_of_data(value), operator.attrgetter
@@ -316,9 +334,14 @@ def _getter_of_items(container: Any) -> Callable[..., Callable[[Any], tuple[Any,
     return make
 
 
+def is_of_library(kind: type) -> bool:
+    """Whether a class is of a library whose classes nobody changes."""
+    return kind.__module__.split(".")[0] in _LIBRARIES
+
+
 def _is_opaque(kind: type) -> bool:
     """Whether a class is a library's whose objects hold nothing that a user sets."""
-    return kind.__module__.split(".")[0] in _LIBRARIES and not kind.__module__.startswith(_SEEN)
+    return is_of_library(kind) and not kind.__module__.startswith(_SEEN)
 
 
 def _names_of_data(owner: Any) -> list[str]:
@@ -326,17 +349,17 @@ def _names_of_data(owner: Any) -> list[str]:
     class, but not what Lightning keeps in a module."""
     names: dict[str, None] = dict.fromkeys(getattr(owner, "__dict__", {}))
     for kind in type(owner).__mro__:
-        if kind.__module__.split(".")[0] in _LIBRARIES:
+        if is_of_library(kind):
             continue
         for name, value in vars(kind).items():
             slot = isinstance(value, types.MemberDescriptorType)
-            if (slot and hasattr(owner, name)) or _is_data(name, value):
+            if (slot and hasattr(owner, name)) or is_data(name, value):
                 names.setdefault(name)
     own = (*LIGHTNINGS_OWN, *SET_BY_OBSERVERS) if isinstance(owner, pl.LightningModule) else ()
     return [n for n in names if n not in own and "." not in n]
 
 
-def _is_data(name: str, value: Any) -> bool:
+def is_data(name: str, value: Any) -> bool:
     """Whether an item of a class's dictionary is neither a method nor Python's own."""
     return not (name.startswith("__") or hasattr(type(value), "__get__"))
 

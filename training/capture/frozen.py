@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -50,8 +51,18 @@ class Refusals:
 
 
 @contextlib.contextmanager
-def recorded_reads() -> Iterator[set[tuple[int, str]]]:
-    """Records the attributes of modules that are read: the id of the module, the name."""
+def recorded_reads(
+    refused: Mapping[tuple[int, str], str] = MappingProxyType({}), refusals: Refusals | None = None
+) -> Iterator[set[tuple[int, str]]]:
+    """Records the attributes of modules that are read: the id of the module, the name.
+
+    Args:
+        refused: those that may not be read, and why.
+        refusals: get to know of such a read.
+
+    Raises:
+        FrozenError: by the read.
+    """
     reads: set[tuple[int, str]] = set()
 
     def read(module: nn.Module, name: str) -> Any:
@@ -61,6 +72,8 @@ def recorded_reads() -> Iterator[set[tuple[int, str]]]:
             package = frame.f_globals.get("__name__", "").split(".")[0]
             whole = name == "__dict__" and package not in _READERS
             reads.add((id(module), ALL if whole else name))
+            if refusals is not None and (why := refused.get((id(module), name))):
+                raise refusals.refuse(f"training_step reads {name}, which {why}")
         return object.__getattribute__(module, name)
 
     nn.Module.__getattribute__ = read  # pyright: ignore[reportAttributeAccessIssue]

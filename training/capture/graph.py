@@ -146,7 +146,7 @@ def capture(fit: Fit, call: Call) -> StepGraph:
         with (
             fit.optimizer.rates_on_gpu(),
             watched(fit.model, refusals) as (logged, of_trainer),
-            recorded_reads() as reads,
+            recorded_reads(attributes.unseen_of_modules(), refusals) as reads,
             fit.gpu.capture() as graph,
         ):
             result = fit.run_step(call.optimizer, call.batch_idx, kwargs)

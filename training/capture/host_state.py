@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import copy
+import functools
 import operator
 import random
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,59 +16,164 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SAVED = (dict, list, deque, set, np.ndarray, Tensor)
+from training.capture.attributes import is_data, is_of_library
+
+_MISSING = object()
 
 
 class HostState:
-    """What containers and objects hold now.
+    """What containers, objects and random generators hold now.
 
     Args:
-        owners: dictionaries, lists, deques, sets, arrays, tensors, and objects with attributes;
-            others are left as they are. What is within is not looked into.
+        owners: dictionaries, lists, deques, sets, arrays, tensors, generators, cells of functions,
+            and objects with attributes; others are left as they are. What is within is not looked
+            into.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        found: dict[int, Any] = {}
+        self._restorers: list[Callable[[], None]] = []
+        seen: set[int] = set()
         for owner in owners:
-            for each in (owner, getattr(owner, "__dict__", None)):
-                if isinstance(each, _SAVED):
-                    found[id(each)] = each
-        self._saved = [(each, _copy(each)) for each in found.values()]
+            for each in (owner, getattr(owner, "__dict__", None), *type(owner).__mro__):
+                if id(each) not in seen and not (isinstance(each, type) and is_of_library(each)):
+                    seen.add(id(each))
+                    self._save(each)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Sets all of it back, where it has changed: some of it cannot be written to."""
-        for now, before in self._saved:
-            if isinstance(now, dict):
-                if not _is_same(now.items(), before.items()):
-                    kind: Any = OrderedDict if isinstance(now, OrderedDict) else dict
-                    kind.clear(now)  # without what a class of its own would do
-                    kind.update(now, before)
-            elif isinstance(now, set):
-                if now != before:
-                    now.clear()
-                    now.update(before)
-            elif isinstance(now, np.ndarray):
-                if now.tobytes() != before.tobytes():
-                    now[...] = before
-            elif isinstance(now, Tensor):
-                if not torch.equal(now, before):
-                    now.copy_(before)
-            elif len(now) != len(before) or any(map(operator.is_not, now, before)):
-                now.clear()
-                now.extend(before)
+        for restore in self._restorers:
+            restore()
+
+    def _save(self, owner: Any) -> None:
+        names: Iterable[str] = ()
+        if isinstance(owner, type):
+            names = [name for name, value in vars(owner).items() if is_data(name, value)]
+        elif isinstance(owner, types.CellType):
+            names = ["cell_contents"]
+        else:
+            kinds = [kind for kind in type(owner).__mro__ if not is_of_library(kind)]
+            slots = (name for kind in kinds for name, value in vars(kind).items()
+                     if isinstance(value, types.MemberDescriptorType))  # fmt: skip
+            names = [name for name in slots if not name.startswith("__")]
+        if names:
+            before = {name: getattr(owner, name, _MISSING) for name in names}
+            self._restorers.append(functools.partial(_restore_attributes, owner, before))
+        for kind, restorer in _RESTORERS:
+            if isinstance(owner, kind):
+                self._restorers.append(restorer(owner))
+                return
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return dict(value)
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+def _restore_attributes(owner: Any, before: dict[str, Any]) -> None:
+    assign, remove = (setattr, delattr) if isinstance(owner, type) else _OF_OBJECTS
+    for name, value in before.items():
+        now = getattr(owner, name, _MISSING)
+        if now is value:
+            continue
+        if value is _MISSING:
+            remove(owner, name)
+        else:
+            assign(owner, name, value)
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and not any(
-        key is not other or value is not was for (key, value), (other, was) in zip(a, b)
-    )
+_OF_OBJECTS = object.__setattr__, object.__delattr__
+
+
+# The methods of the kind itself are called, not those of a class that derives from it.
+
+
+def _restorer_of_dictionary(now: dict[Any, Any]) -> Callable[[], None]:
+    kind: Any = OrderedDict if isinstance(now, OrderedDict) else dict
+    before = list(kind.items(now))
+
+    def restore() -> None:
+        pairs = list(kind.items(now))
+        if len(pairs) != len(before) or any(
+            key is not other or value is not was
+            for (key, value), (other, was) in zip(pairs, before)
+        ):
+            kind.clear(now)
+            for key, value in before:
+                kind.__setitem__(now, key, value)
+
+    return restore
+
+
+def _restorer_of_sequence(kind: Any, now: Any) -> Callable[[], None]:
+    before = list(kind.__iter__(now))
+
+    def restore() -> None:
+        items = list(kind.__iter__(now))
+        if len(items) != len(before) or any(map(operator.is_not, items, before)):
+            kind.clear(now)
+            kind.extend(now, before)
+
+    return restore
+
+
+def _restorer_of_set(now: set[Any]) -> Callable[[], None]:
+    before = set(set.__iter__(now))
+
+    def restore() -> None:
+        if set(set.__iter__(now)) != before:
+            set.clear(now)
+            set.update(now, before)
+
+    return restore
+
+
+def _restorer_of_array(now: Any) -> Callable[[], None]:
+    before = copy.copy(now)
+
+    def restore() -> None:
+        if bytes(now) != bytes(before):
+            now[:] = before
+
+    return restore
+
+
+def _restorer_of_ndarray(now: np.ndarray) -> Callable[[], None]:
+    before = now.copy()
+
+    def restore() -> None:
+        if now.tobytes() != before.tobytes():
+            now[...] = before
+
+    return restore
+
+
+def _restorer_of_tensor(now: Tensor) -> Callable[[], None]:
+    before = now.detach().clone()
+
+    def restore() -> None:
+        if not torch.equal(now, before):
+            now.copy_(before)
+
+    return restore
+
+
+def _restorer_of_generator(now: np.random.Generator) -> Callable[[], None]:
+    before = now.bit_generator.state
+
+    def restore() -> None:
+        now.bit_generator.state = before
+
+    return restore
+
+
+_RESTORERS: tuple[tuple[Any, Callable[[Any], Callable[[], None]]], ...] = (
+    (dict, _restorer_of_dictionary),
+    (list, functools.partial(_restorer_of_sequence, list)),
+    (deque, functools.partial(_restorer_of_sequence, deque)),
+    (set, _restorer_of_set),
+    (array.array | bytearray, _restorer_of_array),
+    (np.ndarray, _restorer_of_ndarray),
+    (Tensor, _restorer_of_tensor),
+    (np.random.Generator, _restorer_of_generator),
+    (random.Random, lambda now: functools.partial(now.setstate, now.getstate())),
+    (np.random.RandomState, lambda now: functools.partial(now.set_state, now.get_state())),
+)
 
 
 class HostRandomness:

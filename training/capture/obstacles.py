@@ -11,6 +11,9 @@ from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.modules.module import (
+    _has_any_global_hook,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch.optim import LBFGS
 
 HOOKS = (
@@ -49,6 +52,8 @@ def find_obstacle(trainer: Any, model: pl.LightningModule, device_type: str) -> 
             return f"the model has {hook}"
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return "a module is compiled by torch.jit"
+    if _has_any_global_hook():
+        return "all modules have a hook"
     if (owner := _find_hooked(model)) is not None:
         return f"{owner} has a hook"
     return _find_obstacle_of_optimizer(trainer)

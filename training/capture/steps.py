@@ -248,6 +248,10 @@ class CapturedSteps(pl.Callback):
         if not ready:
             return self._observe(fit, step, call)
         if step.graph is None:
+            # Hooks may have come since the fit began.
+            self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
+            if self._why_eager is not None:
+                return self._run_eagerly(call, self._why_eager)
             step.trials = TRIALS if self._unchanged is None else LATER_TRIALS
             if distributed:
                 step.trials = min(step.trials, 0 if self._captured else 1)
