@@ -71,7 +71,8 @@ def _refuse_second_derivative(
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if grad._is_zerotensor():  # one without memory, which no kernel can read
+        # One without memory, which no kernel can read.
+        if not torch.compiler.is_compiling() and grad._is_zerotensor():
             grad = torch.zeros_like(grad, memory_format=torch.contiguous_format)
         if not torch.is_grad_enabled():
             return backward(ctx, grad)

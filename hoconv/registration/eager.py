@@ -121,8 +121,11 @@ def is_transformed() -> bool:
 
 
 def records_gradients() -> bool:
-    """Whether autograd records calls; in inference mode it never does."""
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    """Whether autograd records calls; in inference mode, which torch.compile does not know, it
+    never does."""
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
 def is_eager(args: Sequence[Any]) -> bool:

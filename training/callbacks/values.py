@@ -20,6 +20,19 @@ from torch.utils._pytree import tree_flatten, tree_map
 SINGLE = bool, type(None), enum.Enum
 
 
+class _Same:
+    """Equal to another of the same object only: members of two Enums may be equal."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def map_values(
     function: Callable[[Tensor], Any], values: Any, other: Callable[[Any], Any] = lambda v: v
 ) -> Any:
@@ -82,7 +95,7 @@ def describe(values: Any) -> Any:
         kind = type(values), bool(vars(values))
         return *layout, values.dtype, values.device, values.requires_grad, *kind
     if isinstance(values, SINGLE):
-        return values
+        return _Same(values)
     if isinstance(values, PackedSequence):
         return PackedSequence, describe(values.data)
     if (apart := _take_apart(values)) is None:

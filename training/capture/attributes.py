@@ -9,7 +9,7 @@ import itertools
 import operator
 import random
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # What Lightning itself keeps in a module, such as the hook that is running.
 LIGHTNINGS_OWN = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys()
@@ -25,6 +26,8 @@ SET_BY_OBSERVERS = ("forward", "log", "training_step")
 # How deep containers and objects in an attribute are looked into, and how large those may be that
 # hold more than numbers and texts: no step that reads a larger one is captured.
 MAX_DEPTH, MAX_ITEMS = 8, 1000
+# How much is compared in all: what takes longer than a launch is not worth a graph.
+MAX_PARTS, MAX_BYTES = 20_000, 2**20
 
 
 class Attributes:
@@ -62,6 +65,7 @@ class Attributes:
         self._absent_names: list[str] = []
         self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
         self._copied_names: list[str] = []
+        self._count = 0  # of parts of containers and objects
         self._ordered: list[tuple[Any, list[Any]]] = []  # dictionaries, and their keys
         self._ordered_names: list[str] = []
         self._measured: Any = None  # by `_measure`
@@ -157,7 +161,7 @@ class Attributes:
             if not _is_equal(value, copied):
                 return name
         for (value, keys), name in zip(self._ordered, self._ordered_names, strict=True):
-            if list(value) != keys:
+            if not all(map(operator.is_, value, keys)) and not all(map(_is_same, value, keys)):
                 return name
         measured = self._measure()
         if measured != self._measured:
@@ -234,6 +238,12 @@ class Attributes:
                 self._look_into(part, name, depth)
 
     def _look_into(self, value: Any, name: str, depth: int) -> None:
+        try:
+            self._look_at(value, name, depth)
+        except Exception as error:  # objects of users do what they like when they are looked at
+            self.unseen[name] = f"cannot be read: {type(error).__name__}"
+
+    def _look_at(self, value: Any, name: str, depth: int) -> None:
         plain = isinstance(value, _ATOMS) and not isinstance(value, type)
         if plain or id(value) in self._seen:
             return
@@ -251,6 +261,10 @@ class Attributes:
             self._add_tensor(value, name)
             return
         if isinstance(value, np.ndarray | array.array | bytearray):
+            seen = value if isinstance(value, np.ndarray) else memoryview(value)
+            if seen.nbytes > MAX_BYTES:
+                self.unseen[name] = "is very large"
+                return
             self._copied.append((value, copy.copy(value)))
             self._copied_names.append(name)
             if not (isinstance(value, np.ndarray) and value.dtype.hasobject):
@@ -258,7 +272,7 @@ class Attributes:
             value = value.ravel().tolist()
         getter: Any = operator.itemgetter
         container: Any = value
-        if isinstance(value, OrderedDict) and value:
+        if isinstance(value, dict) and value:
             self._ordered.append((value, list(value)))
             self._ordered_names.append(name)
         if isinstance(value, Mapping):
@@ -303,7 +317,10 @@ class Attributes:
             self._watch_size(name, own)
             names = [n for n in own if "." not in n]
             self._add(value, operator.attrgetter, names, [name] * len(names), depth + 1)
-        if len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):
+        self._count += len(keys)
+        if self._count > MAX_PARTS or len(keys) > MAX_PARTS:
+            self.unseen[name] = "is very large"
+        elif len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):
             self._copied.append((container, copy.copy(container)))
             self._copied_names.append(name)
         elif len(keys) > MAX_ITEMS:
@@ -312,6 +329,9 @@ class Attributes:
             self._add(value, getter, keys, [name] * len(keys), depth + 1)
 
     def _add_tensor(self, tensor: Tensor, name: str) -> None:
+        if is_lazy(tensor):
+            self.unseen[name] = "is not initialized"
+            return
         odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta
         if odd or (tensor.device != self._device and tensor.is_inference()):
             self.unseen[name] = "is a tensor of a kind that is not compared"
@@ -378,7 +398,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    return bool(a == b)
+    return bool(a == b) and (not isinstance(a, dict) or list(a) == list(b))
 
 
 def _holds_atoms(container: Any) -> bool:

@@ -26,6 +26,7 @@ KNOWN = {
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 MODEL_HOOKS = (*HOOKS, *BATCH_HOOKS, "lr_scheduler_step", "on_save_checkpoint", "state_dict")
+MAX_DEPTH = 16  # of containers: one deeper counts as unknown
 MAX_OBJECTS = 1000  # within loaders and schedules: what has more counts as unknown
 
 
@@ -55,8 +56,11 @@ def find_unknown(trainer: Any, model: pl.LightningModule) -> str | None:
     return _find_unknown_within([*loaders, *schedules], seen)
 
 
-def _callables(value: Any) -> Iterator[Any]:
+def _callables(value: Any, depth: int = 0) -> Iterator[Any]:
     """What can be called, but modules, in a container or in one of those that it holds."""
+    if depth > MAX_DEPTH:
+        yield value
+        return
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | set | frozenset | deque):
@@ -65,7 +69,7 @@ def _callables(value: Any) -> Iterator[Any]:
         return
     if not _PLAIN.issuperset(map(type, value)):  # of thousands of losses, say
         for each in value:
-            yield from _callables(each)
+            yield from _callables(each, depth + 1)
 
 
 def _find_unknown_within(values: list[Any], seen: set[int]) -> str | None:
@@ -117,10 +121,19 @@ def _code_of(value: Any) -> Any:
 
 def _is_known(code: Any) -> bool:
     # Of whose functions nothing shows.
-    if code in (types.GeneratorType, filter, map, zip, enumerate, reversed):
+    if code in _CALLING:
         return False
     return (code.__module__ or "").split(".")[0] in KNOWN
 
 
+class _ByIndex:
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError
+
+
+_CALLING = (
+    types.GeneratorType, filter, map, zip, enumerate, reversed, type(iter(int, 1)),
+    type(iter(_ByIndex())),
+)  # fmt: skip
 _DATA = (int, float, complex, str, bytes, type(None), Tensor)
 _PLAIN = {*_DATA, bool}

@@ -139,12 +139,12 @@ def capture(fit: Fit, call: Call) -> StepGraph:
     # A step that sets gradients to None begins without them, also if it reads them before.
     before = [p.grad if not call.first or id(p) in kept else None for p in fit.parameters]
     attributes, randomness = fit.attributes(), HostRandomness(fit.device)
-    host = HostState(attributes.owners())
+    host = HostState(attributes.owners(), attributes.tensors())
     why = None
     try:
         set_gradients(fit.parameters, before)
         with (
-            fit.optimizer.rates_on_gpu(),
+            fit.optimizer.rates_on_gpu(fit.model),
             watched(fit.model, refusals) as (logged, of_trainer),
             recorded_reads(attributes.unseen_of_modules(), refusals) as reads,
             fit.gpu.capture() as graph,

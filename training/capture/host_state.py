@@ -28,10 +28,14 @@ class HostState:
         owners: dictionaries, lists, deques, sets, arrays, tensors, generators, cells of functions,
             and objects with attributes; others are left as they are. What is within is not looked
             into.
+        tensors: of which the memory is kept, and whether they are trained; not what is in it.
     """
 
-    def __init__(self, owners: Iterable[Any]) -> None:
-        self._restorers: list[Callable[[], None]] = []
+    def __init__(self, owners: Iterable[Any], tensors: Iterable[Tensor] = ()) -> None:
+        self._restorers: list[Callable[[], None]] = [
+            functools.partial(_restore_memory, each, each.detach(), each.requires_grad)
+            for each in tensors
+        ]
         seen: set[int] = set()
         for owner in owners:
             for each in (owner, getattr(owner, "__dict__", None), *type(owner).__mro__):
@@ -63,6 +67,13 @@ class HostState:
             if isinstance(owner, kind):
                 self._restorers.append(restorer(owner))
                 return
+
+
+def _restore_memory(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None:
+    if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+        tensor.data = memory
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
 
 
 def _restore_attributes(owner: Any, before: dict[str, Any]) -> None:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from training.capture.attributes import Attributes
+
+
+@dataclasses.dataclass
+class _Group:
+    """A parameter group.
+
+    Attributes:
+        options: the group itself.
+        capturable: what that option was; None where there is none.
+        rate: the learning rate on the GPU; None where the optimizer reads the number.
+        written: the number that was written there last.
+    """
+
+    options: dict[str, Any]
+    capturable: bool | None
+    rate: Tensor | None
+    written: Any = None
 
 
 class CapturedOptimizer:
@@ -18,7 +36,7 @@ class CapturedOptimizer:
 
     It is made ``capturable`` if it can be, by :meth:`prepare`, which comes before all else. The
     value of the schedule is written to the GPU before a step, and the optimizer keeps its own, a
-    Python number, between the steps.
+    Python number, except while it steps.
 
     Args:
         optimizer: of any kind.
@@ -30,99 +48,129 @@ class CapturedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._device = device
-        # Of each group: what `capturable` was, the learning rate on the GPU, and what was written.
-        self._capturable: list[bool | None] = []
-        self._rates: list[Tensor | None] = []
-        self._written: list[Any] = []
+        self._known: dict[int, _Group] = {}  # by the id of the group
         self.changes_rates = False
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def prepare(self) -> None:
         """Prepares the groups and the state that are there, new ones too."""
-        groups = self._optimizer.param_groups
-        for group in groups[len(self._rates) :]:
-            self._capturable.append(group.get("capturable"))
-            reads = "capturable" in group or group.get("fused")
-            number = isinstance(group.get("lr"), float | int)  # else the schedule writes into it
-            rate = None
-            if reads and number and not self.changes_rates:
-                rate = torch.empty((), dtype=torch.float32, device=self._device)
-            self._rates.append(rate)
-            self._written.append(None)
-        for group in groups:
+        for group in self.optimizer.param_groups:
+            if id(group) not in self._known:
+                self._known[id(group)] = self._describe(group)
             if "capturable" in group:
                 group["capturable"] = True
             for parameter in group["params"]:
-                state = self._optimizer.state.get(parameter, {})
+                state = self.optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
                     state["step"] = state["step"].to(self._device)
+
+    def _describe(self, group: dict[str, Any]) -> _Group:
+        reads = "capturable" in group or group.get("fused")
+        number = isinstance(group.get("lr"), float | int)  # else the schedule writes into it
+        rate = None
+        if reads and number and not self.changes_rates:
+            rate = torch.empty((), dtype=torch.float32, device=self._device)
+        return _Group(group, group.get("capturable"), rate)
+
+    def _groups(self) -> list[_Group]:
+        """Those that are there and were prepared, in order."""
+        known = (self._known.get(id(group)) for group in self.optimizer.param_groups)
+        return [group for group in known if group is not None]
 
     def restore_options(self, state: dict[str, Any]) -> None:
         """Removes what `prepare` set from a state dict: a CPU, on which a run may go on, refuses
         it."""
-        for group, capturable in zip(state["param_groups"], self._capturable):
-            if capturable is not None:
-                group["capturable"] = capturable
+        for saved, group in zip(state["param_groups"], self.optimizer.param_groups):
+            known = self._known.get(id(group))
+            if known is not None and known.capturable is not None:
+                saved["capturable"] = known.capturable
 
     def write_rates(self) -> None:
         """Writes the learning rates to the GPU."""
-        for i, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates)):
-            if rate is None:
+        for group in self._groups():
+            if group.rate is None:
                 continue
-            if isinstance(value := group["lr"], Tensor):  # in which others may write
-                rate.copy_(value)
-            elif value != self._written[i]:
-                self._written[i] = value
-                rate.fill_(value)
+            if isinstance(value := group.options["lr"], Tensor):  # in which others may write
+                group.rate.copy_(value)
+            elif value != group.written:
+                group.written = value
+                group.rate.fill_(value)
 
     @contextmanager
-    def rates_on_gpu(self) -> Iterator[None]:
+    def rates_on_gpu(self, model: pl.LightningModule) -> Iterator[None]:
         """Lets the optimizer read its learning rate from the GPU: eager steps then give the same
-        bits as captured ones. What the step itself sets stays."""
-        if len(self._rates) < len(self._optimizer.param_groups):
+        bits as captured ones. ``training_step``, which runs within the optimizer's step, sees the
+        numbers. What the step sets stays."""
+        if any(id(group) not in self._known for group in self.optimizer.param_groups):
             self.prepare()
+        step, own = model.training_step, vars(model).get("training_step")
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            before = self._take_back(taken)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                if any(each.options["lr"] is not value for each, value in before):
+                    self.changes_rates = True
+                    self.write_rates()
+                taken[:] = self._put()
+
         self.write_rates()
-        groups = [
-            (group, group["lr"], rate, rate._version)
-            for group, rate in zip(self._optimizer.param_groups, self._rates)
-            if rate is not None
-        ]
-        for group, _, rate, _ in groups:
-            group["lr"] = rate
+        taken = self._put()
+        model.training_step = training_step
         try:
             yield
         finally:
-            for group, number, rate, version in groups:
-                if rate._version != version:
-                    group["lr"], self.changes_rates = float(rate), True
-                elif group["lr"] is rate:
-                    group["lr"] = number
-                else:
-                    self.changes_rates = True
+            self._take_back(taken)
+            del model.training_step
+            if own is not None:
+                model.training_step = own
             if self.changes_rates:
-                self._rates = [None] * len(self._rates)
+                for group in self._known.values():
+                    group.rate = None
+
+    def _put(self) -> list[tuple[_Group, Any, int]]:
+        """Puts the rates on the GPU into the groups; returns these, what was there, and how often
+        the rate was written to."""
+        found = []
+        for group in self._groups():
+            if group.rate is not None:
+                found.append((group, group.options["lr"], group.rate._version))
+                group.options["lr"] = group.rate
+        return found
+
+    def _take_back(self, taken: list[tuple[_Group, Any, int]]) -> list[tuple[_Group, Any]]:
+        """Puts the numbers into the groups again, but where the optimizer has set others; returns
+        the groups, and what is there."""
+        for group, number, version in taken:
+            if group.rate is not None and group.rate._version != version:
+                group.options["lr"], self.changes_rates = float(group.rate), True
+            elif group.options["lr"] is group.rate:
+                group.options["lr"] = number
+            else:
+                self.changes_rates = True
+        return [(group, group.options["lr"]) for group, *_ in taken]
 
     def add_options(self, attributes: Attributes) -> None:
         """Adds the options of the groups, but the learning rates that are read from the GPU."""
-        rates = itertools.zip_longest(self._optimizer.param_groups, self._rates)
-        for number, (group, rate) in enumerate(rates):
+        for number, group in enumerate(self.optimizer.param_groups):
+            known = self._known.get(id(group))
+            on_gpu = known is not None and known.rate is not None
+            left_out = ("params", "lr") if on_gpu else ("params",)
             name = f"optimizer.param_groups[{number}]"
-            keys = [
-                key for key in group if key != "params" and not (key == "lr" and rate is not None)
-            ]
-            attributes.add_items(name, group, keys)
+            attributes.add_items(name, group, [key for key in group if key not in left_out])
             attributes.add_size(name, group)
 
     def add_state(self, attributes: Attributes) -> None:
         """Adds the parameters of the groups, their state, and what else the optimizer keeps."""
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             attributes.add_items(f"optimizer.param_groups[{number}]", group, ["params"])
-        for state in self._optimizer.state.values():
+        for state in self.optimizer.state.values():
             attributes.add_items("optimizer.state", state, list(state))
-        attributes.add_items("optimizer", vars(self._optimizer), list(vars(self._optimizer)))
-        attributes.add_inherited("optimizer", self._optimizer)
+        attributes.add_items("optimizer", vars(self.optimizer), list(vars(self.optimizer)))
+        attributes.add_inherited("optimizer", self.optimizer)

@@ -34,6 +34,8 @@ WARMUP_STEPS, WARMUP_STEPS_DDP = 3, 11
 # differ from it in the shapes of the batch only. The first of them is the step that was captured,
 # whose values of the host are the graph's: another one shows whether these are right.
 TRIALS, LATER_TRIALS = 3, 2
+# Steps in which processes ask each other whether all are ready for the first capture.
+MAX_ASKED = 100
 MAX_GRAPHS = 32  # each keeps the memory of its batch and results
 # What graphs froze may change: then others are captured. No more, where it changed so many times
 # after at most so many steps.
@@ -133,11 +135,16 @@ class CapturedSteps(pl.Callback):
             if self.mode == "off"
             else find_obstacle(trainer, pl_module, device_type=Gpu.type)
         )
+        # Whether processes still ask each other which step they capture first, and how often.
+        self._undecided, self._asked = self.mode != "off" and trainer.world_size > 1, 0
+        if self._undecided and not trainer.strategy.reduce_boolean_decision(
+            self._why_eager is None, all=True
+        ):
+            self._why_eager = self._why_eager or "other processes do not capture their steps"
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run_step = self._loop.run
         self._fit = None
         if self._why_eager is None:
-            self._given = trainer.optimizers[0]
             gpu = Gpu(trainer.strategy.root_device)
             self._fit = Fit(trainer, pl_module, self._run_step, gpu)
         self._loop.run = self._run
@@ -160,42 +167,73 @@ class CapturedSteps(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._moment += 1
-        for state in checkpoint.get("optimizer_states", ()):
-            if self._fit is not None:
+        states = checkpoint.get("optimizer_states", ())
+        for optimizer, state in zip(trainer.optimizers, states):
+            if self._fit is not None and optimizer is self._fit.optimizer.optimizer:
                 self._fit.optimizer.restore_options(state)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Does what the loop's own `run` does, eagerly or by a graph."""
         call = Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
-        if self._why_eager is not None:
-            return self._run_eagerly(call, self._why_eager)
-        assert self._fit is not None
-        if optimizer is not self._given:
-            self._why_eager = "another optimizer takes its place"
-            return self._run_eagerly(call, self._why_eager)
-        if batch_idx % COMPARE_EVERY == 0:
-            self._moment += 1
-        if self._fit.optimizer.changes_rates:
-            self._why_eager = "the step changes the learning rate"
-            return self._run_eagerly(call, self._why_eager)
-        step = self._steps.get(key := self._find_key(self._fit, call))
-        if step is None:
-            step = self._steps[key] = _Step()
-            if len(self._steps) > MAX_GRAPHS:
-                step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
+        fit, step = self._fit, self._find_step(call)
+        ready = step is not None and self._is_ready(step)
+        if self._undecided and fit is not None:
+            ready = self._agree_to_capture(fit, ready)
+        if fit is None or step is None or self._why_eager is not None:
+            return self._run_eagerly(call, self._why_eager or "")
         if step.why_eager is not None:
             return self._run_eagerly(call, step.why_eager)
         if self._unchanged is not None:
             if (changed := self._find_change(self._unchanged)) is not None:
-                self._renew(self._fit, changed)
+                self._renew(fit, changed)
                 return self._run(optimizer, batch_idx, kwargs)
             if step.graph is not None and not step.trials:
                 return self._replay(step.graph, call)
         leave_out_step()
         begun = time.perf_counter()
-        result = self._prepare(self._fit, step, call)
+        result = self._prepare(fit, step, call, ready)
         self.seconds += time.perf_counter() - begun
         return result
+
+    def _find_step(self, call: Call) -> _Step | None:
+        """Returns what is known of steps as this one; None where all steps run eagerly."""
+        if self._fit is None or self._why_eager is not None:
+            return None
+        if call.optimizer is not self._fit.optimizer.optimizer:
+            self._why_eager = "another optimizer takes its place"
+        elif self._fit.optimizer.changes_rates:
+            self._why_eager = "the step changes the learning rate"
+        if self._why_eager is not None:
+            return None
+        if call.batch_idx % COMPARE_EVERY == 0:
+            self._moment += 1
+        step = self._steps.get(key := self._find_key(self._fit, call))
+        if step is None:
+            step = self._steps[key] = _Step()
+            if len(self._steps) > MAX_GRAPHS:
+                step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
+        return step
+
+    def _is_ready(self, step: _Step) -> bool:
+        """Whether a step is to be captured now."""
+        warmup = WARMUP_STEPS_DDP if self._trainer.world_size > 1 else WARMUP_STEPS
+        if step.graph is not None or step.why_eager is not None:
+            return False
+        if step.seen < (1 if self._captured else warmup):
+            return False
+        # Hooks may have come since the fit began.
+        self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
+        return self._why_eager is None
+
+    def _agree_to_capture(self, fit: Fit, ready: bool) -> bool:
+        """Whether all processes capture this step: one that runs twice must do so in all. All ask
+        each other at the same steps, whatever each of them has found."""
+        self._asked += 1
+        together = fit.agree(ready)
+        if not together and self._asked > MAX_ASKED:
+            self._undecided = False
+            self._why_eager = self._why_eager or "other processes do not capture their steps"
+        return together
 
     def _find_key(self, fit: Fit, call: Call) -> tuple[Any, ...]:
         """Returns what a graph is for: two steps with the same key can be the same graph."""
@@ -230,7 +268,7 @@ class CapturedSteps(pl.Callback):
         self._moment += 1
         if self._fit is None:
             return self._run_step(*call[:3])
-        with self._fit.optimizer.rates_on_gpu():
+        with self._fit.optimizer.rates_on_gpu(self._model):
             return self._run_step(*call[:3])
 
     def _replay(self, graph: StepGraph, call: Call) -> dict[str, Any]:
@@ -238,35 +276,26 @@ class CapturedSteps(pl.Callback):
         self.replays += 1
         return result
 
-    def _prepare(self, fit: Fit, step: _Step, call: Call) -> dict[str, Any]:
+    def _prepare(self, fit: Fit, step: _Step, call: Call, ready: bool) -> dict[str, Any]:
         """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
-        distributed = self._trainer.world_size > 1
-        warmup = WARMUP_STEPS_DDP if distributed else WARMUP_STEPS
-        ready = step.seen >= (1 if self._captured else warmup)
-        if distributed and not self._captured:
-            ready = fit.agree(ready)  # a step that runs twice must do so in all processes
-        if not ready:
+        if step.graph is None and not ready:
             return self._observe(fit, step, call)
         if step.graph is None:
-            # Hooks may have come since the fit began.
-            self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
-            if self._why_eager is not None:
-                return self._run_eagerly(call, self._why_eager)
             step.trials = TRIALS if self._unchanged is None else LATER_TRIALS
-            if distributed:
+            if self._trainer.world_size > 1:
                 step.trials = min(step.trials, 0 if self._captured else 1)
             try:
                 step.graph = capture(fit, call)
             except CaptureError as error:
                 step.why_eager = str(error)
-            if distributed and not self._captured and not fit.agree(step.why_eager is None):
+            if self._undecided and not fit.agree(step.why_eager is None):
                 step.why_eager = step.why_eager or "another process could not capture it"
             if step.why_eager is not None:
                 step.graph = None
                 return self._run_eagerly(call, step.why_eager)
             assert step.graph is not None
             self.captures += 1
-            self._captured = True
+            self._captured, self._undecided = True, False
             self._unchanged = self._unchanged or Unchanged(fit)
             self._unchanged.add(step.graph.reads)
         if not step.trials:

@@ -61,6 +61,20 @@ class Kind(enum.Enum):
     B = 2
 
 
+Number = enum.IntEnum("Number", {"A": 1})
+Other = enum.IntEnum("Other", {"A": 1})
+
+
+class Unhashable(enum.Enum):
+    A = 1
+    B = 2
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
 # By its name: what a batch has beside tensors, before and after a change; and what is read of it.
 READ: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
     "length": (["a"] * 4, ["a"] * 2, len),
@@ -68,6 +82,12 @@ READ: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
     "None": (None, 0.5, lambda v: 1.0 if v is None else 0.5),
     "bool": (False, True, lambda v: 0.5 if v is True else 1.0),
     "member of an Enum": (Kind.A, Kind.B, lambda v: 0.5 if v is Kind.B else 1.0),
+    "member of another Enum": (Number.A, Other.A, lambda v: 0.5 if v is Other.A else 1.0),
+    "member that cannot be hashed": (
+        Unhashable.A,
+        Unhashable.B,
+        lambda v: 0.5 if v is Unhashable.B else 1.0,
+    ),
     "name of a function": (
         torch.relu,
         torch.tanh,

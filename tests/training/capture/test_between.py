@@ -84,6 +84,12 @@ def _of_a_generator(halves: Halves, options: dict[str, Any]) -> type[pl.Lightnin
     return Scaled
 
 
+def _of_an_iterated_function(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
+    left = batches([BATCH] * STEPS)
+    options["data"] = iter(lambda: halves(left.pop(0)) if left else None, None)
+    return Scaled
+
+
 def _that_a_callback_is_given(halves: Halves, options: dict[str, Any]) -> type[pl.LightningModule]:
     def count(batch: Any) -> int:  # not called for steps that capture
         halves.calls = halves.model.trainer.global_step - 1
@@ -152,8 +158,8 @@ def _of_a_validation(halves: Halves, options: dict[str, Any]) -> type[pl.Lightni
 
 OWNERS = (
     _of_a_callback, _of_a_lambda_callback, _of_a_partial_function, _that_a_callback_is_given,
-    _of_a_derived_callback, _of_the_model, _of_a_data_set, _of_a_generator, _of_a_schedule,
-    _of_a_validation,
+    _of_a_derived_callback, _of_the_model, _of_a_data_set, _of_a_generator,
+    _of_an_iterated_function, _of_a_schedule, _of_a_validation,
 )  # fmt: skip
 
 

@@ -124,6 +124,36 @@ class OfTrainer(Reads):
         return 1.0 / (self.trainer.max_epochs or 1)
 
 
+class Ordered(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"a": nn.Tanh(), "b": nn.Softplus()})
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        for block in self.blocks.values():
+            inputs = block(inputs)
+        return super().loss((inputs, labels))
+
+
+class Raising(dict[str, int]):
+    def __iter__(self) -> Any:
+        raise KeyError("closed")
+
+
+class RaisingSlots:
+    __slots__ = ("value",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def holding_itself() -> list[Any]:
+    found: list[Any] = [1]
+    found.append(found)
+    return found
+
+
 class Gradients(pl.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         for parameter in pl_module.parameters():
@@ -208,6 +238,14 @@ LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
     "nested dictionaries": (
         reads(lambda: nested(6), lambda h: innermost(h)["scale"]),
         lambda _, m: innermost(m.holder).update(scale=0.5),
+    ),
+    "order of a dictionary": (
+        reads(lambda: {"a": 1.0, "b": 0.5}, lambda h: next(iter(h.values()))),
+        lambda _, m: m.holder.update(a=m.holder.pop("a")),
+    ),
+    "order of a ModuleDict": (
+        Ordered,
+        lambda _, m: m.blocks.update({"a": m.blocks.pop("a")}),
     ),
     "object in a set": (
         reads(lambda: {Scale()}, lambda h: next(iter(h)).factor),
@@ -366,8 +404,24 @@ def test_attribute_that_a_compiled_function_reads(
         lambda: nn.Linear(2, 2, device="meta"),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         lambda: OmegaConf.create({"a": 1, "b": "???", "c": "${nowhere:a}"}),
+        lambda: nn.parameter.UninitializedParameter(),
+        Raising,
+        RaisingSlots,
+        holding_itself,
+        lambda: np.zeros(2**20),
     ],
-    ids=["sparse", "rows", "meta", "nested", "configuration"],
+    ids=[
+        "sparse",
+        "rows",
+        "meta",
+        "nested",
+        "configuration",
+        "lazy",
+        "raises",
+        "raises for slots",
+        "holds itself",
+        "large array",
+    ],
 )
 def test_things_that_cannot_be_compared_and_are_not_read(
     fit: Callable[..., Ran], make: Callable[[], Any]

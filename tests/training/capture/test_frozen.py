@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.training.capture.support import (
@@ -399,6 +400,37 @@ def test_returns_nothing(fit: Callable[..., Ran]) -> None:
     loader: Any = torch.utils.data.DataLoader(batches([BATCH] * 6), batch_size=None)  # pyright: ignore
     trainer.fit(Skipping(), loader)
     assert captured.replays == 0
+
+
+@pytest.mark.parametrize("kind", ["of a parameter", "of all modules"])
+def test_hook_that_comes_when_the_fit_begins(fit: Callable[..., Ran], kind: str) -> None:
+    calls, handles = [], []
+
+    class Hooked(Plain):
+        def on_train_start(self) -> None:
+            weight: Any = self.network[0].weight
+            register = weight.register_hook
+            if kind == "of all modules":
+                register = register_module_forward_hook
+            handles.append(register(lambda *_: calls.append(1)))
+
+        def on_train_end(self) -> None:
+            handles.pop().remove()
+
+    check_eager(fit, Hooked, "hook")
+    assert calls[len(calls) // 2 :] == calls[: len(calls) // 2]
+
+
+def test_array_that_is_too_large_to_compare(fit: Callable[..., Ran]) -> None:
+    class Reading(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = np.ones(2**20)
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * float(self.table[-1])
+
+    check_eager(fit, Reading, "training_step reads self.table, which is very large")
 
 
 def test_reads_the_strategy(fit: Callable[..., Ran]) -> None:

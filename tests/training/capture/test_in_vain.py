@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -59,6 +61,91 @@ class CachedInDictionary(Plain):
         if not self.kept["list"]:
             self.kept["list"].append(torch.full((), 0.5, device=self.device))
         return super().loss(batch) * self.kept["list"][0]
+
+
+class Slotted:
+    __slots__ = ("count", "late")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Doubling(OrderedDict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, 2 * value)
+
+
+class Extending(list[int]):
+    def extend(self, items: Any) -> None:
+        super().extend([*items, 1])
+
+
+def counter() -> Callable[[bool], int]:
+    count = 0
+
+    def get(counts: bool) -> int:
+        nonlocal count
+        count += counts
+        return count
+
+    return get
+
+
+class CountingInObjects(Plain):
+    """Counts in objects of all kinds, in the step that would be captured and long after."""
+
+    class Shared:
+        count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted, self.shared, self.closed = Slotted(), self.Shared(), counter()
+        self.doubling, self.extending = Doubling(a=1), Extending([1])
+        self.bytes, self.numbers = bytearray(1), array.array("l", [0])
+        type(self.shared).count = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.counts = batch_idx == 3
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.counts:
+            self.slotted.count += 1
+            self.slotted.late = getattr(self.slotted, "late", 0) + 1
+            type(self.shared).count += 1
+            self.doubling["b"] = self.doubling.get("b", 0) + 1
+            self.extending.append(1)
+            self.bytes[0] += 1
+            self.numbers[0] += 1
+        count = self.slotted.count + getattr(self.slotted, "late", 0) + self.shared.count
+        count += sum(self.doubling.values()) + len(self.extending) + self.closed(self.counts)
+        return super().loss(batch) / (1 + count + self.bytes[0] + self.numbers[0])
+
+
+class Halving(Plain):
+    """Gives a parameter other memory in the step that would be captured."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.halves = batch_idx == 3
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.halves:
+            weight: Any = self.network[0].weight
+            weight.data = weight.data * 0.5
+        return super().loss(batch)
+
+
+class DrawsFromItsOwn(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+        self.numbers = itertools.count(1)
+
+    def on_train_epoch_start(self) -> None:
+        self.draws = self.current_epoch > 0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * self.generator.uniform() / next(self.numbers) if self.draws else loss
 
 
 class CountingInContainers(Plain):
@@ -129,6 +216,9 @@ class DrawsLater(Plain):
         (CachedMask, [BATCH, BATCH, BATCH, 4], "training_step changes self.mask"),
         (CachedInBuffer, [BATCH] * 3, "training_step changes self"),
         (CachedInDictionary, [BATCH] * 3, "training_step changes self.kept"),
+        (CountingInObjects, [BATCH] * 8, "training_step changes self."),
+        (Halving, [BATCH] * 8, "training_step changes self.network"),
+        (DrawsFromItsOwn, [BATCH] * 3, "training_step reads generator, which goes on by itself"),
         (CountingInContainers, [BATCH] * 8, "training_step changes self."),
         (Thawed, [BATCH] * 3, "training_step changes optimizer.state"),
         (Counting, [BATCH] * 8, "training_step changes self.count"),

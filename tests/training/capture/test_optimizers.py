@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor
 from tests.training.capture.support import (
     BATCH,
     CHANGED_AT,
+    STEPS,
     Plain,
     Ran,
+    Scheduled,
     batches,
     check_captured,
     check_eager,
@@ -155,6 +158,55 @@ def test_rate_that_becomes_a_tensor_before_the_first_step(
             self.trainer.optimizers[0].param_groups[0]["lr"].mul_(0.5)
 
     check_captured(fit, Written)
+
+
+def test_step_sees_its_rate_as_a_number(fit: Callable[..., Ran]) -> None:
+    rates: list[Any] = []
+
+    class Reading(Scheduled):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer: Any = self.optimizers()
+            rate = optimizer.param_groups[0]["lr"]
+            rates.append(rate)
+            return self.loss(batch) * (1 if isinstance(rate, float) else 0.5)
+
+    captured, eager = (fit(Reading, mode) for mode in ("auto", "off"))
+    assert same(captured, eager)
+    assert rates[:STEPS] == rates[STEPS:]
+    assert all(isinstance(rate, float) for rate in rates)
+
+
+def test_group_that_goes_and_comes_back(fit: Callable[..., Ran]) -> None:
+    class Moving(Plain):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [p]} for p in self.parameters()]
+            return torch.optim.AdamW(groups, lr=2**-7, fused=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            groups = self.trainer.optimizers[0].param_groups
+            if batch_idx == 7:
+                self.taken = groups.pop(0)
+            elif batch_idx == 11:
+                groups.append(self.taken)
+
+    captured, eager = (fit(Moving, mode) for mode in ("auto", "off"))
+    assert captured.capture.replays
+    assert same(captured, eager)
+
+
+@pytest.mark.parametrize("at", [1, CHANGED_AT])
+def test_state_that_is_loaded_again(fit: Callable[..., Ran], at: int) -> None:
+    class Loading(Plain):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == at:
+                state = copy.deepcopy(self.trainer.optimizers[0].state_dict())
+                for group in state["param_groups"]:
+                    group["capturable"] = False
+                self.trainer.optimizers[0].load_state_dict(state)
+
+    captured, eager = (fit(Loading, mode) for mode in ("auto", "off"))
+    assert captured.capture.replays
+    assert same(captured, eager)
 
 
 class Finetuning(BaseFinetuning):
