@@ -65,7 +65,7 @@ class Attributes:
         self._absent_names: list[str] = []
         self._copied: list[tuple[Any, Any]] = []  # arrays and long containers, and copies
         self._copied_names: list[str] = []
-        self._count = 0  # of parts of containers and objects
+        self._count = 0  # of parts of containers and objects within others
         self._ordered: list[tuple[Any, list[Any]]] = []  # dictionaries, and their keys
         self._ordered_names: list[str] = []
         self._measured: Any = None  # by `_measure`
@@ -95,7 +95,8 @@ class Attributes:
         """Adds items of a container; where they are all, there may be no more."""
         self._seen.add(id(owner))
         self._add_size(name, owner, keys)
-        self._add(owner, _getter_of_items(owner), keys, [f"{name}.{key}" for key in keys])
+        names = [f"{name}.{key}" if isinstance(key, str | int) else name for key in keys]
+        self._add(owner, _getter_of_items(owner), keys, names)
 
     def add_places(self, name: str, owner: Any, keys: list[Any]) -> None:
         """As `add_items`, without looking into them."""
@@ -317,7 +318,7 @@ class Attributes:
             self._watch_size(name, own)
             names = [n for n in own if "." not in n]
             self._add(value, operator.attrgetter, names, [name] * len(names), depth + 1)
-        self._count += len(keys)
+        self._count += len(keys) if depth else 0  # a module's own are as many as it has parts
         if self._count > MAX_PARTS or len(keys) > MAX_PARTS:
             self.unseen[name] = "is very large"
         elif len(keys) > MAX_ITEMS and container is not None and _holds_atoms(container):

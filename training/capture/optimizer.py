@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,7 @@ class CapturedOptimizer:
             self.prepare()
         step, own = model.training_step, vars(model).get("training_step")
 
+        @functools.wraps(step)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
             before = self._take_back(taken)
             try:
@@ -169,8 +171,11 @@ class CapturedOptimizer:
     def add_state(self, attributes: Attributes) -> None:
         """Adds the parameters of the groups, their state, and what else the optimizer keeps."""
         for number, group in enumerate(self.optimizer.param_groups):
-            attributes.add_items(f"optimizer.param_groups[{number}]", group, ["params"])
+            name, parameters = f"optimizer.param_groups[{number}]", group["params"]
+            attributes.add_places(name, group, ["params"])
+            attributes.add_items(name, parameters, list(range(len(parameters))))
         for state in self.optimizer.state.values():
             attributes.add_items("optimizer.state", state, list(state))
+        attributes.add_items("optimizer.state", self.optimizer.state, list(self.optimizer.state))
         attributes.add_items("optimizer", vars(self.optimizer), list(vars(self.optimizer)))
         attributes.add_inherited("optimizer", self.optimizer)

@@ -179,10 +179,11 @@ class CapturedSteps(pl.Callback):
         ready = step is not None and self._is_ready(step)
         if self._undecided and fit is not None:
             ready = self._agree_to_capture(fit, ready)
-        if fit is None or step is None or self._why_eager is not None:
-            return self._run_eagerly(call, self._why_eager or "")
-        if step.why_eager is not None:
-            return self._run_eagerly(call, step.why_eager)
+        why_eager = self._why_eager or (step.why_eager if step is not None else None)
+        if why_eager is not None:
+            return self._run_eagerly(call, why_eager)
+        assert fit is not None
+        assert step is not None
         if self._unchanged is not None:
             if (changed := self._find_change(self._unchanged)) is not None:
                 self._renew(fit, changed)

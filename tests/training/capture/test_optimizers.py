@@ -233,6 +233,19 @@ def test_group_that_comes_before_the_capture(fit: Callable[..., Ran]) -> None:
     assert same(captured, eager)
 
 
+def test_many_parameters(fit: Callable[..., Ran]) -> None:
+    class Large(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            rows = [[torch.nn.Linear(1, 1) for _ in range(50)] for _ in range(30)]
+            self.more = torch.nn.ModuleList(torch.nn.ModuleList(row) for row in rows)
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + 2**-9 * sum(p.sum() for p in self.more.parameters())
+
+    check_captured(fit, Large)
+
+
 def test_optimizer_within_the_step(fit: Callable[..., Ran]) -> None:
     class Adversarial(Plain):
         def __init__(self) -> None:
