@@ -100,6 +100,7 @@ class Attributes:
 
     def add_places(self, name: str, owner: Any, keys: list[Any]) -> None:
         """As `add_items`, without looking into them."""
+        self._seen.add(id(owner))
         self._add_size(name, owner, keys)
         self._add(
             owner, operator.itemgetter, keys, [f"{name}.{key}" for key in keys], MAX_DEPTH + 1

@@ -38,7 +38,7 @@ class HostState:
         ]
         seen: set[int] = set()
         for owner in owners:
-            for each in (owner, getattr(owner, "__dict__", None), *type(owner).__mro__):
+            for each in (owner, _attributes_of(owner), *type(owner).__mro__):
                 if id(each) not in seen and not (isinstance(each, type) and is_of_library(each)):
                     seen.add(id(each))
                     self._save(each)
@@ -61,12 +61,19 @@ class HostState:
                      if isinstance(value, types.MemberDescriptorType))  # fmt: skip
             names = [name for name in slots if not name.startswith("__")]
         if names:
-            before = {name: getattr(owner, name, _MISSING) for name in names}
+            before = {name: _get(owner, name) for name in names}
             self._restorers.append(functools.partial(_restore_attributes, owner, before))
         for kind, restorer in _RESTORERS:
             if isinstance(owner, kind):
                 self._restorers.append(restorer(owner))
                 return
+
+
+def _attributes_of(owner: Any) -> Any:
+    try:
+        return vars(owner)
+    except Exception:  # there are none, or the object does not show them
+        return None
 
 
 def _restore_memory(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None:
@@ -79,13 +86,19 @@ def _restore_memory(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None
 def _restore_attributes(owner: Any, before: dict[str, Any]) -> None:
     assign, remove = (setattr, delattr) if isinstance(owner, type) else _OF_OBJECTS
     for name, value in before.items():
-        now = getattr(owner, name, _MISSING)
-        if now is value:
+        if _get(owner, name) is value:
             continue
         if value is _MISSING:
             remove(owner, name)
         else:
             assign(owner, name, value)
+
+
+def _get(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except Exception:  # a slot that is not filled, say
+        return _MISSING
 
 
 _OF_OBJECTS = object.__setattr__, object.__delattr__
