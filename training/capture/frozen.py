@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -124,11 +124,10 @@ def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has compiled a module or one of its methods."""
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         return True
-    own = (
-        *vars(module).values(),
-        *(v for kind in type(module).__mro__ for v in vars(kind).values()),
-    )
-    return any("_torchdynamo_orig_callable" in getattr(v, "__dict__", ()) for v in own)
+    owners = (module, *type(module).__mro__)
+    values = (value for owner in owners for value in vars(owner).values())
+    functions = (value for value in values if isinstance(value, FunctionType))
+    return any("_torchdynamo_orig_callable" in vars(each) for each in functions)
 
 
 class Logged(NamedTuple):
