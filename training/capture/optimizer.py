@@ -76,7 +76,14 @@ class CapturedOptimizer:
         rate = None
         if reads and number and not self.changes_rates:
             rate = torch.empty((), dtype=torch.float32, device=self._device)
-        return _Group(group, group.get("capturable"), rate)
+        # A group that is loaded from this optimizer's own state dict has what `prepare` set.
+        same = (
+            known for known in self._known.values()
+            if [*map(id, known.options["params"])] == [*map(id, group["params"])]
+        )  # fmt: skip
+        earlier = next(same, None)
+        capturable = group.get("capturable") if earlier is None else earlier.capturable
+        return _Group(group, capturable, rate)
 
     def _groups(self) -> list[_Group]:
         """Those that are there and were prepared, in order."""

@@ -195,18 +195,23 @@ def test_group_that_goes_and_comes_back(fit: Callable[..., Ran]) -> None:
 
 
 @pytest.mark.parametrize("at", [1, CHANGED_AT])
-def test_state_that_is_loaded_again(fit: Callable[..., Ran], at: int) -> None:
+@pytest.mark.parametrize("capturable", [False, None], ids=["of elsewhere", "its own"])
+def test_state_that_is_loaded_again(
+    fit: Callable[..., Ran], at: int, capturable: bool | None
+) -> None:
     class Loading(Plain):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == at:
                 state = copy.deepcopy(self.trainer.optimizers[0].state_dict())
-                for group in state["param_groups"]:
-                    group["capturable"] = False
+                for group in state["param_groups"] if capturable is not None else ():
+                    group["capturable"] = capturable
                 self.trainer.optimizers[0].load_state_dict(state)
 
     captured, eager = (fit(Loading, mode) for mode in ("auto", "off"))
     assert captured.capture.replays
     assert same(captured, eager)
+    checkpoint = captured.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    assert not checkpoint["optimizer_states"][0]["param_groups"][0]["capturable"]
 
 
 class Finetuning(BaseFinetuning):
