@@ -15,7 +15,7 @@ from hoconv.approx.gradients import Gradient, kinds
 from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul
 from hoconv.declaration import Operator
 from hoconv.implementations import check_name
-from hoconv.registration import device_type_of, get_parameter
+from hoconv.registration import check_dense, get_parameter
 
 
 class ApproxConv2d(nn.Conv2d):
@@ -68,7 +68,7 @@ class ApproxConv2d(nn.Conv2d):
         self.impl = impl
 
     def forward(self, input: Tensor) -> Tensor:
-        device_type_of(input, "input")
+        check_dense(input, "input")
         if input.dim() not in (3, 4) or input.shape[-3] != self.in_channels:
             raise ValueError(
                 f"input: expected (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W), "
@@ -128,7 +128,7 @@ class ApproxLinear(nn.Linear):
         self.impl = impl
 
     def forward(self, input: Tensor) -> Tensor:
-        device_type_of(input, "input")
+        check_dense(input, "input")
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"

@@ -21,7 +21,7 @@ from hoconv.approx.ops import KERNELS
 from hoconv.approx.reference import Pair, output_size
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.registration import autocasts, compiled, device_type_of
+from hoconv.registration import autocasts, check_dense, compiled
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
@@ -170,8 +170,9 @@ def _check_operands(
 ) -> tuple[Tensor, Tensor]:
     """Returns both operands, converted under autocast and checked."""
     multipliers.check(multiplier)
-    device_type_of(b, b_name)
-    if autocasts(device_type_of(a, a_name)):
+    check_dense(a, a_name)
+    check_dense(b, b_name)
+    if autocasts(a.device.type):
         a, b = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (a, b))
     for name, t in ((a_name, a), (b_name, b)):
         if t.dtype != torch.float32:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hoconv.dynamic_conv1d.composed import arrange
 from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d, generate_and_convolve
 from hoconv.implementations import check_name
-from hoconv.registration import computes_as_made, device_type_of, get_parameter
+from hoconv.registration import check_dense, computes_as_made, get_parameter
 
 
 class _Conv1d(nn.Module):
@@ -58,7 +58,7 @@ class _Conv1d(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        device_type_of(x)
+        check_dense(x)
         if x.dim() != 3 or x.shape[1] != self.channels:
             raise ValueError(f"x: expected (B, {self.channels}, T), got shape {tuple(x.shape)}")
         return self._add_bias(self._compute(x))

@@ -19,9 +19,9 @@ from hoconv.jit import triton
 from hoconv.registration import (
     autocast,
     autocasts,
+    check_dense,
     check_dtypes,
     compiled,
-    device_type_of,
     without_autocast,
 )
 
@@ -66,7 +66,8 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
         TypeError: a dtype is not supported, or differs between x and weight.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = device_type_of(x)
+    check_dense(x)
+    device_type = x.device.type
     x, weight = autocast(device_type, x, weight)
     _check(x, weight, padding)
     name = resolve("dynamic_conv1d", impl, device_type)
@@ -99,7 +100,8 @@ def generate_and_convolve(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = device_type_of(x)
+    check_dense(x)
+    device_type = x.device.type
     if autocasts(device_type):
         x, weight, bias = autocast(device_type, x, weight, bias)
         with without_autocast(device_type):

@@ -29,7 +29,7 @@ from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.registration import autocasts, device_type_of, get_parameter
+from hoconv.registration import autocasts, check_dense, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -190,7 +190,7 @@ class RNN(nn.Module):
             x, lengths = pad_packed_sequence(packed)
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
-        device_type_of(x)
+        check_dense(x)
         single = x.dim() == 2
         if single:
             x = x.unsqueeze(1)

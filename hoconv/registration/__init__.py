@@ -1,9 +1,9 @@
 """Functions that every operator uses: they define its ops, register gradients and autocast, and
 check arguments."""
 
+from hoconv.registration.arguments import check_dense as check_dense
 from hoconv.registration.arguments import check_dtypes as check_dtypes
 from hoconv.registration.arguments import computes_as_made as computes_as_made
-from hoconv.registration.arguments import device_type_of as device_type_of
 from hoconv.registration.arguments import get_parameter as get_parameter
 from hoconv.registration.batches import call_one_by_one as call_one_by_one
 from hoconv.registration.batches import register_vmap as register_vmap

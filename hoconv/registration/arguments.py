@@ -12,11 +12,8 @@ from torch.nn.modules.module import (
 )
 
 
-def device_type_of(x: Tensor, name: str = "x") -> str:
-    """The type of the device of an input.
-
-    Args:
-        name: of the argument, for errors.
+def check_dense(x: Tensor, name: str = "x") -> None:
+    """Checks an argument, by its name, before its shape and device are read.
 
     Raises:
         TypeError: it is no tensor.
@@ -27,7 +24,6 @@ def device_type_of(x: Tensor, name: str = "x") -> str:
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested one" if x.is_nested else x.layout
         raise ValueError(f"{name}: expected a dense tensor, got {kind}; use {name}.to_dense()")
-    return x.device.type
 
 
 def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.high_order.conv2d import ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import autocast, check_dtypes, compiled, device_type_of
+from hoconv.registration import autocast, check_dense, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
 _KERNEL_SIZES = {k * k: k for k in range(1, MAX_KERNEL_SIZE + 1)}
@@ -58,7 +58,8 @@ def high_order_conv2d(
         TypeError: a dtype is not supported, or differs between x and weight.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = device_type_of(x)
+    check_dense(x)
+    device_type = x.device.type
     x, weight = autocast(device_type, x, weight)
     _check(x, weight, dilation)
     name = resolve("high_order_conv2d", impl, device_type)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.high_order.layer import composed, ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import autocast, check_dtypes, compiled, device_type_of
+from hoconv.registration import autocast, check_dense, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
 # Relative. At least twice those of the application alone: its kernels are computed too.
@@ -71,7 +71,8 @@ def high_order_layer(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    device_type = device_type_of(x)
+    check_dense(x)
+    device_type = x.device.type
     x, generator_weight, generator_bias = autocast(device_type, x, generator_weight, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
     name = resolve("high_order_layer", impl, device_type)
