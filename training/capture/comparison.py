@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from training.capture.graph import StepGraph
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
 # from them so many times as much.
 NOISE_FACTOR = 16.0
+Result = TypeVar("Result")
 NO_MEMORY = "the GPU has no memory left to compare a captured step with an eager one"
 
 
@@ -31,21 +32,18 @@ def compare(
     gradients, written = fit.gradients(), fit.state()
     # Of the gradients before the step only those count to which it adds: graphs share memory.
     state = [*written, *_present({*gradients, *graph.gradients_before})]
-    try:
-        before = copies(state), fit.gpu.random_state()
-    except torch.OutOfMemoryError:
-        return run_eagerly(), NO_MEMORY
+    memory = _Memory()
+    before = memory.attempt(lambda: (copies(state), fit.gpu.random_state()))
     with fit.gpu.beside(), heard(fit.model) as logged:
         result = run_eagerly()
     gradients_after = fit.gradients()
-    try:
-        after = copies(state), fit.gpu.random_state()
-        eager = copies([*written, *_present(gradients_after), *tensors_of(result), *logged])
-    except torch.OutOfMemoryError:
-        return result, NO_MEMORY
+    after = memory.attempt(lambda: (copies(state), fit.gpu.random_state()))
+    tensors = [*written, *_present(gradients_after), *tensors_of(result), *logged]
+    eager = memory.attempt(lambda: copies(tensors))
 
     def replay() -> list[Tensor]:
         """Runs the graph from the state before the step; returns what is to be as in `eager`."""
+        assert before is not None
         fit.restore(state, *before, gradients)
         returned = graph.launch(batch)
         left = _present(fit.gradients())
@@ -53,20 +51,40 @@ def compare(
         return copies([*written, *left, *tensors_of(returned), *values])
 
     why = None
-    try:
-        error = _difference(replay(), eager)
-        if not fit.agree(error == 0):
-            # Kernels may add in any order: then two replays differ, too.
-            noise = _difference(replay(), replay())
-            if not fit.agree(error <= NOISE_FACTOR * noise):
-                why = (
-                    f"a captured step differs from an eager one by {error:.1g}, and from another "
-                    f"captured one by {noise:.1g}"
-                )
-    except torch.OutOfMemoryError:
-        why = NO_MEMORY
-    fit.restore(state, *after, gradients_after)
+    error = memory.attempt(lambda: _difference(replay(), eager or []))
+    # Processes agree in the same order, also where one of them has no memory left.
+    if not fit.agree(error == 0):
+        # Kernels may add in any order: then two replays differ, too.
+        noise = memory.attempt(lambda: _difference(replay(), replay()))
+        near = error is not None and noise is not None and error <= NOISE_FACTOR * noise
+        if not fit.agree(near):
+            why = NO_MEMORY if memory.lacks else (
+                f"a captured step differs from an eager one by {error:.1g}, and from another "
+                f"captured one by {noise:.1g}"
+            )  # fmt: skip
+    if after is not None and before is not None:  # else no replay has changed anything
+        fit.restore(state, *after, gradients_after)
     return result, why
+
+
+class _Memory:
+    """Attempts what takes memory on the GPU.
+
+    Attributes:
+        lacks: whether an attempt found too little; later ones are not made.
+    """
+
+    lacks = False
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """What a function returns; None where there is too little memory."""
+        if self.lacks:
+            return None
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            self.lacks = True
+            return None
 
 
 def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
