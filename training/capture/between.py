@@ -120,7 +120,6 @@ def _code_of(value: Any) -> Any:
 
 
 def _is_known(code: Any) -> bool:
-    # Of whose functions nothing shows.
     if code in _CALLING:
         return False
     return (code.__module__ or "").split(".")[0] in KNOWN
@@ -131,6 +130,7 @@ class _ByIndex:
         raise IndexError
 
 
+# What calls functions of which nothing shows.
 _CALLING = (
     types.GeneratorType, filter, map, zip, enumerate, reversed, type(iter(int, 1)),
     type(iter(_ByIndex())),

@@ -24,7 +24,8 @@ from training.capture.frozen import (
     recorded_reads,
     watched,
 )
-from training.capture.host_state import HostRandomness, HostState
+from training.capture.host_state import HostState
+from training.capture.randomness import HostRandomness
 from training.capture.unchanged import Reads
 
 

@@ -10,7 +10,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,10 +63,9 @@ class HostState:
         if names:
             before = {name: _get(owner, name) for name in names}
             self._restorers.append(functools.partial(_restore_attributes, owner, before))
-        for kind, restorer in _RESTORERS:
-            if isinstance(owner, kind):
-                self._restorers.append(restorer(owner))
-                return
+        kind = next((each for each in _KINDS if isinstance(owner, each.kind)), None)
+        if kind is not None:
+            self._restorers.append(functools.partial(_restore, kind, owner, kind.read(owner)))
 
 
 def _attributes_of(owner: Any) -> Any:
@@ -74,6 +73,11 @@ def _attributes_of(owner: Any) -> Any:
         return vars(owner)
     except Exception:  # there are none, or the object does not show them
         return None
+
+
+def _restore(kind: _Kind, owner: Any, saved: Any) -> None:
+    if not kind.same(kind.read(owner), saved):
+        kind.write(owner, saved)
 
 
 def _restore_memory(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None:
@@ -104,137 +108,82 @@ def _get(owner: Any, name: str) -> Any:
 _OF_OBJECTS = object.__setattr__, object.__delattr__
 
 
-# The methods of the kind itself are called, not those of a class that derives from it.
+class _Kind(NamedTuple):
+    """How things of a class are saved: by its own methods, not those of a class that derives from
+    it.
 
-
-def _restorer_of_dictionary(now: dict[Any, Any]) -> Callable[[], None]:
-    kind: Any = OrderedDict if isinstance(now, OrderedDict) else dict
-    before = list(kind.items(now))
-
-    def restore() -> None:
-        pairs = list(kind.items(now))
-        if len(pairs) != len(before) or any(
-            key is not other or value is not was
-            for (key, value), (other, was) in zip(pairs, before)
-        ):
-            kind.clear(now)
-            for key, value in before:
-                kind.__setitem__(now, key, value)
-
-    return restore
-
-
-def _restorer_of_sequence(kind: Any, now: Any) -> Callable[[], None]:
-    before = list(kind.__iter__(now))
-
-    def restore() -> None:
-        items = list(kind.__iter__(now))
-        if len(items) != len(before) or any(map(operator.is_not, items, before)):
-            kind.clear(now)
-            kind.extend(now, before)
-
-    return restore
-
-
-def _restorer_of_set(now: set[Any]) -> Callable[[], None]:
-    before = set(set.__iter__(now))
-
-    def restore() -> None:
-        if set(set.__iter__(now)) != before:
-            set.clear(now)
-            set.update(now, before)
-
-    return restore
-
-
-def _restorer_of_array(now: Any) -> Callable[[], None]:
-    before = copy.copy(now)
-
-    def restore() -> None:
-        if bytes(now) != bytes(before):
-            now[:] = before
-
-    return restore
-
-
-def _restorer_of_ndarray(now: np.ndarray) -> Callable[[], None]:
-    before = now.copy()
-
-    def restore() -> None:
-        if now.tobytes() != before.tobytes():
-            now[...] = before
-
-    return restore
-
-
-def _restorer_of_tensor(now: Tensor) -> Callable[[], None]:
-    before = now.detach().clone()
-
-    def restore() -> None:
-        if not torch.equal(now, before):
-            now.copy_(before)
-
-    return restore
-
-
-def _restorer_of_generator(now: np.random.Generator) -> Callable[[], None]:
-    before = now.bit_generator.state
-
-    def restore() -> None:
-        now.bit_generator.state = before
-
-    return restore
-
-
-_RESTORERS: tuple[tuple[Any, Callable[[Any], Callable[[], None]]], ...] = (
-    (dict, _restorer_of_dictionary),
-    (list, functools.partial(_restorer_of_sequence, list)),
-    (deque, functools.partial(_restorer_of_sequence, deque)),
-    (set, _restorer_of_set),
-    (array.array | bytearray, _restorer_of_array),
-    (np.ndarray, _restorer_of_ndarray),
-    (Tensor, _restorer_of_tensor),
-    (np.random.Generator, _restorer_of_generator),
-    (random.Random, lambda now: functools.partial(now.setstate, now.getstate())),
-    (np.random.RandomState, lambda now: functools.partial(now.set_state, now.get_state())),
-)
-
-
-class HostRandomness:
-    """The state of the host's random number generators.
-
-    Args:
-        device: that trains; where it is the CPU, PyTorch's generator of the CPU is its own.
+    Attributes:
+        read: returns what one holds.
+        same: whether it still holds the same.
+        write: lets it hold that again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-            "Python's random": (random.getstate, random.setstate),
-            "NumPy's random": (_state_of_numpy, np.random.set_state),
-        }
-        if device.type != "cpu":
-            generator = torch.get_rng_state, torch.set_rng_state
-            self._generators["PyTorch's generator of the CPU"] = generator
-        self._before = {name: state() for name, (state, _) in self._generators.items()}
-
-    def used(self) -> str | None:
-        """Returns the name of a generator that was used since."""
-        for name, (state, _) in self._generators.items():
-            if _as_bytes(state()) != _as_bytes(self._before[name]):
-                return name
-        return None
-
-    def restore(self) -> None:
-        """Sets the generators back."""
-        for name, (_, restore) in self._generators.items():
-            restore(self._before[name])
+    kind: Any
+    read: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+    write: Callable[[Any, Any], Any]
 
 
-def _state_of_numpy() -> Any:
-    return np.random.get_state(legacy=False)  # noqa: NPY002
+def _are_identical(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def _as_bytes(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.numpy().tobytes()
-    return repr(state) if isinstance(state, dict) else state
+def _of_dictionary(kind: Any) -> _Kind:
+    def read(owner: Any) -> list[Any]:
+        return [*kind.keys(owner), *kind.values(owner)]
+
+    def write(owner: Any, saved: list[Any]) -> None:
+        kind.clear(owner)
+        half = len(saved) // 2
+        for key, value in zip(saved[:half], saved[half:], strict=True):
+            kind.__setitem__(owner, key, value)
+
+    return _Kind(kind, read, _are_identical, write)
+
+
+def _of_sequence(kind: Any) -> _Kind:
+    def write(owner: Any, saved: list[Any]) -> None:
+        kind.clear(owner)
+        kind.extend(owner, saved)
+
+    return _Kind(kind, lambda owner: list(kind.__iter__(owner)), _are_identical, write)
+
+
+def _of_set() -> _Kind:
+    def write(owner: set[Any], saved: set[Any]) -> None:
+        set.clear(owner)
+        set.update(owner, saved)
+
+    return _Kind(set, lambda owner: set(set.__iter__(owner)), operator.eq, write)
+
+
+def _set_state(owner: Any, state: Any) -> None:
+    owner.bit_generator.state = state
+
+
+def _never(a: Any, b: Any) -> bool:
+    return False
+
+
+_KINDS = (
+    _of_dictionary(OrderedDict),
+    _of_dictionary(dict),
+    _of_sequence(list),
+    _of_sequence(deque),
+    _of_set(),
+    _Kind(
+        array.array | bytearray, copy.copy, lambda a, b: bytes(a) == bytes(b),
+        lambda owner, saved: owner.__setitem__(slice(None), saved),
+    ),
+    _Kind(
+        np.ndarray, copy.copy, lambda a, b: a.tobytes() == b.tobytes(),
+        lambda owner, saved: owner.__setitem__(..., saved),
+    ),
+    _Kind(Tensor, lambda owner: owner.detach().clone(), torch.equal, Tensor.copy_),
+    _Kind(np.random.Generator, lambda owner: owner.bit_generator.state, _never, _set_state),
+    _Kind(random.Random, random.Random.getstate, _never, random.Random.setstate),
+    _Kind(
+        np.random.RandomState, lambda owner: owner.get_state(), _never,
+        lambda owner, saved: owner.set_state(saved),
+    ),
+)  # fmt: skip

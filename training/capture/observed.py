@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from training.callbacks.values import describe, tensors_of
 from training.capture.fit import Fit
 from training.capture.frozen import recorded_reads
-from training.capture.host_state import HostRandomness
+from training.capture.randomness import HostRandomness
 
 
 class ObservedStep:

@@ -216,7 +216,7 @@ class CapturedSteps(pl.Callback):
         return step
 
     def _is_ready(self, step: _Step) -> bool:
-        """Whether a step is to be captured now."""
+        """Whether a step is to be captured now; sets why none is, where that has come."""
         warmup = WARMUP_STEPS_DDP if self._trainer.world_size > 1 else WARMUP_STEPS
         if step.graph is not None or step.why_eager is not None:
             return False

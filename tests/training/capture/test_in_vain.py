@@ -158,7 +158,7 @@ class CountingInContainers(Plain):
         self.queue: deque[int] = deque(maxlen=99)
         self.values: list[int] = [1]
         self.members: set[int] = set()
-        self.array = np.zeros(1)
+        self.array, self.scalar = np.zeros(1), np.zeros(())
         self.held = SimpleNamespace()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -172,9 +172,10 @@ class CountingInContainers(Plain):
             self.values[0] += 1
             self.members.add(n)
             self.array[0] += 1
+            self.scalar[...] += 1
             self.held.count = getattr(self.held, "count", 0) + 1
         count = sum(self.ordered) + len(self.named) + len(self.queue) + self.values[0]
-        count += len(self.members) + self.array[0] + getattr(self.held, "count", 0)
+        count += len(self.members) + self.array[0] + self.scalar + getattr(self.held, "count", 0)
         return super().loss(batch) / float(1 + count)
 
 
