@@ -9,6 +9,7 @@ import copy
 import inspect
 import itertools
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_structure
 
 from hoconv.declaration import Operator, Sample, broken_packages, operators
@@ -353,6 +355,60 @@ def test_fake_tensors_get_the_real_shape_dtype_and_strides(variant: Variant) -> 
         assert properties(fake) == properties(real), sample.name
         for t, other in zip(tree_leaves(fake), tree_leaves(real), strict=True):
             assert (t.device, t.stride()) == (other.device, other.stride()), sample.name
+
+
+class FakesAreChecked(TorchDispatchMode):
+    """Compares what each op of ours returns with what it says that it would return."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        real = func(*args, **(kwargs or {}))
+        if func.namespace not in ("aten", "prim", "prims"):
+            with FakeTensorMode():
+                fake = func(*tree_map_only(Tensor, alike, args), **(kwargs or {}))
+            assert properties(fake) == properties(real), func
+            assert layouts(fake) == layouts(real), func
+        return real
+
+
+def alike(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+def layouts(output: Any) -> list[tuple[int, ...]]:
+    return [t.stride() for t in tree_leaves(output) if isinstance(t, Tensor)]
+
+
+def laid_out_backwards(t: Tensor) -> Tensor:
+    """The same numbers, whose last dimension has the largest stride."""
+    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+
+
+def laid_out_last(t: Tensor) -> Tensor:
+    """The same numbers, whose second dimension has stride 1: channels last."""
+    return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
+
+
+def expanded(t: Tensor) -> Tensor:
+    """One number for all elements, as the gradient of a sum."""
+    return t.flatten()[:1].squeeze().expand(t.shape) if t.numel() else t
+
+
+@pytest.mark.parametrize("lay_out", [laid_out_backwards, laid_out_last, expanded])
+def test_fake_tensors_of_a_gradient_get_the_real_strides(
+    variant: Variant, lay_out: Callable[[Tensor], Tensor]
+) -> None:
+    """The gradient of the output and the inputs may lie in memory in different ways."""
+    for sample in itertools.islice(variant.samples(torch.float32), 0, None, 4):
+        args = differentiable(sample.args)
+        output = variant.call(*args, **sample.kwargs)
+        leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        if leaves:
+            gradients = [lay_out(torch.randn_like(t)) for t in leaves]
+            with FakesAreChecked():
+                torch.autograd.grad(leaves, inputs, gradients, allow_unused=True)
 
 
 def test_meta_tensors_get_the_shape_and_dtype(variant: Variant, dtype: torch.dtype) -> None:

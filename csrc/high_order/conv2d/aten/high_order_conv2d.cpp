@@ -56,7 +56,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   return out;
 }
 
-Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
+Tensor grad_input_into(Tensor out, const Tensor& grad, const Tensor& weight, int64_t dilation) {
   const Problem p(grad, weight.sizes(), dilation);
   check_alike(weight, grad, "weight");
   const Tensor gradient = grouped(widen(grad), p);
@@ -66,11 +66,14 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
     Tensor target = shifted(sum, p, tap);
     copy_(target, add(target, multiply(gradient, tap_weights(weight, tap))));
   }
-  Tensor out = empty_like(grad);
   Tensor target = grouped(out, p);
   Tensor rows = narrow(sum, 3, p.down.before, p.H);
   copy_(target, narrow(rows, 4, p.across.before, p.W));
   return out;
+}
+
+Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
+  return grad_input_into(empty_like(grad), grad, weight, dilation);
 }
 
 Tensor grad_weight_into(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation) {
@@ -95,7 +98,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   check_backward(grad, x, weight);
-  return {grad_input(grad, weight, dilation),
+  return {grad_input_into(empty_like(x), grad, weight, dilation),
           grad_weight_into(empty_like(weight), grad, x, dilation)};
 }
 

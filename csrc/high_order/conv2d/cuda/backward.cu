@@ -13,7 +13,7 @@ namespace {
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   check_backward(grad, x, weight);
-  return {cuda_grad_input(grad, weight, dilation),
+  return {cuda_grad_input(torch::stable::empty_like(x), grad, weight, dilation),
           cuda_grad_weight(torch::stable::empty_like(weight), grad, x, dilation)};
 }
 

@@ -93,10 +93,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
+Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int64_t dilation) {
   const Problem p(grad, weight.sizes(), dilation);
   check_alike(weight, grad, "weight");
-  Tensor out = torch::stable::empty_like(grad);
   if (out.numel() == 0) return out;
   const Launch launch(grad);
   dispatch_cuda(grad, [&](auto zero) {
@@ -116,9 +115,15 @@ Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilatio
   return out;
 }
 
+namespace {
+
+Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
+  return cuda_grad_input(torch::stable::empty_like(grad), grad, weight, dilation);
+}
+
+}  // namespace
 }  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d_grad_input.cuda",
-         TORCH_BOX(&hoconv::high_order::conv2d::cuda_grad_input));
+  m.impl("high_order_conv2d_grad_input.cuda", TORCH_BOX(&hoconv::high_order::conv2d::grad_input));
 }

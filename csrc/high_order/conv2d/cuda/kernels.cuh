@@ -27,7 +27,7 @@
 namespace hoconv::high_order::conv2d {
 
 Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
-Tensor cuda_grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation);
+Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int64_t dilation);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
