@@ -92,12 +92,12 @@ def is_plain(args: Sequence[Any]) -> bool:
     """Whether no tensor and no mode asks for a dispatch of its own.
 
     The imaginary part of a conjugate does: its memory holds the numbers with the other sign. So
-    does a tensor of zeros of autograd's that has no memory.
+    does a tensor without memory: of the meta device, or of zeros of autograd's.
     """
     if not _has_plain_types(args):
         return False
     tensors = (each for each in args if isinstance(each, Tensor))
-    return not any(each.is_neg() or each._is_zerotensor() for each in tensors)
+    return not any(t.is_neg() or t.is_meta or t._is_zerotensor() for t in tensors)
 
 
 def _has_plain_types(args: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
+from hoconv.recurrent.operator import OPERATOR
 from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
 
 
@@ -401,6 +402,20 @@ def test_shapes_alone_are_computed_without_memory(cell: rnn.Cell) -> None:
     output, (h, c) = made(torch.randn(5, 2, 3, device="meta"), lengths=torch.tensor([5, 3]))
     assert (output.shape, h.shape, c.shape) == ((5, 2, 8), (4, 2, 4), (4, 2, 4))
     assert output.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("impl", ["reference", "cpp", "cuda"])
+def test_no_implementation_runs_a_kernel_for_them(impl: str, dtype: torch.dtype) -> None:
+    """Also where nothing could be compiled: on a machine without a GPU."""
+    function = OPERATOR.implementations[impl].function
+    for sample in OPERATOR.samples(torch.device("cpu"), dtype):
+        x, *tensors = (t.to("meta") for t in sample.args)
+        found = function(x, tensors, **sample.kwargs)
+        x, *tensors = sample.args
+        expected = OPERATOR.implementations["reference"].function(x, tensors, **sample.kwargs)
+        assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+        assert all(t.is_meta for t in found)
 
 
 def test_noise_of_probability_one_is_certain_in_training() -> None:
