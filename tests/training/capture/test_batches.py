@@ -183,13 +183,11 @@ def test_tensor_that_comes_twice(fit: Callable[..., Ran]) -> None:
             loss = super().loss((first, labels))
             return loss if second is first else loss + super().loss((second, labels))
 
-    def data() -> list[Any]:
-        return [
-            (x, x if i >= CHANGED_AT else 2 * x, y)
-            for i, (x, y) in enumerate(batches([BATCH] * STEPS))
-        ]
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            x, labels = super().transfer_batch_to_device(batch, device, dataloader_idx)
+            return x, x if self.trainer.global_step >= CHANGED_AT else 2 * x, labels
 
-    captured, eager = (fit(Doubled, mode, data=data()) for mode in ("auto", "off"))
+    captured, eager = (fit(Doubled, mode) for mode in ("auto", "off"))
     assert captured.capture.replays
     assert captured.why == "the batch has a tensor twice"
     assert same(captured, eager)
