@@ -7,6 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from training.capture.attributes import Attributes, attributes_of
@@ -27,6 +28,7 @@ class Fit:
     Attributes:
         trainer, model, device, gpu, run_step: as given.
         loop: Lightning's, of automatic optimization.
+        distributed: whether DistributedDataParallel runs the model, in a single process too.
         optimizer: of the fit.
         parameters: those that may have gradients, and other leaves that the model has.
         kept: those of them whose gradients no step sets to None: others than the optimizer's.
@@ -41,6 +43,7 @@ class Fit:
         self.gpu = gpu
         self.device = trainer.strategy.root_device
         self.loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.distributed = isinstance(trainer.strategy, DDPStrategy)
         self.optimizer = CapturedOptimizer(trainer.optimizers[0], self.device)
         self.prepare()
 

@@ -176,7 +176,7 @@ class CapturedSteps(pl.Callback):
         """Does what the loop's own `run` does, eagerly or by a graph."""
         call = Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
         fit, step = self._fit, self._find_step(call)
-        ready = step is not None and self._is_ready(step)
+        ready = fit is not None and step is not None and self._is_ready(fit, step)
         if self._undecided and fit is not None:
             ready = self._agree_to_capture(fit, ready)
         why_eager = self._why_eager or (step.why_eager if step is not None else None)
@@ -215,9 +215,9 @@ class CapturedSteps(pl.Callback):
                 step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
         return step
 
-    def _is_ready(self, step: _Step) -> bool:
+    def _is_ready(self, fit: Fit, step: _Step) -> bool:
         """Whether a step is to be captured now; sets why none is, where that has come."""
-        warmup = WARMUP_STEPS_DDP if self._trainer.world_size > 1 else WARMUP_STEPS
+        warmup = WARMUP_STEPS_DDP if fit.distributed else WARMUP_STEPS
         if step.graph is not None or step.why_eager is not None:
             return False
         if step.seen < (1 if self._captured else warmup):
@@ -283,7 +283,7 @@ class CapturedSteps(pl.Callback):
             return self._observe(fit, step, call)
         if step.graph is None:
             step.trials = TRIALS if self._unchanged is None else LATER_TRIALS
-            if self._trainer.world_size > 1:
+            if fit.distributed:
                 step.trials = min(step.trials, 0 if self._captured else 1)
             try:
                 step.graph = capture(fit, call)

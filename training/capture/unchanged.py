@@ -55,7 +55,7 @@ class Unchanged:
         found = self._fit.read(self._reads.attributes)
         self._fit.optimizer.add_state(found)
         patched = {"training_step", "log"} - vars(model).keys()
-        if trainer.world_size == 1:  # else Lightning itself sets it in each step
+        if not self._fit.distributed:  # else Lightning itself sets it in each step
             patched |= {"forward"} - vars(model).keys()
         found.add_absent("self", vars(model), patched)
         found.add_attributes("trainer", trainer, sorted(self._reads.of_trainer))

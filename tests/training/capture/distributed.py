@@ -1,4 +1,4 @@
-"""Trains in two processes, one of which does in its steps what no graph repeats: it counts."""
+"""Trains in processes, the first of which may do in its steps what no graph repeats: it counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 20  # more than DistributedDataParallel takes to arrange itself
 
 
 class Counting(Plain):
-    """Counts in every step, `always`, or in the one that would be captured, `late`."""
+    """Counts in every step, `always`, or in the one that would be captured, `late`, or `never`."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -38,13 +38,15 @@ class Counting(Plain):
         return torch.optim.SGD(self.parameters(), lr=2**-4)
 
 
-def main(when: str, mode: str) -> None:
+def main(when: str, mode: str, device: str, processes: str) -> None:
     torch.manual_seed(0)
-    capture.Gpu = RecordingCPU  # pyright: ignore[reportAttributeAccessIssue]
+    if device == "cpu":
+        capture.Gpu = RecordingCPU  # pyright: ignore[reportAttributeAccessIssue]
     captured, model = CapturedSteps(mode), Counting(when)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[captured],
+        accelerator=device, devices=int(processes), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[captured],
         strategy=DDPStrategy(timeout=datetime.timedelta(seconds=60)), use_distributed_sampler=False,
     )  # fmt: skip
     data: Any = batches([BATCH] * STEPS)
