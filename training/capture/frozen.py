@@ -70,7 +70,7 @@ def recorded_reads(
         frame = sys._getframe(1)
         if frame.f_code.co_name != "__hash__":
             package = frame.f_globals.get("__name__", "").split(".")[0]
-            whole = name == "__dict__" and package not in _READERS
+            whole = name in _OF_COPIES or (name == "__dict__" and package not in _READERS)
             reads.add((id(module), ALL if whole else name))
             if refusals is not None and (why := refused.get((id(module), name))):
                 raise refusals.refuse(f"training_step reads {name}, which {why}")
@@ -84,6 +84,7 @@ def recorded_reads(
 
 
 ALL = "*"  # for the name of an attribute: all of them
+_OF_COPIES = ("__reduce_ex__", "__getstate__")  # what copy and pickle read first
 _PARTS = ("_parameters", "_buffers", "_modules")  # dictionaries in which a module has its parts
 # Packages that read a module's dictionary for one of its items.
 _READERS = {"torch", "lightning_fabric", "pytorch_lightning", "torchmetrics", "training"}

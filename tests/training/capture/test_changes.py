@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import copy
 import functools
 import math
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -119,6 +121,23 @@ class OfDictionary(Reads):
         return vars(self)["holder"]
 
 
+class Copying(Plain):
+    """Computes with a copy of a module."""
+
+    def __init__(self, make_copy: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make_copy = make_copy
+        self.scaling: Any = nn.Module()
+        self.scaling.inner = nn.Module()
+        self.scaling.factor = self.scaling.inner.factor = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        copied = self.make_copy(self.scaling)
+        factor = copied.factor * copied.inner.factor
+        return F.cross_entropy(self.network(inputs) * factor, labels)
+
+
 class OfTrainer(Reads):
     def value(self) -> float:
         return 1.0 / (self.trainer.max_epochs or 1)
@@ -187,7 +206,7 @@ def take_optimizer(trainer: Any, model: Any) -> None:
     trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.5)]
 
 
-LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
+LATE: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[Any, Any], Any]]] = {
     "module of a Sequential": (Plain, lambda _, m: m.network.__setitem__(2, nn.Tanh())),
     "appended module": (Plain, lambda _, m: m.network.append(nn.Tanh())),
     "namespace": (
@@ -300,6 +319,18 @@ LATE: dict[str, tuple[type[pl.LightningModule], Callable[[Any, Any], Any]]] = {
     ),
     "attribute that comes": (Absent, lambda _, m: setattr(m, "late", 0.5)),
     "item of the dictionary": (OfDictionary, lambda _, m: setattr(m, "holder", 0.5)),
+    "module that is copied": (
+        functools.partial(Copying, copy.copy),
+        lambda _, m: setattr(m.scaling, "factor", 0.5),
+    ),
+    "module that is copied with its modules": (
+        functools.partial(Copying, copy.deepcopy),
+        lambda _, m: setattr(m.scaling.inner, "factor", 0.5),
+    ),
+    "module that is pickled": (
+        functools.partial(Copying, lambda module: pickle.loads(pickle.dumps(module))),
+        lambda _, m: setattr(m.scaling.inner, "factor", 0.5),
+    ),
     "attribute of the trainer": (OfTrainer, lambda t, _: setattr(t.fit_loop, "max_epochs", 2)),
     "method": (Plain, patch_loss),
     "training_step": (Plain, patch_training_step),
