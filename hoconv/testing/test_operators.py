@@ -376,8 +376,10 @@ def alike(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-def layouts(output: Any) -> list[tuple[int, ...]]:
-    return [t.stride() for t in tree_leaves(output) if isinstance(t, Tensor)]
+def layouts(output: Any) -> list[list[int]]:
+    """The strides of tensors, where they say where an element is."""
+    tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.numel())
+    return [[s for n, s in zip(t.shape, t.stride()) if n > 1] for t in tensors]
 
 
 def laid_out_backwards(t: Tensor) -> Tensor:
