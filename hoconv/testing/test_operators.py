@@ -358,7 +358,7 @@ def test_fake_tensors_get_the_real_shape_dtype_and_strides(variant: Variant) -> 
 
 
 class FakesAreChecked(TorchDispatchMode):
-    """Compares what each op of ours returns with what it says that it would return."""
+    """Compares what each op returns with what its fake kernel does; PyTorch's own aside."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -121,15 +121,20 @@ class OfDictionary(Reads):
         return vars(self)["holder"]
 
 
+class Nested(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.factor = 1.0
+
+
 class Copying(Plain):
     """Computes with a copy of a module."""
 
     def __init__(self, make_copy: Callable[[Any], Any]) -> None:
         super().__init__()
         self.make_copy = make_copy
-        self.scaling: Any = nn.Module()
-        self.scaling.inner = nn.Module()
-        self.scaling.factor = self.scaling.inner.factor = 1.0
+        self.scaling = Nested(Nested())
 
     def loss(self, batch: Any) -> Tensor:
         inputs, labels = batch
