@@ -90,6 +90,8 @@ class Attributes:
             inherited = [n for n in names if n not in vars(module)]
             self._add(vars(module), operator.itemgetter, own, [f"{path}.{n}" for n in own])
             self._add(module, operator.attrgetter, inherited, [f"{path}.{n}" for n in inherited])
+            # A parametrization, say, gives a module another class.
+            self.add_attributes(path, module, ["__class__"])
 
     def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
         """Adds items of a container; where they are all, there may be no more."""
@@ -293,7 +295,8 @@ class Attributes:
         elif isinstance(value, types.MethodType):
             keys, getter, container = ["__self__"], operator.attrgetter, None
         elif isinstance(value, functools.partial):
-            keys, getter, container = ["func", "args", "keywords"], operator.attrgetter, None
+            container, getter = vars(value), operator.attrgetter
+            keys = ["func", "args", "keywords", *container]
         elif isinstance(value, types.FunctionType):
             cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
             for cell in cells:
@@ -400,7 +403,19 @@ def _is_same(a: Any, b: Any) -> bool:
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    return bool(a == b) and (not isinstance(a, dict) or list(a) == list(b))
+    if isinstance(a, array.array | bytearray):
+        return bytes(a) == bytes(b)
+    if isinstance(a, set | frozenset):
+        return bool(a == b)
+    # Numbers and texts. Comparing one by one takes long.
+    now, before = map(_flatten, (a, b))
+    same = now == before and [*map(type, now)] == [*map(type, before)]
+    return same and (0 not in now or all(map(_is_same, now, before)))
+
+
+def _flatten(container: Any) -> list[Any]:
+    """The items of a sequence, or the keys and values of a mapping, in order."""
+    return [*container, *(container.values() if isinstance(container, Mapping) else ())]
 
 
 def _holds_atoms(container: Any) -> bool:

@@ -59,7 +59,7 @@ class HostState:
             kinds = [kind for kind in type(owner).__mro__ if not is_of_library(kind)]
             slots = (name for kind in kinds for name, value in vars(kind).items()
                      if isinstance(value, types.MemberDescriptorType))  # fmt: skip
-            names = [name for name in slots if not name.startswith("__")]
+            names = ["__class__", *(name for name in slots if not name.startswith("__"))]
         if names:
             before = {name: _get(owner, name) for name in names}
             self._restorers.append(functools.partial(_restore_attributes, owner, before))

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests.training.capture.support import (
     BATCH,
@@ -74,6 +75,11 @@ class Scale:
         return self.factor
 
 
+def with_scale(function: Any) -> Any:
+    function.scale = 1.0
+    return function
+
+
 def closed_over() -> Callable[..., float]:
     factor = 1.0
 
@@ -122,10 +128,13 @@ class OfDictionary(Reads):
 
 
 class Nested(nn.Module):
-    def __init__(self, inner: nn.Module | None = None) -> None:
+    def __init__(self, inner: nn.Module | None = None, factor: float = 1.0) -> None:
         super().__init__()
         self.inner = inner
-        self.factor = 1.0
+        self.factor = factor
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.factor
 
 
 class Copying(Plain):
@@ -317,10 +326,37 @@ LATE: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[Any, Any], Any
         reads(lambda: functools.partial(max, *([0.1, 1.0],)), lambda h: h()),
         lambda _, m: m.holder.args[0].__setitem__(1, 0.5),
     ),
+    "attribute of a partial": (
+        reads(lambda: with_scale(functools.partial(max, 0.1, 1.0)), lambda h: h.scale),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "attribute of a partial that comes": (
+        reads(lambda: functools.partial(max, 0.1, 1.0), lambda h: getattr(h, "scale", 1.0)),
+        lambda _, m: setattr(m.holder, "scale", 0.5),
+    ),
+    "class of a module": (Plain, lambda _, m: setattr(m.network[2], "__class__", nn.Tanh)),
+    "parametrization": (
+        Plain,
+        lambda _, m: parametrize.register_parametrization(
+            m.network[0], "weight", Nested(factor=0.5)
+        ),
+    ),
     "closure": (reads(closed_over, lambda h: h()), lambda _, m: m.holder(0.5)),
     "minus zero": (
         reads(lambda: 0.0, lambda h: 1 + math.copysign(0.5, h)),
         lambda _, m: setattr(m, "holder", -0.0),
+    ),
+    "minus zero in a long list": (
+        reads(lambda: [0.0] * 2000, lambda h: 1 + math.copysign(0.5, h[1999])),
+        lambda _, m: m.holder.__setitem__(1999, -0.0),
+    ),
+    "minus zero in an array of Python's": (
+        reads(lambda: array.array("d", [0.0]), lambda h: 1 + math.copysign(0.5, h[0])),
+        lambda _, m: m.holder.__setitem__(0, -0.0),
+    ),
+    "another type in a long dictionary": (
+        reads(lambda: dict.fromkeys(range(2000), 1), lambda h: 1 / (1 + isinstance(h[7], bool))),
+        lambda _, m: m.holder.__setitem__(7, True),
     ),
     "attribute that comes": (Absent, lambda _, m: setattr(m, "late", 0.5)),
     "item of the dictionary": (OfDictionary, lambda _, m: setattr(m, "holder", 0.5)),

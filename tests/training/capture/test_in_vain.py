@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from tests.training.capture.support import BATCH, CHANGED_AT, Plain, Ran, batches, check_eager, same
 
@@ -202,6 +203,20 @@ class Counting(Plain):
         return super().loss(batch) / (1 + self.count)
 
 
+class Parametrizing(Plain):
+    """Gives a layer another class in the step that would be captured."""
+
+    late = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.late = batch_idx >= 3
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.late and not parametrize.is_parametrized(self.network[0]):
+            parametrize.register_parametrization(self.network[0], "weight", torch.nn.Tanh())
+        return super().loss(batch)
+
+
 class DrawsLater(Plain):
     def loss(self, batch: Any) -> Tensor:
         drawn = np.random.beta(1.0, 1.0) if self.draws else 1.0  # noqa: NPY002
@@ -223,6 +238,7 @@ class DrawsLater(Plain):
         (CountingInContainers, [BATCH] * 8, "training_step changes self."),
         (Thawed, [BATCH] * 3, "training_step changes optimizer.state"),
         (Counting, [BATCH] * 8, "training_step changes self.count"),
+        (Parametrizing, [BATCH] * 8, "training_step changes self.network"),
         (DrawsLater, [BATCH] * 3, "training_step draws from NumPy's random"),
     ],
 )
