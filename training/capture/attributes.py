@@ -48,6 +48,7 @@ class Attributes:
         self._device = device
         self._selected = selected
         self._seen: set[int] = set()  # the ids of what was looked into
+        self._classes: set[type] = set()  # of modules and objects
         # What is compared: parts of owners, containers, tensors; each with its name.
         self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self._owners: list[Any] = []
@@ -92,6 +93,7 @@ class Attributes:
             self._add(module, operator.attrgetter, inherited, [f"{path}.{n}" for n in inherited])
             # A parametrization, say, gives a module another class.
             self.add_attributes(path, module, ["__class__"])
+            self._add_classes(path, module)
 
     def add_items(self, name: str, owner: Any, keys: list[Any]) -> None:
         """Adds items of a container; where they are all, there may be no more."""
@@ -209,6 +211,13 @@ class Attributes:
                 return self._part_names[number]
         return None
 
+    def _add_classes(self, name: str, owner: Any) -> None:
+        """Adds what the classes of an object have, methods too, without looking into it."""
+        for kind in type(owner).__mro__:
+            if kind not in self._classes and not is_of_library(kind):
+                self._classes.add(kind)
+                self.add_places(name, vars(kind), list(vars(kind)))
+
     def _add_size(self, name: str, owner: Any, keys: list[Any]) -> None:
         if len(keys) == len(owner):
             self.add_size(name, owner)
@@ -311,6 +320,7 @@ class Attributes:
             keys = [n for n, v in vars(value).items() if is_data(n, v)]
             getter, container = operator.attrgetter, None
         elif isinstance(value, types.SimpleNamespace) or not _is_opaque(type(value)):
+            self._add_classes(name, value)
             keys, getter = _names_of_data(value), operator.attrgetter
             container = getattr(value, "__dict__", None)  # attributes may come
         else:

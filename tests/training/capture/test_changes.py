@@ -358,6 +358,22 @@ LATE: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[Any, Any], Any
         reads(lambda: dict.fromkeys(range(2000), 1), lambda h: 1 / (1 + isinstance(h[7], bool))),
         lambda _, m: m.holder.__setitem__(7, True),
     ),
+    "attribute of the class that comes": (
+        reads(lambda: type("Options", (), {})(), lambda h: getattr(h, "scale", 1.0)),
+        lambda _, m: setattr(type(m.holder), "scale", 0.5),
+    ),
+    "method of the class": (
+        reads(lambda: type("Options", (Scale,), {})(), lambda h: h.get()),
+        lambda _, m: setattr(type(m.holder), "get", lambda _: 0.5),
+    ),
+    "method of a base class": (
+        reads(lambda: type("Options", (type("Base", (Scale,), {}),), {})(), lambda h: h.get()),
+        lambda _, m: setattr(type(m.holder).__base__, "get", lambda _: 0.5),
+    ),
+    "method of the model's class": (
+        lambda: type("Model", (Plain,), {"loss": lambda self, batch: Plain.loss(self, batch)})(),
+        lambda _, m: setattr(type(m), "loss", lambda self, batch: 0.5 * Plain.loss(self, batch)),
+    ),
     "attribute that comes": (Absent, lambda _, m: setattr(m, "late", 0.5)),
     "item of the dictionary": (OfDictionary, lambda _, m: setattr(m, "holder", 0.5)),
     "module that is copied": (

@@ -15,9 +15,9 @@ from training.capture.steps import WARMUP_STEPS_DDP
 def run(*arguments: str) -> list[str]:
     module = "tests.training.capture.distributed"
     found = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert not found.returncode, found.stderr
     return found.stdout.split()[-3:]
 
 
