@@ -20,6 +20,7 @@ from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
 from hoconv.recurrent.runtime import cpp, cuda
+from hoconv.recurrent.runtime.compiled_host import LIBRARY
 
 _TOLERANCES = {
     torch.float64: 1e-12,
@@ -196,6 +197,7 @@ OPERATOR = declare(
                 load=cuda.load,
                 obstacle=cuda.obstacle,
                 prepare=functools.partial(prepare, "cuda"),
+                libraries=(LIBRARY,),
             ),
         },
         samples=_samples,

@@ -9,24 +9,28 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.recurrent.runtime.clusters import current_stream, use
 from hoconv.recurrent.runtime.host import separate
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
+from hoconv.recurrent.runtime.zeros import make_zeros
 from hoconv.registration import (
     Op,
     call_one_by_one,
+    flatten,
     gradients,
     is_eager,
     records_gradients,
@@ -57,9 +61,14 @@ def _run(
     impl: str,
 ) -> list[Tensor]:
     """Runs a program. Gradients may share memory; other results and states do not."""
-    run = find_plan(plan).find(which, impl, sequences[0])
-    with without_autocast(sequences[0].device.type):  # the program chooses its dtypes itself
-        return run(sequences, states, parameters, seed)
+    made, x = find_plan(plan), sequences[0]
+    with without_autocast(x.device.type):  # the program chooses its dtypes itself
+        if impl == "cuda" and (run := made.find_compiled(which, x.shape[1], x.device)):
+            with use(x.device):
+                found = run([*sequences, *states, *parameters], seed, current_stream())
+            if found:
+                return found
+        return made.find(which, impl, x)(sequences, states, parameters, seed)
 
 
 class Inputs(NamedTuple):
@@ -139,9 +148,10 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     made, inputs = find_plan(ctx.plan), Inputs(sequences, states, parameters, seed)
     d_states = grads[len(grads) - n_states :]
     if torch.is_grad_enabled():
-        d_x, d_initial, d_parameters = differentiate_again(
-            made, made.plan.definition, inputs, grads[0], d_states
-        )
+        with without_autocast(sequences[0].device.type):
+            d_x, d_initial, d_parameters = differentiate_again(
+                made, made.plan.definition, inputs, grads[0], d_states
+            )
     else:
         given = read_backward(made, inputs, results, grads[0], d_states)
         d_x, *found = compiled_op(*given, ctx.plan, "backward", ctx.impl)
@@ -158,14 +168,10 @@ def read_backward(
     d_output = torch.zeros_like(results[0]) if d_output is None else d_output
     known = (*inputs.sequences, *results, d_output)
     sequences = [known[i] for i in made.read_backward]
-    states: list[Tensor] = []
-    zeros: dict[torch.Size, Tensor] = {}  # to which nothing writes: one of each shape
-    for gradient, state in zip(d_states, inputs.states, strict=True):
-        if gradient is None:
-            if state.shape not in zeros:
-                zeros[state.shape] = torch.zeros_like(state)
-            gradient = zeros[state.shape]
-        states.append(gradient)
+    states = [
+        make_zeros(state, state.shape, state.dtype) if gradient is None else gradient
+        for gradient, state in zip(d_states, inputs.states, strict=True)
+    ]
     return Inputs(sequences, states, inputs.parameters, inputs.seed)
 
 
@@ -201,6 +207,34 @@ def differentiate_again(
 
 register_gradient(_library, compiled_op, _differentiate, _save)
 register_vmap(_library, compiled_op.overload)
+
+
+class _Recorded(_SingleLevelFunction):
+    """An eager call of the program ``forward``, with the gradients that the op has. Autograd sees
+    the output and the final states alone: what else the gradient needs has no gradient itself."""
+
+    apply: Callable[..., Any]  # as PyTorch defines it
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], inputs: tuple[Any, ...], *_: Tensor) -> Any:
+        found = run(*inputs)  # after them, their tensors one by one, for autograd
+        _save(ctx, inputs, found)
+        return found[0], *found[len(found) - len(inputs[1]) :]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, *call_one_by_one(functools.partial(_differentiate_flat, ctx), grads)
+
+
+def _differentiate_flat(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+    return flatten(_differentiate(ctx, *grads))
+
+
+def _record(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+    return _Recorded.apply(run, args, *flatten(args))
+
+
+compiled_op.gradient = _record
 
 
 class _CudnnFunction(torch.autograd.Function):

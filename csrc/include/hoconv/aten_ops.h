@@ -45,12 +45,12 @@ inline Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t
   return call_aten("aten::_softmax_backward_data", "", grad, output, dim, dtype);
 }
 
-// A view of a tensor's memory, from its first element.
+// A view of a tensor's memory, from an element on.
 inline Tensor strided_view(const Tensor& t, const std::vector<int64_t>& size,
-                           const std::vector<int64_t>& stride) {
+                           const std::vector<int64_t>& stride, int64_t first = 0) {
   AtenTensorHandle handle;
   STD_TORCH_CHECK(aoti_torch__reinterpret_tensor(t.get(), size.size(), size.data(), stride.data(),
-                                                 /*storage_offset=*/0, &handle) == 0,
+                                                 first, &handle) == 0,
                   "could not view a tensor");
   return Tensor(handle);
 }

@@ -5,14 +5,14 @@ B batch, T time steps.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import BYTES, Group, Program, flat
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.driver import Cubin, load_driver, open_context
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import as_argument, describe_call
 
@@ -40,7 +40,13 @@ BESIDE = "hoconv compiles"  # the name of threads
 _HOP = 1.6
 # Bytes that a product of a graph reads in a microsecond: its weights lie in the L2 cache.
 _GRAPH_READS = 2.4e6
-_PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
+# What no layer needs a kernel of its own for.
+_COMMON = f"""{HEADER}
+extern "C" {{
+__global__ void probe() {{}}
+__device__ double zero;
+}}
+"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,23 @@ class Chip:
 
 # An H200's, as the driver says.
 H200 = Chip(SHARED_BYTES, ((1, 132), (2, 66), (4, 30), (8, 15), (16, 7)))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel of clusters, which runs all steps of one run.
+
+    Attributes:
+        source: what it was compiled from.
+        address: of the kernel.
+        launch: the address of the driver's ``cuLaunchKernelEx``.
+        zero: the address of a zero of any dtype, on the kernel's GPU.
+    """
+
+    source: ClusterSource
+    address: int
+    launch: int
+    zero: int
 
 
 class Clusters:
@@ -152,6 +175,22 @@ class Clusters:
             )  # fmt: skip
 
         return launch_runs(source, runs, launch)
+
+    def load(self, layout: ClusterLayout, device: torch.device) -> Kernel:
+        """Compiles and loads the kernel of a layout for one run.
+
+        Args:
+            device: the current one.
+
+        Raises:
+            hoconv.jit.BuildError: NVRTC fails.
+        """
+        source = self._emit(layout, 1)
+        architecture = _architecture(device)
+        address = self._load(source, architecture).find_clustered(NAME, layout.shared_bytes)
+        zero = find_zero(device)
+        assert zero is not None
+        return Kernel(source, address, _load_common(architecture).launch_address, zero)
 
     def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
         return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
@@ -252,11 +291,26 @@ def _estimate_graph(program: Program, B: int) -> float:
 @functools.cache
 def _describe(device: torch.device) -> Chip:
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    probe = _load_cubin(_PROBE, _architecture(device))
+    probe = _load_common(_architecture(device))
     with torch.cuda.device(device):
         threads = 32 * _WARPS[0]
         counts = (probe.count_clusters("probe", blocks, threads, most) for blocks in _BLOCKS)
         return Chip(most, tuple(zip(_BLOCKS, counts)))
+
+
+@functools.cache
+def _load_common(architecture: str) -> Cubin:
+    return _load_cubin(_COMMON, architecture)
+
+
+@functools.cache
+def find_zero(device: torch.device) -> int | None:
+    """The address of a zero of any dtype on a GPU, which nothing writes to; None if its blocks form
+    no clusters."""
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return None
+    with use(device):
+        return _load_common(_architecture(device)).find_variable("zero")
 
 
 def _load_cubin(text: str, architecture: str) -> Cubin:
@@ -265,12 +319,23 @@ def _load_cubin(text: str, architecture: str) -> Cubin:
 
 def open_cubin(path: Path) -> Cubin:
     """Loads a cubin, which launches its kernels on PyTorch's current stream."""
-    return Cubin(ctypes.CDLL("libcuda.so.1"), path.read_bytes(), current_stream)
+    return Cubin(load_driver(), path.read_bytes(), current_stream)
 
 
 def current_stream() -> int:
     """What ``torch.cuda.current_stream().cuda_stream`` is, in a tenth of the time."""
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+
+def use(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one; where it is already, without what torch.cuda.device does."""
+    if device.index == torch._C._cuda_getDevice():
+        open_context(device.index)
+        return _NOTHING
+    return torch.cuda.device(device.index)
+
+
+_NOTHING = nullcontext()
 
 
 @functools.cache

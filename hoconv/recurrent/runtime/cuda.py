@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,13 @@ from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import Clusters, current_stream, open_cubin
+from hoconv.recurrent.runtime.clusters import (
+    Clusters,
+    Kernel,
+    current_stream,
+    open_cubin,
+    use,
+)
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
@@ -87,15 +92,15 @@ class CudaLoop:
         storage = self.source.steps.storage
         (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
         if self.clusters and not isinstance(found := self.clusters.find(B, device), str):
-            with _use(device):
+            with use(device):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
-            with _use(device):
+            with use(device):
                 tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)
-        with _use(device), self._lock:
+        with use(device), self._lock:
             stream = current_stream()
             # A graph that the caller captures, or allocates for (as torch.compile does to warm up),
             # owns the memory allocated now: the workspace is not kept, and records no graphs.
@@ -120,7 +125,7 @@ class CudaLoop:
         _, B = count_steps(runs[0].program, runs[0].values)
         layout = self.clusters.find(B, device, len(runs))
         assert not isinstance(layout, str), layout
-        with _use(device):
+        with use(device):
             return self.clusters.run(layout, runs, device)
 
     def keeps_weights(self, B: int, device: torch.device, runs: int = 1) -> bool:
@@ -128,6 +133,17 @@ class CudaLoop:
         if self.clusters is None:
             return False
         return not isinstance(self.clusters.find(B, device, runs), str)
+
+    def find_kernel(self, B: int, device: torch.device) -> Kernel | None:
+        """The kernel that keeps the weights on a GPU for a batch, loaded; None if none does.
+
+        Raises:
+            hoconv.jit.BuildError: NVRTC fails.
+        """
+        if self.clusters is None or isinstance(layout := self.clusters.find(B, device), str):
+            return None
+        with use(device):
+            return self.clusters.load(layout, device)
 
     def prepare(self) -> None:
         """Compiles the kernels for the GPUs here.
@@ -159,16 +175,6 @@ class CudaLoop:
     def _load_for(self, device: torch.device) -> Cubin:
         major, minor = torch.cuda.get_device_capability(device)
         return self._kernels(f"sm_{major}{minor}")
-
-
-def _use(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one; where it is already, without what torch.cuda.device does."""
-    if device.index == torch._C._cuda_getDevice():
-        return _NOTHING
-    return torch.cuda.device(device.index)
-
-
-_NOTHING = nullcontext()
 
 
 class _CannotKeep(Exception):

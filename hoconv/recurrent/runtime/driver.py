@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ class _Attribute(ctypes.Structure):
     )
 
 
-class _Configuration(ctypes.Structure):
+class Configuration(ctypes.Structure):
     """A ``CUlaunchConfig``."""
 
     _fields_ = (
@@ -40,15 +41,52 @@ class _Configuration(ctypes.Structure):
 def _configure(
     clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int, stream: int | None,
     together: bool = False,
-) -> _Configuration:  # fmt: skip
+) -> Configuration:  # fmt: skip
     attributes = [_Attribute(id=_CLUSTER_DIMENSION, value=(blocks, 1, 1))]
     if together:
         attributes.append(_Attribute(id=_COOPERATIVE, value=(1,)))
-    return _Configuration(
+    return Configuration(
         grid=(clusters[0] * blocks, clusters[1], 1), block=(threads, 1, 1),
         shared_bytes=shared_bytes, stream=stream,
         attributes=(_Attribute * len(attributes))(*attributes), attribute_count=len(attributes),
     )  # fmt: skip
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def open_context(device: int) -> None:
+    """Gives this thread a context, that of a device which is its current one, if it has none.
+
+    PyTorch's threads for gradients have none until something of the runtime needs one.
+    """
+    if _thread.has_context:
+        return
+    driver, context, number = load_driver(), ctypes.c_void_p(), ctypes.c_int()
+    check(driver, driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        check(driver, driver.cuDeviceGet(ctypes.byref(number), device))
+        check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+        check(driver, driver.cuCtxSetCurrent(context))
+    _thread.has_context = True
+
+
+@functools.cache
+def load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(driver: ctypes.CDLL, status: int) -> None:
+    """Raises a RuntimeError that names what a call of the driver returned, unless it succeeded."""
+    if status:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(status, ctypes.byref(name))
+        said = (name.value or b"%d" % status).decode()
+        raise RuntimeError(f"a kernel of a recurrent cell: the CUDA driver says {said}")
 
 
 class Cubin:
@@ -101,6 +139,22 @@ class Cubin:
             )
         )
 
+    def find_clustered(self, name: str, shared_bytes: int) -> int:
+        """The address of a kernel, ready to run in clusters on the current device."""
+        return _address(self._clustered(name, shared_bytes, self._device()))
+
+    def find_variable(self, name: str) -> int:
+        """The address of a variable in the memory of the current device."""
+        address = ctypes.c_void_p()
+        made = ctypes.byref(address)
+        self._check(self.driver.cuLibraryGetGlobal(made, None, self.library, name.encode()))
+        return _address(address)
+
+    @property
+    def launch_address(self) -> int:
+        """The address of the driver's ``cuLaunchKernelEx``."""
+        return _address(ctypes.cast(self.driver.cuLaunchKernelEx, ctypes.c_void_p))
+
     def count_clusters(self, name: str, blocks: int, threads: int, shared_bytes: int) -> int:
         """The number of clusters of a kernel that the GPU runs at the same time."""
         count = ctypes.c_int()
@@ -134,8 +188,9 @@ class Cubin:
         return kernel
 
     def _check(self, status: int) -> None:
-        if status:
-            name = ctypes.c_char_p()
-            self.driver.cuGetErrorName(status, ctypes.byref(name))
-            said = (name.value or b"%d" % status).decode()
-            raise RuntimeError(f"a kernel of a recurrent cell: the CUDA driver says {said}")
+        check(self.driver, status)
+
+
+def _address(pointer: ctypes.c_void_p) -> int:
+    assert pointer.value
+    return pointer.value
