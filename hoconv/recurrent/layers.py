@@ -28,6 +28,7 @@ from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
+from hoconv.recurrent.repeats import Ran, Setting, keep, repeat
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.registration import autocasts, check_dense, get_parameter
 
@@ -181,6 +182,12 @@ class RNN(nn.Module):
             TypeError: x is no tensor, or of a dtype that is not the parameters', or not one of
                 float64, float32, bfloat16 and float16; a state is no tensor of floating point.
         """
+        alone = state is None and lengths is None and reset is None
+        setting = Setting(
+            self.training, self.impl, self.schedule, self.recompute, self.batch_first, self.dropout
+        )
+        if alone and (found := repeat(self, setting, x)):
+            return found
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
             if reset is not None:
@@ -191,7 +198,7 @@ class RNN(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
         check_dense(x)
-        single = x.dim() == 2
+        given, single = x, x.dim() == 2
         if single:
             x = x.unsqueeze(1)
         elif self.batch_first and packed is None and x.dim() == 3:
@@ -208,7 +215,12 @@ class RNN(nn.Module):
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = None if lengths is None else self._valid(lengths, x)
-        outputs, final = self._layers(x, states, parameters, valid, begins)
+        outputs, final, ran = self._layers(x, states, parameters, valid, begins)
+        noise = self.training and any(each.draws for each in self._traced)
+        if alone and not (packed is not None or single or noise or self.bidirectional):
+            counts = [len(each.names) for each in self._traced]
+            sizes = [*self.runs[0][0].state_sizes.values()]
+            keep(self, setting, given, ran, counts, sizes)
 
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
@@ -226,14 +238,16 @@ class RNN(nn.Module):
         parameters: list[list[Tensor]],
         valid: Tensor | None,
         begins: Tensor | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """x (T, B, I) and states of each run to outputs (T, B, D * n) and final states."""
+    ) -> tuple[Tensor, list[Tensor], list[Ran]]:
+        """x (T, B, I) and states of each run to outputs (T, B, D * n), final states, and what ran
+        in each run."""
         device_type = x.device.type
         directions = 1 + self.bidirectional
         resets = [begins]
         if self.bidirectional:
             resets.append(None if begins is None else _ends(begins, valid))
         final: list[list[Tensor]] = []
+        ran: list[Ran] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
@@ -257,14 +271,19 @@ class RNN(nn.Module):
                 resolve(OPERATOR.name, self.impl, device_type, call.plan, call.program)
                 for call in calls
             ]
+            ran += [Ran(c.plan, c.program, n) for c, n in zip(calls, names, strict=True)]
             found = run_directions(names[0], calls)
             outputs = [output for output, *_ in found]
             final += [following for _, *following in found]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-        return x, [
-            each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
-            for each in zip(*final, strict=True)
-        ]
+        return (
+            x,
+            [
+                each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
+                for each in zip(*final, strict=True)
+            ],
+            ran,
+        )
 
     def _cast(self, x: Tensor, parameters: list[list[Tensor]]) -> tuple[Tensor, list[list[Tensor]]]:
         """x and the parameters of each run in the dtype to compute with."""

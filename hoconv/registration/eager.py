@@ -52,7 +52,18 @@ class Op:
         if found is None:
             return self.overload(*args)
         run, differentiable = found
-        if differentiable and self.gradient and records_gradients():
+        return self._call(run, differentiable and records_gradients(), args)
+
+    def call_plain(self, differentiable: bool, *args: Any) -> Any:
+        """Calls the op for tensors that the caller knows to be eager and plain.
+
+        Args:
+            differentiable: whether autograd records the call.
+        """
+        return self._call(self.kernel or self.overload, differentiable, args)
+
+    def _call(self, run: Callable[..., Any], differentiable: bool, args: tuple[Any, ...]) -> Any:
+        if differentiable and self.gradient:
             return self.gradient(args, functools.partial(_run_below_autograd, run))
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
