@@ -89,6 +89,7 @@ class _Product(torch.autograd.Function):
 
     generate_vmap_rule = True
     eager: Any  # the same function, without what transforms of torch.func need
+    forward_plain: Callable[..., Tensor]  # `forward` of operands that are known to be plain
 
     def __init_subclass__(cls) -> None:
         class Eager(_SingleLevelFunction):
@@ -117,6 +118,13 @@ class _Product(torch.autograd.Function):
             if "jvp" not in str(error):
                 raise
             raise NotImplementedError(f"an approximate product {NO_FORWARD_MODE}") from None
+
+    @classmethod
+    def bind(cls, a: Tensor, b: Tensor, *options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        """What :meth:`of` does for operands like these, which have to be eager, and plain."""
+        if records_gradients() and torch._C._any_requires_grad(a, b):
+            return lambda a, b: cls.eager.apply(a, b, *options)
+        return lambda a, b: cls.forward_plain(a, b, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -163,6 +171,12 @@ class Matmul(_Product):
         return OPS[impl].matmul(a, b, multiplier)
 
     @staticmethod
+    def forward_plain(
+        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
+    ) -> Tensor:
+        return OPS[impl].matmul.call_plain(False, a, b, multiplier)
+
+    @staticmethod
     @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
@@ -193,6 +207,11 @@ class Conv2d(_Product):
     ) -> Tensor:  # fmt: skip
         geometry = stride, padding, dilation, groups
         return OPS[impl].conv2d(x, weight, *geometry, multiplier)
+
+    @staticmethod
+    def forward_plain(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        *geometry, multiplier, _, impl = options
+        return OPS[impl].conv2d.call_plain(False, x, weight, *geometry, multiplier)
 
     @staticmethod
     @_refuse_second_derivative

@@ -1,13 +1,11 @@
-"""Calls of a layer that are like an earlier one: one guard of PyTorch's checks all their tensors.
-
-On small tensors a call takes as long as its Python, most of which looks at the tensors one by one
-and chooses what runs. Both are known when a call has been made once.
+"""Calls of a recurrent layer that are like an earlier one run without its checks.
 
 B batch, I input size, T time steps, n features of a state.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo.guards import TensorGuards
 
 from hoconv.recurrent.ir.evaluate import accumulate_dtype
 from hoconv.recurrent.ops import Inputs, compiled_op
@@ -25,11 +22,9 @@ from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime.clusters import current_stream, use
 from hoconv.recurrent.runtime.compiled_host import CompiledHost
 from hoconv.recurrent.runtime.zeros import make_zeros
-from hoconv.registration import is_transformed, records_gradients
+from hoconv.registration import Repeats
 
-# Calls of a layer that are kept; the one that was made first is dropped first.
-_MOST_KEPT = 8
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, Repeats] = weakref.WeakKeyDictionary()
 
 
 class Setting(NamedTuple):
@@ -52,13 +47,11 @@ class Ran(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Call:
     """A call of a layer that was made.
 
     Attributes:
-        setting, modes: what it depends on besides tensors.
-        names: of the layer's parameters.
-        guard: whether x and the parameters are as they were, but for T, and B where it may differ.
+        setting: of the layer.
         runs: of each layer: where its parameters begin and end, and what ran.
         hosts: what runs instead of the op, where the call is one of C++ for each layer.
         states: the features of each state.
@@ -67,9 +60,6 @@ class _Kept:
     """
 
     setting: Setting
-    modes: tuple[bool, ...]
-    names: tuple[str, ...]
-    guard: TensorGuards
     runs: Sequence[tuple[int, int, Ran]]
     hosts: Sequence[CompiledHost]
     states: Sequence[int]
@@ -85,15 +75,12 @@ def repeat(
     Returns:
         What the layer returns, or None if no call was like this one.
     """
-    if not _is_plain(x) or (kept := _kept.get(layer)) is None or not x.numel():
+    if torch.compiler.is_compiling() or (kept := _kept.get(layer)) is None:
         return None
-    described, parameters = (setting, _modes()), layer._parameters
-    for each in kept:
-        if (each.setting, each.modes) == described and each.names == (*parameters,):
-            tensors: list[Any] = [*parameters.values()]
-            if each.guard.check(x, *tensors):
-                return _run(each, x, tensors)
-    return None
+    parameters = layer._parameters
+    tensors = [x, *parameters.values()]
+    call = kept.find((setting, *parameters), tensors)
+    return None if call is None else call(tensors)
 
 
 def keep(
@@ -107,67 +94,42 @@ def keep(
         ran, counts: in each layer, and the number of its parameters, which are in this order.
         states: the features of each state of a layer.
     """
-    tensors: list[Any] = [*layer._parameters.values()]
+    tensors: list[Any] = [x, *layer._parameters.values()]
     if (
-        not _is_plain(x)
-        or not {Tensor, nn.Parameter}.issuperset(map(type, tensors))
-        or len({*map(id, tensors)}) < len(tensors)  # which a guard refuses
+        torch.compiler.is_compiling()
         or any(each.impl == "reference" for each in ran)
-        or sum(counts) != len(tensors)
+        or sum(counts) != len(tensors) - 1
+        or len(tensors) == 1
     ):
         return
-    batch, steps = 1, x
+    batch, steps, sequence = 1, 0, x
     if setting.batch_first:
-        batch, steps = 0, x.transpose(0, 1)
-    B = x.shape[batch]
-    sizes: list[Any] = [None, None, x.shape[2]]
+        batch, steps, sequence = 0, 1, x.transpose(0, 1)
+    free = (steps, batch)
     hosts: list[CompiledHost | None] = []
     for each in ran:
         if each.impl == "cuda":
-            sizes[batch] = B  # some batches cuDNN computes, others one kernel
+            free = (steps,)  # some batches cuDNN computes, others one kernel
             made = find_plan(each.plan)
-            if made.plan.cudnn and not made.keeps_weights(each.program, steps):
+            if made.plan.cudnn and not made.keeps_weights(each.program, sequence):
                 return
             if each.program == "inference":
-                hosts.append(made.find_compiled("inference", B, x.device))
-    every = [x, *tensors]
-    all_sizes: Any = [sizes, *([*t.shape] for t in tensors)]
-    any_strides: Any = [[None] * t.dim() for t in every]
-    guard = TensorGuards(*every, dynamic_dims_sizes=all_sizes, dynamic_dims_strides=any_strides)
+                hosts.append(made.find_compiled("inference", x.shape[batch], x.device))
     ends = [*accumulate(counts)]
-    made = _Kept(
+    call = _Call(
         setting=setting,
-        modes=_modes(),
-        names=(*layer._parameters,),
-        guard=guard,
         runs=[*zip((0, *ends), ends, ran)],
         hosts=[each for each in hosts if each is not None] if all(hosts) else [],
         states=states,
         dtype=accumulate_dtype(x.dtype),
         differentiable=ran[0].program == "forward",
     )
-    _kept[layer] = (made, *_kept.get(layer, ())[: _MOST_KEPT - 1])
+    kept = _kept.setdefault(layer, Repeats())
+    kept.keep((setting, *layer._parameters), tensors, functools.partial(_run, call), *free)
 
 
-def _modes() -> tuple[bool, ...]:
-    return torch.is_inference_mode_enabled(), records_gradients()
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether nothing asks for more than the kernel and autograd, as far as x and modes say."""
-    return (
-        type(x) is Tensor
-        and not is_transformed()
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
-    )
-
-
-def _run(
-    call: _Kept, x: Tensor, parameters: list[Tensor]
-) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
-    setting = call.setting
+def _run(call: _Call, tensors: list[Tensor]) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
+    setting, (x, *parameters) = call.setting, tensors
     if setting.batch_first:
         x = x.transpose(0, 1)
     run = _run_host if call.hosts else _run_op
@@ -191,7 +153,7 @@ def _run(
     return x, final[0] if len(final) == 1 else (*final,)
 
 
-def _run_host(call: _Kept, layer: int, tensors: Inputs) -> list[Tensor]:
+def _run_host(call: _Call, layer: int, tensors: Inputs) -> list[Tensor]:
     """What the op returns, of one call of C++."""
     x, *_ = tensors.sequences
     with torch._C._AutoDispatchBelowAutograd(), use(x.device):
@@ -199,6 +161,6 @@ def _run_host(call: _Kept, layer: int, tensors: Inputs) -> list[Tensor]:
         return call.hosts[layer](given, None, current_stream())
 
 
-def _run_op(call: _Kept, layer: int, tensors: Inputs) -> list[Tensor]:
+def _run_op(call: _Call, layer: int, tensors: Inputs) -> list[Tensor]:
     *_, ran = call.runs[layer]
     return compiled_op.call_plain(call.differentiable, *tensors, *ran)

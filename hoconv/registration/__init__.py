@@ -18,10 +18,10 @@ from hoconv.registration.eager import Op as Op
 from hoconv.registration.eager import flatten as flatten
 from hoconv.registration.eager import is_eager as is_eager
 from hoconv.registration.eager import is_plain as is_plain
-from hoconv.registration.eager import is_transformed as is_transformed
 from hoconv.registration.eager import records_gradients as records_gradients
 from hoconv.registration.gradient import gradient_layout as gradient_layout
 from hoconv.registration.gradient import gradients as gradients
 from hoconv.registration.gradient import has_tangent as has_tangent
 from hoconv.registration.gradient import register_gradient as register_gradient
 from hoconv.registration.gradient import register_layer as register_layer
+from hoconv.registration.repeats import Repeats as Repeats

@@ -65,7 +65,10 @@ def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
         kind: ``nn.Conv2d`` or ``nn.Linear``.
     """
     for name in _METHODS[kind]:
-        if getattr(getattr(generator, name), "__func__", None) is not getattr(kind, name):
+        if type(generator) is kind:  # found sooner: only an attribute of its own can replace one
+            if name in generator.__dict__:
+                return False
+        elif getattr(getattr(generator, name), "__func__", None) is not getattr(kind, name):
             return False
     return (
         type(generator).__call__ is kind.__call__

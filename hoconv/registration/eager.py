@@ -62,6 +62,20 @@ class Op:
         """
         return self._call(self.kernel or self.overload, differentiable, args)
 
+    def bind(self, tensors: Sequence[Tensor | None], *options: Any) -> Callable[..., Any]:
+        """A function of tensors that the caller knows to be eager and plain.
+
+        Args:
+            tensors: which require gradients as those that it will be called with.
+            options: the arguments after them.
+        """
+        differentiable = records_gradients() and torch._C._any_requires_grad(*tensors)
+
+        def call(*tensors: Tensor | None) -> Any:
+            return self.call_plain(differentiable, *tensors, *options)
+
+        return call
+
     def _call(self, run: Callable[..., Any], differentiable: bool, args: tuple[Any, ...]) -> Any:
         if differentiable and self.gradient:
             return self.gradient(args, functools.partial(_run_below_autograd, run))
@@ -74,8 +88,9 @@ class Op:
         A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
         in a tenth of the time in which these are looked at one by one.
         """
-        # Each once: a guard refuses one that comes again.
-        tensors = list({id(each): each for each in flat if type(each) in _TENSORS}.values())
+        tensors = [each for each in flat if type(each) in _TENSORS]
+        if self.takes_lists:  # each once: a guard refuses one that comes again
+            tensors = [*dict(zip(map(id, tensors), tensors)).values()]
         comparable = not torch._C._len_torch_function_stack() and _has_plain_types(flat)
         if comparable:
             for guard, differentiable in self._known.get(len(tensors), ()):
