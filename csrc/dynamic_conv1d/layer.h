@@ -26,6 +26,11 @@ inline Tensor transposed(const Tensor& t) {
                       {t.stride(0), t.stride(2), t.stride(1)});
 }
 
+// A matrix (M, N) as (N, M): a view
+inline Tensor turned(const Tensor& t) {
+  return strided_view(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)});
+}
+
 // (B, H, K, T) as (B, T, H, K): a view
 inline Tensor by_step(const Tensor& t) {
   return strided_view(t, {t.size(0), t.size(3), t.size(1), t.size(2)},
@@ -103,18 +108,22 @@ struct Layer {
       d_taps = x.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
                            : softmax_backward(d_taps, taps, 2);
     const auto rows = [&] { return torch::stable::reshape(by_step(d_taps), {B * T, generated}); };
-    const auto none = [&] { return torch::stable::new_empty(x, {0}); };
-    Tensor d_x = none(), d_weight = none(), d_bias = none();  // outputs share no memory
-    if (need_weight)
-      d_weight = matrix_product(torch::stable::transpose(rows(), 0, 1),
-                                torch::stable::reshape(transposed(x), {B * T, C}));
-    if (need_bias)
-      d_bias = torch::stable::view(torch::stable::sum(by_step(d_taps), std::vector<int64_t>{0, 1}),
-                                   {generated});
+    // Outputs share no memory.
+    const auto none = [&] { return make_tensor(x, {0}, x.scalar_type()); };
+    const Tensor d_weight =
+        need_weight
+            ? matrix_product(turned(rows()), torch::stable::reshape(transposed(x), {B * T, C}))
+            : none();
+    const Tensor d_bias =
+        need_bias
+            ? torch::stable::view(torch::stable::sum(by_step(d_taps), std::vector<int64_t>{0, 1}),
+                                  {generated})
+            : none();
+    Tensor d_x = none();
     if (need_x) {
       const Tensor through_taps =
           x.is_cuda() ? transposed(torch::stable::view(matrix_product(rows(), weight), {B, T, C}))
-                      : batched_product(repeated(torch::stable::transpose(weight, 0, 1), B),
+                      : batched_product(repeated(turned(weight), B),
                                         torch::stable::reshape(d_taps, {B, generated, T}));
       d_taps = none();  // frees it before two tensors as large as x are made
       d_x = add(grad_input(grad, taps, padding), through_taps);

@@ -209,6 +209,9 @@ register_gradient(_library, compiled_op, _differentiate, _save)
 register_vmap(_library, compiled_op.overload)
 
 
+_TENSORS = 4  # arguments of the op that are tensors: the first ones
+
+
 class _Recorded(_SingleLevelFunction):
     """An eager call of the program ``forward``, with the gradients that the op has. Autograd sees
     the output and the final states alone: what else the gradient needs has no gradient itself."""
@@ -227,11 +230,11 @@ class _Recorded(_SingleLevelFunction):
 
 
 def _differentiate_flat(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
-    return flatten(_differentiate(ctx, *grads))
+    return flatten(_differentiate(ctx, *grads)[:_TENSORS])
 
 
 def _record(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    return _Recorded.apply(run, args, *flatten(args))
+    return _Recorded.apply(run, args, *flatten(args[:_TENSORS]))
 
 
 compiled_op.gradient = _record

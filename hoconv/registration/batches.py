@@ -23,13 +23,13 @@ def call_one_by_one(
 ) -> Sequence[Tensor | None]:
     """Returns ``differentiate(*grads)``; calls it once for each of the gradients that
     torch.autograd.grad computes at once with is_grads_batched."""
+    if not any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+        return differentiate(*grads)
     each = [
         [*_remove_batch_dim(g, _LEVEL, 1, 0)] if g is not None and is_legacy_batchedtensor(g) else g
         for g in grads
     ]
-    count = next((len(of) for of in each if isinstance(of, list)), None)
-    if count is None:
-        return differentiate(*grads)
+    count = next(len(of) for of in each if isinstance(of, list))
     found = [
         differentiate(*(of[i] if isinstance(of, list) else of for of in each)) for i in range(count)
     ]

@@ -41,9 +41,9 @@ class Op:
         at = [i for i, a in enumerate(arguments) if is_tensor_like_type(a.type)]
         self.tensors = 1 + max(at, default=-1)
         self.gradient: Callable[..., Any] | None = None
-        # By the number of tensors: PyTorch's guards of those of earlier calls that were eager and
-        # plain, and whether one of them requires a gradient.
-        self._known: dict[int, tuple[tuple[Any, bool], ...]] = {}
+        # By the number of tensors, and the classes of all arguments: PyTorch's guards of tensors of
+        # earlier calls that were eager and plain, and whether one of them requires a gradient.
+        self._known: dict[Any, tuple[tuple[Any, bool], ...]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if is_transformed():
@@ -69,10 +69,14 @@ class Op:
             tensors: which require gradients as those that it will be called with.
             options: the arguments after them.
         """
-        differentiable = records_gradients() and torch._C._any_requires_grad(*tensors)
+        run, gradient = self.kernel or self.overload, self.gradient
+        if gradient and records_gradients() and torch._C._any_requires_grad(*tensors):
+            recorded = functools.partial(_run_below_autograd, run)
+            return lambda *tensors: gradient((*tensors, *options), recorded)
 
         def call(*tensors: Tensor | None) -> Any:
-            return self.call_plain(differentiable, *tensors, *options)
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(*tensors, *options)
 
         return call
 
@@ -88,12 +92,13 @@ class Op:
         A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
         in a tenth of the time in which these are looked at one by one.
         """
-        tensors = [each for each in flat if type(each) in _TENSORS]
-        if self.takes_lists:  # each once: a guard refuses one that comes again
-            tensors = [*dict(zip(map(id, tensors), tensors)).values()]
-        comparable = not torch._C._len_torch_function_stack() and _has_plain_types(flat)
-        if comparable:
-            for guard, differentiable in self._known.get(len(tensors), ()):
+        key, tensors = None, []
+        if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+            tensors = [each for each in flat if type(each) in _TENSORS]
+            if self.takes_lists:  # each once: a guard refuses one that comes again
+                tensors = [*dict(zip(map(id, tensors), tensors)).values()]
+            key = len(tensors), *map(type, flat)
+            for guard, differentiable in self._known.get(key, ()):
                 if guard.check(*tensors):
                     return self.kernel or self.overload, differentiable
         if not is_eager(flat):
@@ -101,11 +106,11 @@ class Op:
         differentiable = torch._C._any_requires_grad(*flat)
         if not is_plain(flat):
             return self.overload, differentiable
-        if comparable and tensors:
+        if tensors:
             free = [[None] * each.dim() for each in tensors]
             guard = TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
-            known = self._known.get(len(tensors), ())
-            self._known[len(tensors)] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
+            known = self._known.get(key, ())
+            self._known[key] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
         return self.kernel or self.overload, differentiable
 
 

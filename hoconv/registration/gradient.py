@@ -49,13 +49,14 @@ def register_gradient(
             inputs, run = args[-2:]  # before them, the same tensors one by one, for autograd
             output = run(*inputs)
             save(ctx, inputs, output)
+            ctx.count = len(args) - 2
             return tuple(output) if returns_list else output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             def compute(*grads: Any) -> Sequence[Any]:
                 found = differentiate(ctx, *grads)
-                return flatten(found) if op.takes_lists else found
+                return (flatten(found) if op.takes_lists else found)[: ctx.count]
 
             with _without_autocast_of(grads):
                 return *call_one_by_one(compute, grads), None, None
@@ -63,7 +64,8 @@ def register_gradient(
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-        found = Gradient.apply(*(flatten(args) if op.takes_lists else args), args, run)
+        tensors = flatten(args) if op.takes_lists else args[: op.tensors]
+        found = Gradient.apply(*tensors, args, run)
         return list(found) if returns_list else found
 
     op.gradient = gradient

@@ -49,21 +49,6 @@ constexpr std::array<ScalarType, 5> kTypes{ScalarType::Double, ScalarType::Float
 
 ScalarType read_type(int64_t number) { return kTypes[number]; }
 
-Tensor make_tensor(const Tensor& like, const Numbers& sizes, ScalarType type) {
-  Numbers strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1))
-    strides[i] = stride;
-  int32_t device_type;
-  AtenTensorHandle handle;
-  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == 0);
-  STD_TORCH_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                           device_type, like.get_device_index(), &handle) == 0,
-                  "hoconv::recurrent: could not allocate a tensor");
-  return Tensor(handle);
-}
-
 // Zeros (rows, columns) that are all the same one, at an address on the device of `like`.
 Tensor view_zeros(const Tensor& like, int64_t address, int64_t rows, int64_t columns,
                   ScalarType type) {

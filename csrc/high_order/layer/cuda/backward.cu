@@ -18,9 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
   Tensor grad_x = torch::stable::empty_like(x), grad_weight = torch::stable::empty_like(weight);
-  const std::array<int64_t, 1> size{weight.size(0)};
-  Tensor grad_bias =
-      torch::stable::new_empty(weight, torch::headeronly::IntHeaderOnlyArrayRef(size));
+  Tensor grad_bias = make_tensor(weight, {weight.size(0)}, weight.scalar_type());
   if (x.numel() == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);

@@ -8,12 +8,15 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
+#include <map>
+#include <mutex>
 #include <optional>
+#include <utility>
 
 #include "high_order/image.cuh"
 #include "high_order/layer/cuda/limits.cuh"
 #include "high_order/layer/cuda/precision.cuh"
+#include "hoconv/aten_ops.h"
 
 namespace hoconv::high_order::layer {
 
@@ -58,9 +61,7 @@ struct Layer {
 };
 
 inline Tensor scratch(const Tensor& like, int64_t floats) {
-  const std::array<int64_t, 1> size{std::max<int64_t>(floats, 1)};
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size),
-                                  ScalarType::Float);
+  return make_tensor(like, {std::max<int64_t>(floats, 1)}, ScalarType::Float);
 }
 
 // Replaces the weights of each of the lane's two pixels by their softmax over the taps. The four
@@ -141,18 +142,47 @@ inline int most_shared_memory() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
+// What is known of a kernel on a device, so that a call need not ask the driver again.
+struct KnownKernel {
+  int shared_bytes = -1;  // that its blocks may use
+  int asked_bytes = -1;   // for which `resident` is known
+  int threads = 0;        // likewise
+  int64_t resident = 0;
+};
+
+// Calls f with what is known of a kernel on the current device, one thread at a time.
+template <typename F>
+auto with_known(const void* kernel, F&& f) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, KnownKernel> known;
+  int device;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  return f(known[{device, kernel}]);
+}
+
 template <typename Kernel>
 void allow_shared_memory(Kernel kernel, int bytes) {
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  with_known(reinterpret_cast<const void*>(kernel), [&](KnownKernel& known) {
+    if (bytes <= known.shared_bytes) return;
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    known.shared_bytes = bytes;
+  });
 }
 
 // How many blocks of a kernel the current device runs at the same time.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, int bytes) {
-  int a_multiprocessor;
-  STD_CUDA_CHECK(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&a_multiprocessor, kernel, threads, bytes));
-  return int64_t{a_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount);
+  return with_known(reinterpret_cast<const void*>(kernel), [&](KnownKernel& known) {
+    if (bytes == known.asked_bytes && threads == known.threads) return known.resident;
+    int a_multiprocessor;
+    STD_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&a_multiprocessor, kernel, threads, bytes));
+    known.resident = int64_t{a_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount);
+    known.asked_bytes = bytes, known.threads = threads;
+    return known.resident;
+  });
 }
 
 }  // namespace hoconv::high_order::layer

@@ -350,10 +350,10 @@ void run(const Tensor& grad, const Tensor& x, const Tensor& weight,
   Tensor memory = scratch(x, operands + int64_t{blocks} * size);
   auto* arranged = static_cast<uint32_t*>(memory.mutable_data_ptr());
   auto* sums = reinterpret_cast<float*>(arranged + operands);
-  arrange(generator_operand<typename B::Operand>(weight, bias), arranged, stream);
   arrange(
+      generator_operand<typename B::Operand>(weight, bias),
       typename B::Transposed{static_cast<const T*>(weight.const_data_ptr()), image_strides(weight)},
-      arranged + B::Operand::words, stream);
+      arranged, stream);
   kernel<<<blocks, 32 * kWarps, bytes, stream>>>(
       image<T>(grad), image<T>(x), vectorizable(x, 4) && vectorizable(grad, 4), arranged,
       mutable_image<T>(grad_x), sums, l, strips);

@@ -166,7 +166,7 @@ Operand generator_operand(const Tensor& weight, const std::optional<Tensor>& bia
 // Writes an operand in the order in which a product reads it: step by step, term by term, and in
 // blocks of 8 columns, first their first and then their last 4 words.
 template <typename Operand>
-__global__ void arrange_operand(Operand operand, uint32_t* out) {
+__device__ __forceinline__ void write_operand(const Operand& operand, uint32_t* out) {
   using P = typename Operand::P;
   constexpr int N = Operand::N;
   for (int n = blockIdx.x * blockDim.x + threadIdx.x; n < Operand::words / P::terms;
@@ -182,9 +182,30 @@ __global__ void arrange_operand(Operand operand, uint32_t* out) {
 }
 
 template <typename Operand>
+__global__ void arrange_operand(Operand operand, uint32_t* out) {
+  write_operand(operand, out);
+}
+
+template <typename First, typename Second>
+__global__ void arrange_operands(First first, Second second, uint32_t* out) {
+  if (blockIdx.y == 0)
+    write_operand(first, out);
+  else
+    write_operand(second, out + First::words);
+}
+
+template <typename Operand>
 void arrange(const Operand& operand, uint32_t* out, cudaStream_t stream) {
   arrange_operand<<<blocks_for(Operand::words / Operand::P::terms), kThreads, 0, stream>>>(operand,
                                                                                            out);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Arranges two operands, one after the other in memory.
+template <typename First, typename Second>
+void arrange(const First& first, const Second& second, uint32_t* out, cudaStream_t stream) {
+  constexpr int most = std::max(First::words, Second::words) / First::P::terms;
+  arrange_operands<<<dim3(blocks_for(most), 2), kThreads, 0, stream>>>(first, second, out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
