@@ -72,8 +72,8 @@ class Repeats:
         strides: Any = [[None] * t.dim() for t in every]
         guard = TensorGuards(*every, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         key = _describe(options, tensors)
-        while len(self._kept) >= _MOST_KINDS and key not in self._kept:
-            self._kept.pop(next(iter(self._kept)), None)
+        for oldest in [*self._kept][: max(0, len(self._kept) - _MOST_KINDS + 1)]:
+            self._kept.pop(oldest, None)
         self._kept[key] = ((guard, run), *self._kept.get(key, ())[: _MOST_CALLS - 1])
 
 

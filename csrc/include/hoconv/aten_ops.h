@@ -46,12 +46,17 @@ inline Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t
   return call_aten("aten::_softmax_backward_data", "", grad, output, dim, dtype);
 }
 
-// An uninitialised contiguous tensor, on the device of `like`.
-inline Tensor make_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1))
     strides[i] = stride;
+  return strides;
+}
+
+// An uninitialised contiguous tensor, on the device of `like`.
+inline Tensor make_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  const std::vector<int64_t> strides = contiguous_strides(sizes);
   int32_t device_type;
   AtenTensorHandle handle;
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));

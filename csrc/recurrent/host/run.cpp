@@ -175,7 +175,7 @@ class Loop {
     call.push_back(scratch ? reinterpret_cast<int64_t>(scratch->data_ptr()) : 0);
     for (const int64_t i : strided_)
       for (const int64_t stride : tensors[i]->strides()) call.push_back(stride);
-    launch(all_blocks, call, stream);
+    if (all_blocks > 0) launch(all_blocks, call, stream);  // else the batch is empty
 
     Tensors found;
     for (const int64_t i : written_) {
@@ -379,8 +379,8 @@ class Program {
     // Of a weight as aten::linear takes it: that adds a bias within the product.
     const Tensor found = inputs.size() > 2 ? hoconv::linear(rows, transpose(by), inputs[2])
                                            : matrix_product(rows, by);
-    const int64_t T = x.size(0), B = x.size(1), n = found.size(1);
-    return strided_view(found, {T, B, n}, {B * n, n, 1});
+    const Numbers sizes{x.size(0), x.size(1), found.size(1)};
+    return strided_view(found, sizes, contiguous_strides(sizes));
   }
 
   // g^T x of the first input with each of the others, beside each other.

@@ -239,7 +239,8 @@ def launch_runs(
         first = T - 1 if run.program.reverse else 0
         calls += describe_call(storage, T, B, run.seed, tensors, scratch, first)
         bound.append((tensors, scratch))
-    launch(calls, teams * layout.shape.clusters)
+    if teams:  # else the batch is empty
+        launch(calls, teams * layout.shape.clusters)
     return [
         results(run.program, storage, tensors, T)
         for run, (tensors, _) in zip(runs, bound, strict=True)

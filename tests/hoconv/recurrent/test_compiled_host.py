@@ -112,7 +112,7 @@ def test_it_computes_what_the_function_of_python_computes(shape: ClusterShape) -
         host, case = hosts[name], cases[int(name.partition("_")[2])]
         expected = HostCode(host, stand_in.loop)
         got = CompiledHost(host, stand_in.kernel)
-        for T, B in (4, 3), (1, 1), (3, 5):
+        for T, B in (4, 3), (1, 1), (3, 5), (2, 0):
             given = draw(host, case, T, B)
             pairs = zip(run(got, *given, case.seed), expected(*given, case.seed), strict=True)
             for mine, other in pairs:
