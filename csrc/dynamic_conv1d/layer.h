@@ -56,10 +56,14 @@ inline Tensor repeated(const Tensor& matrix, int64_t B) {
 // of all sequences as rows, since it copies x.
 inline Tensor generate(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                        int64_t heads, bool softmax) {
-  const int64_t B = x.size(0), T = x.size(2), K = weight.size(0) / heads;
+  const int64_t B = x.size(0), C = x.size(1), T = x.size(2), K = weight.size(0) / heads;
   if (x.is_cuda()) {
-    const Tensor generated = linear(transposed(x), weight, bias);
-    const Tensor taps = torch::stable::view(generated, {B, T, heads, K});
+    // A product of two matrices: of more dimensions, ATen takes longer to find out that it is one.
+    const Tensor rows = torch::stable::reshape(transposed(x), {B * T, C});
+    const Tensor generated =
+        bias.has_value() ? linear(rows, weight, bias) : matrix_product(rows, turned(weight));
+    const std::vector<int64_t> sizes{B, T, heads, K};
+    const Tensor taps = strided_view(generated, sizes, contiguous_strides(sizes));
     return by_head(softmax ? hoconv::softmax(taps, 3) : taps);
   }
   Tensor generated = batched_product(repeated(weight, B), x);

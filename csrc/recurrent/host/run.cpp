@@ -117,7 +117,7 @@ struct Buffer {
   Kind kind;
   ScalarType type;
   bool strided;  // whether its tensor need not be contiguous
-  bool summed;   // whether it lies beside others of its type, so that one product sums all
+  bool summed;   // whether it lies beside others of its type, so that one sum takes all
   Numbers features;
 };
 
