@@ -218,9 +218,12 @@ class RNN(nn.Module):
         outputs, final, ran = self._layers(x, states, parameters, valid, begins)
         noise = self.training and any(each.draws for each in self._traced)
         if alone and not (packed is not None or single or noise or self.bidirectional):
-            counts = [len(each.names) for each in self._traced]
+            names = [
+                [name + suffix for name in traced.names]
+                for (_, suffix), traced in zip(self.runs, self._traced, strict=True)
+            ]
             sizes = [*self.runs[0][0].state_sizes.values()]
-            keep(self, setting, given, ran, counts, sizes)
+            keep(self, setting, given, ran, names, sizes)
 
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped

@@ -56,7 +56,6 @@ class _Call:
         hosts: what runs instead of the op, where the call is one of C++ for each layer.
         states: the features of each state.
         dtype: of the states that the op takes.
-        differentiable: whether autograd records the call.
     """
 
     setting: Setting
@@ -64,7 +63,6 @@ class _Call:
     hosts: Sequence[CompiledHost]
     states: Sequence[int]
     dtype: torch.dtype
-    differentiable: bool
 
 
 def repeat(
@@ -84,21 +82,22 @@ def repeat(
 
 
 def keep(
-    layer: nn.Module, setting: Setting, x: Tensor, ran: Sequence[Ran], counts: Sequence[int],
-    states: Sequence[int],
+    layer: nn.Module, setting: Setting, x: Tensor, ran: Sequence[Ran],
+    names: Sequence[Sequence[str]], states: Sequence[int],
 ) -> None:  # fmt: skip
     """Keeps a call that was made, in one direction, without states, lengths, resets and noise.
 
     Args:
         x: (T, B, I) or, with ``batch_first``, (B, T, I).
-        ran, counts: in each layer, and the number of its parameters, which are in this order.
+        ran, names: in each layer, and the names of its parameters.
         states: the features of each state of a layer.
     """
     tensors: list[Any] = [x, *layer._parameters.values()]
     if (
         torch.compiler.is_compiling()
         or any(each.impl == "reference" for each in ran)
-        or sum(counts) != len(tensors) - 1
+        # In another order, as a parametrization leaves them, or beside others: it is taken by name.
+        or [*layer._parameters] != [name for of in names for name in of]
         or len(tensors) == 1
     ):
         return
@@ -113,16 +112,17 @@ def keep(
             made = find_plan(each.plan)
             if made.plan.cudnn and not made.keeps_weights(each.program, sequence):
                 return
-            if each.program == "inference":
-                hosts.append(made.find_compiled("inference", x.shape[batch], x.device))
-    ends = [*accumulate(counts)]
+            alone = each.program == "inference"
+            hosts.append(
+                made.find_compiled("inference", x.shape[batch], x.device) if alone else None
+            )
+    ends = [*accumulate(map(len, names))]
     call = _Call(
         setting=setting,
         runs=[*zip((0, *ends), ends, ran)],
-        hosts=[each for each in hosts if each is not None] if all(hosts) else [],
+        hosts=[each for each in hosts if each] if all(hosts) else [],
         states=states,
         dtype=accumulate_dtype(x.dtype),
-        differentiable=ran[0].program == "forward",
     )
     kept = _kept.setdefault(layer, Repeats())
     kept.keep((setting, *layer._parameters), tensors, functools.partial(_run, call), *free)
@@ -163,4 +163,4 @@ def _run_host(call: _Call, layer: int, tensors: Inputs) -> list[Tensor]:
 
 def _run_op(call: _Call, layer: int, tensors: Inputs) -> list[Tensor]:
     *_, ran = call.runs[layer]
-    return compiled_op.call_plain(call.differentiable, *tensors, *ran)
+    return compiled_op.call_plain(ran.program == "forward", *tensors, *ran)

@@ -27,7 +27,7 @@ class Repeats:
 
     Calls are alike whose options are equal, and whose tensors agree in class, dtype, device, sizes
     where they matter, and in whether they require gradients. A guard also compares what the
-    dispatcher looks at: whether there is autocast, inference mode, a transform or another mode.
+    dispatcher looks at: whether there is autocast, inference mode or a transform.
     """
 
     def __init__(self) -> None:
@@ -40,16 +40,16 @@ class Repeats:
             options: what a call depends on besides its tensors.
             tensors: each at most once; the second is a parameter, and may be None.
         """
-        if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return None
-        if forward_ad._current_level >= 0:
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return None
         try:
             for guard, run in self._kept.get(_describe(options, tensors), ()):
                 if guard.check(*(tensors if tensors[-1] is not None else _present(tensors))):
                     # One without numbers may be refused, or need no kernel.
                     return run if tensors[0].numel() else None
-        except (AttributeError, IndexError, TypeError):  # no tensors, or no options
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensors, or no options
             return None
         return None
 

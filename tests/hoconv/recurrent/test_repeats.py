@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from hoconv import recurrent as rnn
@@ -163,6 +165,42 @@ def test_a_parametrization_and_other_parameters_are_seen(device: str) -> None:
     after = flat(layer(x))
     for mine, other in zip(before, after, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "half"])
+def test_parameters_in_another_order_are_taken_by_name(device: str, name: str) -> None:
+    layer = LAYERS[name]().to(device).eval()
+    x = torch.randn(4, 2, 3, device=device)
+    expected = flat(layer(x))
+    first, *_ = [*layer._parameters]
+    weight = layer._parameters[first]
+    assert weight is not None
+    delattr(layer, first)
+    layer.register_parameter(first, weight)  # the last one now
+    for _ in range(3):
+        for mine, other in zip(flat(layer(x)), expected, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("frozen", ["l0", "l1", "l2"])
+def test_a_stack_that_is_partly_frozen(device: str, frozen: str) -> None:
+    layer, x = rnn.LSTM(3, 5, num_layers=3).to(device), torch.randn(4, 2, 3, device=device)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.endswith(frozen))
+    assert_like_fresh(layer, x)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.endswith(frozen))
+    assert_like_fresh(layer, x)
+
+
+def test_modes_of_the_dispatcher_are_seen(device: str) -> None:
+    layer, x = rnn.GRU(3, 5).to(device), torch.randn(4, 2, 3, device=device)
+    for _ in range(2):
+        layer(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(layer(x)[0], FakeTensor)
+    graph = make_fx(lambda y: layer(x)[0] + y)(torch.zeros(4, 2, 5, device=device)).graph
+    assert any("hoconv" in str(node.target) for node in graph.nodes)
 
 
 def test_what_does_not_fit_is_refused_as_in_a_first_call(device: str) -> None:
