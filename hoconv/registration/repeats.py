@@ -61,7 +61,11 @@ class Repeats:
             run: takes the place of the function, for these options.
             free: the dimensions of the first tensor whose sizes do not matter.
         """
-        every = _present(tensors)
+        every, key = _present(tensors), _describe(options, tensors)
+        try:
+            hash(key)
+        except TypeError:  # a list, say
+            return
         if not _is_plain() or not _CLASSES.issuperset(map(type, tensors)):
             return
         if len({*map(id, every)}) < len(every):  # which a guard refuses
@@ -71,7 +75,6 @@ class Repeats:
             sizes[0][dim] = None
         strides: Any = [[None] * t.dim() for t in every]
         guard = TensorGuards(*every, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        key = _describe(options, tensors)
         for oldest in [*self._kept][: max(0, len(self._kept) - _MOST_KINDS + 1)]:
             self._kept.pop(oldest, None)
         self._kept[key] = ((guard, run), *self._kept.get(key, ())[: _MOST_CALLS - 1])

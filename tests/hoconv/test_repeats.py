@@ -196,3 +196,15 @@ def test_an_earlier_call_is_found(device: str, name: str, monkeypatch: pytest.Mo
     for _ in range(2):
         layer(x)
     assert (found[-1] is not None) == (name != "linear of more dimensions" and "same" not in name)
+
+
+def test_options_that_are_lists(device: str, name: str) -> None:
+    if not name.startswith(("linear", "conv")):
+        pytest.skip("its options are numbers and names")
+    make, shape = LAYERS[name]
+    layer: Any = make().to(device)
+    x = torch.randn(shape, device=device)
+    expected = layer(x)
+    layer.gradient = ["approx", "ste"]
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), expected)
