@@ -61,12 +61,12 @@ class Repeats:
             run: takes the place of the function, for these options.
             free: the dimensions of the first tensor whose sizes do not matter.
         """
+        if not _is_plain() or not _CLASSES.issuperset(map(type, tensors)):
+            return
         every, key = _present(tensors), _describe(options, tensors)
         try:
             hash(key)
         except TypeError:  # a list, say
-            return
-        if not _is_plain() or not _CLASSES.issuperset(map(type, tensors)):
             return
         if len({*map(id, every)}) < len(every):  # which a guard refuses
             return
