@@ -86,11 +86,14 @@ def _register_layer(impl: str, ops: BilinearOps) -> Op:
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:3]
         if grad is None:
             return (None,) * 6
-        found = backward(grad, *ctx.saved_tensors, *ctx.options, *needed)
-        return *(d if need else None for d, need in zip(found, needed, strict=True)), *(None,) * 3
+        need_x, need_weight, need_bias = needed = ctx.needs_input_grad[:3]
+        d_x, d_weight, d_bias = backward(grad, *ctx.saved_tensors, *ctx.options, *needed)
+        return (
+            d_x if need_x else None, d_weight if need_weight else None,
+            d_bias if need_bias else None, None, None, None,
+        )  # fmt: skip
 
     register_layer(
         _library, forward, backward, save, differentiate, composed_forward,

@@ -23,7 +23,10 @@ def call_one_by_one(
 ) -> Sequence[Tensor | None]:
     """Returns ``differentiate(*grads)``; calls it once for each of the gradients that
     torch.autograd.grad computes at once with is_grads_batched."""
-    if not any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+    for g in grads:  # a generator would take longer than all else here
+        if g is not None and is_legacy_batchedtensor(g):
+            break
+    else:
         return differentiate(*grads)
     each = [
         [*_remove_batch_dim(g, _LEVEL, 1, 0)] if g is not None and is_legacy_batchedtensor(g) else g

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -54,13 +55,14 @@ def register_gradient(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            def compute(*grads: Any) -> Sequence[Any]:
-                found = differentiate(ctx, *grads)
-                return (flatten(found) if op.takes_lists else found)[: ctx.count]
-
             with _without_autocast_of(grads):
-                return *call_one_by_one(compute, grads), None, None
+                found = call_one_by_one(functools.partial(compute, ctx), grads)
+            return *found[: ctx.count], None, None
 
+    def flatten_gradients(ctx: Any, *grads: Any) -> Sequence[Any]:
+        return flatten(differentiate(ctx, *grads))
+
+    compute = flatten_gradients if op.takes_lists else differentiate
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
