@@ -89,7 +89,8 @@ class _Product(torch.autograd.Function):
 
     generate_vmap_rule = True
     eager: Any  # the same function, without what transforms of torch.func need
-    forward_plain: Callable[..., Tensor]  # `forward` of operands that are known to be plain
+    eager_plain: Any  # that, for operands that are known to be plain
+    forward_plain: Callable[..., Tensor]  # `forward` of such operands
 
     def __init_subclass__(cls) -> None:
         class Eager(_SingleLevelFunction):
@@ -101,7 +102,14 @@ class _Product(torch.autograd.Function):
 
             backward = cls.backward
 
-        cls.eager = Eager
+        class EagerPlain(Eager):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                output = cls.forward_plain(*args)
+                cls.setup_context(ctx, args, output)
+                return output
+
+        cls.eager, cls.eager_plain = Eager, EagerPlain
 
     @classmethod
     def of(cls, *args: Any) -> Tensor:
@@ -123,7 +131,7 @@ class _Product(torch.autograd.Function):
     def bind(cls, a: Tensor, b: Tensor, *options: Any) -> Callable[[Tensor, Tensor], Tensor]:
         """What :meth:`of` does for operands like these, which have to be eager, and plain."""
         if records_gradients() and torch._C._any_requires_grad(a, b):
-            return lambda a, b: cls.eager.apply(a, b, *options)
+            return lambda a, b: cls.eager_plain.apply(a, b, *options)
         return lambda a, b: cls.forward_plain(a, b, *options)
 
     @staticmethod
