@@ -113,7 +113,7 @@ struct Layer {
                            : softmax_backward(d_taps, taps, 2);
     const auto rows = [&] { return torch::stable::reshape(by_step(d_taps), {B * T, generated}); };
     // Outputs share no memory.
-    const auto none = [&] { return make_tensor(x, {0}, x.scalar_type()); };
+    const auto none = [&] { return make_tensor(x, {0}); };
     const Tensor d_weight =
         need_weight
             ? matrix_product(turned(rows()), torch::stable::reshape(transposed(x), {B * T, C}))

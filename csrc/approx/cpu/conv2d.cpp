@@ -111,7 +111,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding,
   const Conv2d p(sizes(x), sizes(weight), stride, padding, dilation, groups);
   check_float(x, "x");
   check_alike(weight, x, "weight");
-  Tensor out = torch::stable::new_empty(x, {p.B, p.O, p.OH, p.OW});
+  Tensor out = make_tensor(x, {p.B, p.O, p.OH, p.OW});
   const Images image = padded(p, x);
   const auto* w = static_cast<const float*>(weight.const_data_ptr());
   gemm(multiplier, {image.data, groups_of_x(p, image), pixels(p, image), taps(p, image)},
@@ -128,7 +128,7 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   check_float(grad, "grad");
   check_alike(weight, grad, "weight");
   p.check_grad(grad);
-  Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
+  Tensor out = make_tensor(grad, {p.B, p.C, p.H, p.W});
   const Images image = spread(p, grad);
   const Ints s{image.strides[0], image.strides[1], image.strides[2], image.strides[3]};
   const auto* w = static_cast<const float*>(weight.const_data_ptr());
@@ -152,7 +152,7 @@ Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stri
   check_float(grad, "grad");
   check_alike(x, grad, "x");
   p.check_grad(grad);
-  Tensor out = torch::stable::new_empty(x, {p.O, p.in_channels(), p.R, p.S});
+  Tensor out = make_tensor(x, {p.O, p.in_channels(), p.R, p.S});
   const Images image = padded(p, x);
   const auto* g = static_cast<const float*>(grad.const_data_ptr());
   gemm(multiplier,

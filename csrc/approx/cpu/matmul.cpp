@@ -14,7 +14,7 @@ namespace {
 // out (B, M, N) of a (B, M, K) and b (B, K, N), or all of them without B.
 Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier) {
   const Matmul p(a, b);
-  Tensor out = torch::stable::new_empty(a, p.result(a, p.N));
+  Tensor out = make_tensor(a, p.result(a, p.N));
   gemm(multiplier,
        {static_cast<const float*>(a.const_data_ptr()), steps(p.batch, p.a.batch_stride),
         steps(p.M, p.a.row_stride), steps(p.K, p.a.column_stride)},

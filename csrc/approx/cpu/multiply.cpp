@@ -24,7 +24,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
   check_alike(b, a, "b");
   check_same_sizes(b, a, "b");
   STD_TORCH_CHECK(a.is_contiguous() && b.is_contiguous(), "a, b: expected contiguous tensors");
-  Tensor out = torch::stable::empty_like(a);
+  Tensor out = make_like(a);
   const auto* x = static_cast<const float*>(a.const_data_ptr());
   const auto* y = static_cast<const float*>(b.const_data_ptr());
   auto* z = static_cast<float*>(out.data_ptr());
@@ -43,7 +43,7 @@ Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
   const Matmul p(a, b);
   const Matrices of_grad(grad, "grad");
   p.check_grad(of_grad);
-  Tensor out = torch::stable::new_empty(a, p.result(a, p.K));
+  Tensor out = make_tensor(a, p.result(a, p.K));
   const auto *g = static_cast<const float*>(grad.const_data_ptr()),
              *x = static_cast<const float*>(a.const_data_ptr()),
              *y = static_cast<const float*>(b.const_data_ptr());

@@ -20,7 +20,7 @@ constexpr int64_t kRows = 16;  // rows of a, which share a copy of each row of b
 Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
   const TableMatmul p(a, b, table);
   const int64_t B = p.batch, M = p.M, K = p.K, N = p.N;
-  Tensor out = torch::stable::new_empty(table, {B, M, N});
+  Tensor out = make_tensor(table, {B, M, N});
   const auto *left = static_cast<const uint8_t*>(a.const_data_ptr()),
              *right = static_cast<const uint8_t*>(b.const_data_ptr());
   const auto* products = static_cast<const int32_t*>(table.const_data_ptr());

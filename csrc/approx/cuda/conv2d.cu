@@ -84,7 +84,7 @@ Tensor forward(Tensor x, Tensor weight, Ints stride, Ints padding, Ints dilation
   check_alike(weight, x, "weight");
   check_sizes(p);
   x = compact(x), weight = compact(weight);
-  Tensor out = torch::stable::new_empty(x, {p.B, p.O, p.OH, p.OW});
+  Tensor out = make_tensor(x, {p.B, p.O, p.OH, p.OW});
   const Launch launch(x);
   gemm(multiplier,
        {view(x, 1, p.in_channels(), pixels(p, x), elements(p, x)), weights(p, weight, 0, 1),
@@ -102,7 +102,7 @@ Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints p
   p.check_grad(grad);
   check_sizes(p);
   grad = compact(grad), weight = compact(weight);
-  Tensor out = torch::stable::new_empty(grad, {p.B, p.C, p.H, p.W});
+  Tensor out = make_tensor(grad, {p.B, p.C, p.H, p.W});
   const Launch launch(grad);
   // A pixel of x (B, H, W) and an element of the weight (O / G, R, S) have one output in common or
   // none; without one, the term is left out.
@@ -128,7 +128,7 @@ Tensor backward_weight(Tensor grad, Tensor x, Ints size, Ints stride, Ints paddi
   p.check_grad(grad);
   check_sizes(p);
   grad = compact(grad), x = compact(x);
-  Tensor out = torch::stable::new_empty(x, {p.O, p.in_channels(), p.R, p.S});
+  Tensor out = make_tensor(x, {p.O, p.in_channels(), p.R, p.S});
   const Launch launch(grad);
   View outputs =
       view(grad, 1, p.out_channels(), channel(grad, 1), {Digits(p.OH, p.OW), grad.stride(0), 1, 1});

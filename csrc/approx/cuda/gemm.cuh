@@ -21,7 +21,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <iterator>
 
 #include "approx/cuda/products.cuh"
@@ -252,11 +251,6 @@ double cost(const Product& p, int multiprocessors) {
   return of_depth * waits * (divided ? kChunk : p.K);
 }
 
-Tensor floats(const Tensor& like, int64_t count) {
-  const std::array<int64_t, 1> size{count};
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size));
-}
-
 // The packed operands of a product, or of the swapped one, at the offsets of the elements in the
 // tensors.
 template <typename L>
@@ -266,8 +260,8 @@ struct Packed {
   Flags flags;
 
   Packed(const Product& p, bool may_swap, const Tensor& like, cudaStream_t stream)
-      : memory(floats(like, L::kPacked ? (p.left.span + p.right.span) * 2 : 0)),
-        flag_memory(floats(like, 2 * kMostPackBlocks + 1)),
+      : memory(make_tensor(like, {L::kPacked ? (p.left.span + p.right.span) * 2 : 0})),
+        flag_memory(make_tensor(like, {2 * kMostPackBlocks + 1})),
         left(p.left.data),
         right(p.right.data) {
     const int64_t blocks = std::min<int64_t>(
@@ -332,7 +326,7 @@ void Gemm<Multiplier>::run(const Product& p, const Tensor& like, cudaStream_t st
             Tile<2, 1, 4, 4>>(usual, multiprocessors, [&](auto tile) {
     const int64_t chunks = ceil_div(p.K, kChunk), size = p.batch * p.M * p.N;
     const bool divided = divides<decltype(tile)>(usual, multiprocessors);
-    Tensor memory = floats(like, divided ? chunks * size : 0);
+    Tensor memory = make_tensor(like, {divided ? chunks * size : 0});
     auto* parts = divided ? static_cast<float*>(memory.mutable_data_ptr()) : nullptr;
     multiply<Multiplier, decltype(tile)>(usual, operands,
                                          may_swap ? Runs::if_swapped : Runs::always, parts, stream);

@@ -33,7 +33,7 @@ View matrix(const Tensor& t, int64_t batch, int64_t row, int64_t column) {
 Tensor matmul(Tensor a, Tensor b, std::string multiplier) {
   a = compact(a), b = compact(b);
   const Matmul p(a, b);
-  Tensor out = torch::stable::new_empty(a, p.result(a, p.N));
+  Tensor out = make_tensor(a, p.result(a, p.N));
   const Launch launch(a);
   const Digits one(1, 1);
   gemm(multiplier,

@@ -68,7 +68,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
   check_alike(b, a, "b");
   check_same_sizes(b, a, "b");
   STD_TORCH_CHECK(a.is_contiguous() && b.is_contiguous(), "a, b: expected contiguous tensors");
-  Tensor out = torch::stable::empty_like(a);
+  Tensor out = make_like(a);
   if (a.numel() == 0) return out;
   const Launch launch(a);
   with_multiplier(multiplier, [&](auto definition) {
@@ -86,7 +86,7 @@ Tensor matmul_derivative(const Tensor& grad, const Tensor& a, const Tensor& b,
   const Matmul p(a, b);
   const Matrices g(grad, "grad");
   p.check_grad(g);
-  Tensor out = torch::stable::new_empty(a, p.result(a, p.K));
+  Tensor out = make_tensor(a, p.result(a, p.K));
   if (out.numel() == 0) return out;
   const Launch launch(a);
   with_multiplier(multiplier, [&](auto definition) {

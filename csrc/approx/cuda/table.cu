@@ -144,7 +144,7 @@ void launch(const Tiles<columns>& tiles, const int32_t* table, cudaStream_t stre
 
 Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
   const TableMatmul p(a, b, table);
-  Tensor out = torch::stable::new_empty(table, {p.batch, p.M, p.N});
+  Tensor out = make_tensor(table, {p.batch, p.M, p.N});
   if (out.numel() == 0) return out;
   const Launch current(a);
   const Bytes left{static_cast<const uint8_t*>(a.const_data_ptr()), a.stride(0), a.stride(1),

@@ -16,7 +16,6 @@ namespace hoconv::dynamic_conv1d {
 namespace {
 
 using torch::stable::copy_;
-using torch::stable::empty_like;
 using torch::stable::narrow;
 using torch::stable::select;
 
@@ -45,7 +44,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
   Tensor sum = multiply(shifted(sequence, p, 0), tap_weights(weight, 0));
   for (int64_t tap = 1; tap < p.K; ++tap)
     sum = add(sum, multiply(shifted(sequence, p, tap), tap_weights(weight, tap)));
-  Tensor out = empty_like(x);
+  Tensor out = make_like(x);
   Tensor target = heads(out, p);
   copy_(target, sum);
   return out;
@@ -61,7 +60,7 @@ Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
     Tensor target = shifted(sum, p, tap);
     copy_(target, add(target, multiply(gradient, tap_weights(weight, tap))));
   }
-  Tensor out = empty_like(grad);
+  Tensor out = make_like(grad);
   Tensor target = heads(out, p);
   copy_(target, narrow(sum, 3, p.before, p.T));
   return out;
@@ -72,7 +71,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Problem p(x, size, padding);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor out = empty_strided_like(x, size, stride);
+  Tensor out = make_strided(x, size, stride);
   const Tensor gradient = heads(widen(grad), p), sequence = padded(x, p);
   std::vector<int64_t> summed{2};  // channels, and what the weights share
   if (p.batch_shared) summed.push_back(0);

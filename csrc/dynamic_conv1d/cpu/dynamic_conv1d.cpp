@@ -226,7 +226,7 @@ void for_each_strip(const Problem& p, const Strips& strips, int64_t batch, Run&&
 Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
   const Problem p(x, weight.sizes(), padding);
   check_alike(weight, x, "weight");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   prefer_huge_pages(out);
   const auto xs = strides(x), ys = strides(out);
   const auto ws = weight_strides(weight);
@@ -244,7 +244,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
   const Problem p(grad, weight.sizes(), padding);
   check_alike(weight, grad, "weight");
-  Tensor out = torch::stable::empty_like(grad);
+  Tensor out = make_like(grad);
   prefer_huge_pages(out);
   const auto gs = strides(grad), ys = strides(out);
   const auto ws = weight_strides(weight);
@@ -315,7 +315,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Problem p(x, size, padding);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor out = empty_strided_like(x, size, stride);
+  Tensor out = make_strided(x, size, stride);
   prefer_huge_pages(out);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);

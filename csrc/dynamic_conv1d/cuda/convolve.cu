@@ -135,7 +135,7 @@ template <bool Mirrored>
 Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
   const Problem p(x, weight.sizes(), padding);
   check_alike(weight, x, "weight");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   if (out.numel() == 0) return out;
   const Launch launch(x);
   const int64_t before = Mirrored ? p.mirrored_before() : p.before;

@@ -188,8 +188,7 @@ bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Proble
                       summed,
                       (summed + count - 1) / count,
                       p.time_shared};
-  Tensor parts =
-      torch::stable::new_empty(x, {p.time_shared ? count * blocks * p.K : 0}, ScalarType::Float);
+  Tensor parts = make_tensor(x, {p.time_shared ? count * blocks * p.K : 0}, ScalarType::Float);
   float* sums = static_cast<float*>(parts.mutable_data_ptr());
   const dim3 grid(blocks, count, passes);
   tuned<T><<<grid, kThreads, 0, stream>>>(sequences<T>(grad), sequences<T>(x),
@@ -207,7 +206,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Problem p(x, size, padding);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor out = empty_strided_like(x, size, stride);
+  Tensor out = make_strided(x, size, stride);
   if (out.numel() == 0) return out;
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {

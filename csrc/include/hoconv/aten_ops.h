@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -44,27 +43,6 @@ inline Tensor softmax(const Tensor& t, int64_t dim) {
 inline Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim) {
   const ScalarType dtype = output.scalar_type();
   return call_aten("aten::_softmax_backward_data", "", grad, output, dim, dtype);
-}
-
-inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1))
-    strides[i] = stride;
-  return strides;
-}
-
-// An uninitialised contiguous tensor, on the device of `like`.
-inline Tensor make_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
-  const std::vector<int64_t> strides = contiguous_strides(sizes);
-  int32_t device_type;
-  AtenTensorHandle handle;
-  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == 0);
-  STD_TORCH_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                           device_type, like.get_device_index(), &handle) == 0,
-                  "could not allocate a tensor");
-  return Tensor(handle);
 }
 
 // A view of a tensor's memory, from an element on.

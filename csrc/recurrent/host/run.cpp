@@ -390,7 +390,7 @@ class Program {
     const int64_t rows = g.size(0);
     int64_t width = 0, first = 0;
     for (size_t i = 1; i < inputs.size(); ++i) width += inputs[i].size(2);
-    const Tensor out = make_tensor(g, {rows, width}, g.scalar_type());
+    const Tensor out = make_tensor(g, {rows, width});
     for (size_t i = 1; i < inputs.size(); ++i) {
       const int64_t n = inputs[i].size(2);
       const Tensor target = strided_view(out, {rows, n}, {width, 1}, first);

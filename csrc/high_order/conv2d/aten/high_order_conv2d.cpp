@@ -16,7 +16,6 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 using torch::stable::copy_;
-using torch::stable::empty_like;
 using torch::stable::narrow;
 using torch::stable::select;
 
@@ -50,7 +49,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   Tensor sum = multiply(shifted(image, p, 0), tap_weights(weight, 0));
   for (int64_t tap = 1; tap < p.k * p.k; ++tap)
     sum = add(sum, multiply(shifted(image, p, tap), tap_weights(weight, tap)));
-  Tensor out = empty_like(x);
+  Tensor out = make_like(x);
   Tensor target = grouped(out, p);
   copy_(target, sum);
   return out;
@@ -73,7 +72,7 @@ Tensor grad_input_into(Tensor out, const Tensor& grad, const Tensor& weight, int
 }
 
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
-  return grad_input_into(empty_like(grad), grad, weight, dilation);
+  return grad_input_into(make_like(grad), grad, weight, dilation);
 }
 
 Tensor grad_weight_into(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation) {
@@ -92,14 +91,14 @@ Tensor grad_weight_into(Tensor out, const Tensor& grad, const Tensor& x, int64_t
 
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                    std::vector<int64_t> stride, int64_t dilation) {
-  return grad_weight_into(empty_strided_like(x, size, stride), grad, x, dilation);
+  return grad_weight_into(make_strided(x, size, stride), grad, x, dilation);
 }
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   check_backward(grad, x, weight);
-  return {grad_input_into(empty_like(x), grad, weight, dilation),
-          grad_weight_into(empty_like(weight), grad, x, dilation)};
+  return {grad_input_into(make_like(x), grad, weight, dilation),
+          grad_weight_into(make_like(weight), grad, x, dilation)};
 }
 
 }  // namespace

@@ -251,7 +251,7 @@ void for_each_strip(const Problem& p, bool needs_x, bool needs_grad, Run&& run) 
 Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
   check_alike(weight, x, "weight");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   prefer_huge_pages(out);
   const auto xs = image_strides(x), os = image_strides(out);
   const auto ws = weight_strides(weight);
@@ -268,7 +268,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
   const Problem p(grad, weight.sizes(), dilation);
   check_alike(weight, grad, "weight");
-  Tensor out = torch::stable::empty_like(grad);
+  Tensor out = make_like(grad);
   prefer_huge_pages(out);
   const auto gs = image_strides(grad), os = image_strides(out);
   const auto ws = weight_strides(weight);
@@ -287,7 +287,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Problem p(x, size, dilation);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor out = empty_strided_like(x, size, stride);
+  Tensor out = make_strided(x, size, stride);
   prefer_huge_pages(out);
   const auto gs = image_strides(grad), xs = image_strides(x);
   const auto os = weight_strides(out);
@@ -307,8 +307,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
                                     int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
   check_backward(grad, x, weight);
-  Tensor grad_x = torch::stable::empty_like(x);
-  Tensor grad_w = torch::stable::empty_like(weight);
+  Tensor grad_x = make_like(x);
+  Tensor grad_w = make_like(weight);
   prefer_huge_pages(grad_x);
   prefer_huge_pages(grad_w);
   const auto gs = image_strides(grad), xs = image_strides(x), gxs = image_strides(grad_x);

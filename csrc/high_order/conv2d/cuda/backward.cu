@@ -13,8 +13,8 @@ namespace {
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                     int64_t dilation) {
   check_backward(grad, x, weight);
-  return {cuda_grad_input(torch::stable::empty_like(x), grad, weight, dilation),
-          cuda_grad_weight(torch::stable::empty_like(weight), grad, x, dilation)};
+  return {cuda_grad_input(make_like(x), grad, weight, dilation),
+          cuda_grad_weight(make_like(weight), grad, x, dilation)};
 }
 
 }  // namespace

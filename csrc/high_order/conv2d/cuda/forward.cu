@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
   const Problem p(x, weight.sizes(), dilation);
   check_alike(weight, x, "weight");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   if (out.numel() == 0) return out;
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {

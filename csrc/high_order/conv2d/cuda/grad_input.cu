@@ -118,7 +118,7 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int
 namespace {
 
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
-  return cuda_grad_input(torch::stable::empty_like(grad), grad, weight, dilation);
+  return cuda_grad_input(make_like(grad), grad, weight, dilation);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ namespace {
 
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                    std::vector<int64_t> stride, int64_t dilation) {
-  return cuda_grad_weight(empty_strided_like(x, size, stride), grad, x, dilation);
+  return cuda_grad_weight(make_strided(x, size, stride), grad, x, dilation);
 }
 
 }  // namespace

@@ -160,9 +160,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
   const Layer p(x, weight, bias, kernel_size, dilation, softmax, residual);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor grad_x = torch::stable::empty_like(x);
-  Tensor grad_weight = torch::stable::empty_like(weight);
-  Tensor grad_bias = torch::stable::new_empty(weight, {weight.size(0)});
+  Tensor grad_x = make_like(x);
+  Tensor grad_weight = make_like(weight);
+  Tensor grad_bias = make_tensor(weight, {weight.size(0)});
   prefer_huge_pages(grad_x);
   const Tasks tasks(p);
   dispatch_floating(x, [&](auto zero) {

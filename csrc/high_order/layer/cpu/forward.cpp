@@ -52,7 +52,7 @@ struct Forward : Worker<T> {
 Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                int64_t kernel_size, int64_t dilation, bool softmax, bool residual, bool) {
   const Layer p(x, weight, bias, kernel_size, dilation, softmax, residual);
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   prefer_huge_pages(out);
   const Tasks tasks(p);
   dispatch_floating(x, [&](auto zero) {

@@ -17,8 +17,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
   const Layer l(x, weight, bias, k, dilation, softmax, residual, allow_tf32);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  Tensor grad_x = torch::stable::empty_like(x), grad_weight = torch::stable::empty_like(weight);
-  Tensor grad_bias = make_tensor(weight, {weight.size(0)}, weight.scalar_type());
+  Tensor grad_x = make_like(x), grad_weight = make_like(weight);
+  Tensor grad_bias = make_tensor(weight, {weight.size(0)});
   if (x.numel() == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);

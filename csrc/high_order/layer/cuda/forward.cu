@@ -10,7 +10,7 @@ namespace {
 Tensor layer_forward(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, int64_t k,
                      int64_t dilation, bool softmax, bool residual, bool allow_tf32) {
   const Layer l(x, weight, bias, k, dilation, softmax, residual, allow_tf32);
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   if (out.numel() == 0) return out;
   const Launch launch(x);
   const auto forward = sm90::serves(l) ? sm90::forward : sm80::forward;
