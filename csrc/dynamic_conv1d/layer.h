@@ -19,6 +19,13 @@ namespace hoconv::dynamic_conv1d {
 using Map = Tensor (*)(const Tensor&, const Tensor&, int64_t padding);
 using GradWeight = Tensor (*)(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                               std::vector<int64_t> stride, int64_t padding);
+// Returns the output, and the taps, which are a softmax over K of `logits` (B, H, K, T).
+using ConvolveSoftmax = std::tuple<Tensor, Tensor> (*)(const Tensor& x, const Tensor& logits,
+                                                       int64_t padding);
+// Returns the gradient of what the linear map gives, in the layout of the taps, which are a softmax
+// of that.
+using GradLogits = Tensor (*)(const Tensor& grad, const Tensor& x, const Tensor& taps,
+                              int64_t padding);
 
 // (B, C, T) as (B, T, C), and back: a view
 inline Tensor transposed(const Tensor& t) {
@@ -43,36 +50,62 @@ inline Tensor by_head(const Tensor& t) {
                       {t.stride(0), t.stride(2), t.stride(3), t.stride(1)});
 }
 
+// (B, T, N) or (B, T, H, K) as rows (B * T, N) or (B * T, H * K): a view, where the memory allows
+// it
+inline Tensor as_rows(const Tensor& t) {
+  const int64_t rows = t.size(0) * t.size(1), last = t.dim() - 1;
+  const int64_t columns = last == 2 ? t.size(2) : t.size(2) * t.size(3);
+  const bool one_stride_of_rows = t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1);
+  const bool one_stride_of_columns = last == 2 || t.stride(2) == t.size(3) * t.stride(3);
+  if (one_stride_of_rows && one_stride_of_columns)
+    return strided_view(t, {rows, columns}, {t.stride(1), t.stride(last)});
+  return torch::stable::reshape(t, {rows, columns});
+}
+
 // A matrix (M, N) as B of them: a view
 inline Tensor repeated(const Tensor& matrix, int64_t B) {
   return strided_view(matrix, {B, matrix.size(0), matrix.size(1)},
                       {0, matrix.stride(0), matrix.stride(1)});
 }
 
-// Returns the taps (B, H, K, T).
-//
-// On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel of its
-// own. On a CPU, the one over the last dimension is slower, and so is a product that has the steps
-// of all sequences as rows, since it copies x.
+// Returns what the linear map gives, (B, H, K, T).
 inline Tensor generate(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                       int64_t heads, bool softmax) {
-  const int64_t B = x.size(0), C = x.size(1), T = x.size(2), K = weight.size(0) / heads;
+                       int64_t heads) {
+  const int64_t B = x.size(0), T = x.size(2), K = weight.size(0) / heads;
   if (x.is_cuda()) {
     // A product of two matrices: of more dimensions, ATen takes longer to find out that it is one.
-    const Tensor rows = torch::stable::reshape(transposed(x), {B * T, C});
+    const Tensor rows = as_rows(transposed(x));
     const Tensor generated =
         bias.has_value() ? linear(rows, weight, bias) : matrix_product(rows, turned(weight));
     const std::vector<int64_t> sizes{B, T, heads, K};
-    const Tensor taps = strided_view(generated, sizes, contiguous_strides(sizes));
-    return by_head(softmax ? hoconv::softmax(taps, 3) : taps);
+    return by_head(strided_view(generated, sizes, contiguous_strides(sizes)));
   }
+  // On a CPU, a product that has the steps of all sequences as rows is slower, since it copies x.
   Tensor generated = batched_product(repeated(weight, B), x);
   if (bias.has_value()) generated = add(generated, torch::stable::view(*bias, {heads * K, 1}));
-  const Tensor taps = torch::stable::view(generated, {B, heads, K, T});
-  return softmax ? hoconv::softmax(taps, 2) : taps;
+  return torch::stable::view(generated, {B, heads, K, T});
 }
 
-template <Map convolve, Map grad_input, GradWeight grad_weight>
+// On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel of its
+// own. On a CPU, the one over the last dimension is slower.
+template <Map convolve>
+std::tuple<Tensor, Tensor> normalize_then_convolve(const Tensor& x, const Tensor& logits,
+                                                   int64_t padding) {
+  Tensor taps = x.is_cuda() ? by_head(softmax(by_step(logits), 3)) : softmax(logits, 2);
+  return {convolve(x, taps, padding), taps};
+}
+
+template <GradWeight grad_weight>
+Tensor grad_weight_then_logits(const Tensor& grad, const Tensor& x, const Tensor& taps,
+                               int64_t padding) {
+  const Tensor d_taps = grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
+  return x.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
+                     : softmax_backward(d_taps, taps, 2);
+}
+
+template <Map convolve, Map grad_input, GradWeight grad_weight,
+          ConvolveSoftmax convolve_softmax = normalize_then_convolve<convolve>,
+          GradLogits grad_logits = grad_weight_then_logits<grad_weight>>
 struct Layer {
   // Returns the output (B, C, T) and the taps (B, H, K, T), which the backward pass needs.
   static std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
@@ -88,8 +121,9 @@ struct Layer {
                       "bias: expected (heads * K)");
       check_alike(*bias, x, "bias");
     }
-    Tensor taps = generate(x, weight, bias, heads, softmax);
-    return {convolve(x, taps, padding), taps};
+    Tensor generated = generate(x, weight, bias, heads);
+    if (softmax) return convolve_softmax(x, generated, padding);
+    return {convolve(x, generated, padding), generated};
   }
 
   // Returns the gradients of x, weight and bias; an empty tensor in place of one that is not
@@ -107,29 +141,26 @@ struct Layer {
                     "weight: expected (heads * K, C), C being the channels of x");
     check_alike(weight, x, "weight");
     const int64_t B = x.size(0), C = x.size(1), T = x.size(2), generated = weight.size(0);
-    Tensor d_taps = grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
-    if (softmax)
-      d_taps = x.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
-                           : softmax_backward(d_taps, taps, 2);
-    const auto rows = [&] { return torch::stable::reshape(by_step(d_taps), {B * T, generated}); };
+    Tensor d_generated =  // (B, H, K, T), as the taps
+        softmax ? grad_logits(grad, x, taps, padding)
+                : grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
+    const auto rows = [&] { return as_rows(by_step(d_generated)); };
     // Outputs share no memory.
     const auto none = [&] { return make_tensor(x, {0}); };
     const Tensor d_weight =
-        need_weight
-            ? matrix_product(turned(rows()), torch::stable::reshape(transposed(x), {B * T, C}))
-            : none();
+        need_weight ? matrix_product(turned(rows()), as_rows(transposed(x))) : none();
     const Tensor d_bias =
         need_bias
-            ? torch::stable::view(torch::stable::sum(by_step(d_taps), std::vector<int64_t>{0, 1}),
-                                  {generated})
+            ? torch::stable::view(
+                  torch::stable::sum(by_step(d_generated), std::vector<int64_t>{0, 1}), {generated})
             : none();
     Tensor d_x = none();
     if (need_x) {
       const Tensor through_taps =
           x.is_cuda() ? transposed(torch::stable::view(matrix_product(rows(), weight), {B, T, C}))
                       : batched_product(repeated(turned(weight), B),
-                                        torch::stable::reshape(d_taps, {B, generated, T}));
-      d_taps = none();  // frees it before two tensors as large as x are made
+                                        torch::stable::reshape(d_generated, {B, generated, T}));
+      d_generated = none();  // frees it before two tensors as large as x are made
       d_x = add(grad_input(grad, taps, padding), through_taps);
     }
     return {d_x, d_weight, d_bias};

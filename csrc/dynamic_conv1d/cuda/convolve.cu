@@ -10,11 +10,15 @@
 // The tuned kernel reads the weights from global memory once for all channels of the head. A warp
 // computes N channels of the tile. Per four taps a thread loads 16 weights from shared memory, and
 // per channel the next 4 of the 8 values that its steps read, for 16 multiply-adds a channel.
+//
+// Where the weights are a softmax over the taps, a block computes that of its tile in shared
+// memory: a thread has a step. The first block of a tile and head writes it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "dynamic_conv1d/cuda/kernels.cuh"
+#include "dynamic_conv1d/layer.h"
 
 namespace hoconv::dynamic_conv1d {
 namespace {
@@ -52,19 +56,39 @@ struct Tiling {
   int row;  // pitch in shared memory: the values that a tile reads, rounded up to four taps
 };
 
-template <typename T, bool Mirrored, int N>
+// Replaces each column of `taps` by its softmax in the precision of T.
+template <typename T>
+__device__ void normalize(float* taps, int K) {
+  static_assert(kThreads == kTile);
+  float* tap = taps + threadIdx.x;
+  float most = tap[0], total = 0;
+  for (int j = 1; j < K; ++j) most = fmaxf(most, tap[j * kPitch]);
+  for (int j = 0; j < K; ++j) total += tap[j * kPitch] = expf(tap[j * kPitch] - most);
+  for (int j = 0; j < K; ++j) tap[j * kPitch] = widen<float>(narrow<T>(tap[j * kPitch] / total));
+}
+
+// With `Softmax`, `weight` is what the weights are a softmax of, and `normalized`, whose taps are
+// contiguous, takes them.
+template <typename T, bool Mirrored, bool Softmax, int N>
 __global__ void __launch_bounds__(kThreads)
-    tuned(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Tiling g) {
+    tuned(Sequences<const T> x, Weights<const T> weight, Weights<T> normalized, Sequences<T> out,
+          Tiling g) {
   extern __shared__ float4 shared[];
-  float* taps = reinterpret_cast<float*>(shared);  // (K, kTile)
-  float* rows = taps + g.K * kTile;                // (kWarps * N, g.row)
+  float* taps = reinterpret_cast<float*>(shared);  // (K, kTile), rows kPitch apart
+  float* rows = taps + g.K * kPitch;               // (kWarps * N, g.row)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int start = blockIdx.x % g.tiles * kTile;
   const int64_t b = blockIdx.x / g.tiles / g.H, h = blockIdx.x / g.tiles % g.H;
 
-  const int64_t tap_stride = Mirrored ? -weight.s.k : weight.s.k;
-  copy_rows(taps, kTile, weight.at(b, h, Mirrored ? g.K - 1 : 0, 0), tap_stride, weight.s.t, g.K,
-            kTile, g.T, Mirrored ? start - g.before : start, Mirrored ? 1 : 0);
+  load_weights<Mirrored>(taps, weight.at(b, h, 0, 0), weight.s, g.K, g.T,
+                         Mirrored ? start - g.before : start);
+  if constexpr (Softmax) {
+    __syncthreads();
+    normalize<T>(taps, g.K);
+    __syncthreads();
+    if (blockIdx.y == 0)
+      store_weights(taps, normalized.at(b, h, 0, start), normalized.s.t, g.K, g.T - start);
+  }
 
   const int first = blockIdx.y * g.channels, last = min(first + g.channels, g.head_channels);
   for (int c = first; c < last; c += kWarps * N) {
@@ -82,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
       float factor[4][kSteps], next[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (j + i < g.K) load_four(tap_weight + (j + i) * kTile, factor[i]);
+        if (j + i < g.K) load_four(tap_weight + (j + i) * kPitch, factor[i]);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
         load_four(row + m * g.row + j + 4, next);
@@ -110,12 +134,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Launches the tuned kernel with N channels a warp. Returns false where only the naive one fits.
+// Launches the tuned kernel with N channels a warp; with a softmax, if there is a tensor for what
+// it gives. Returns false where it does not fit.
 template <typename T, bool Mirrored, int N>
-bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
-                  int64_t before, cudaStream_t stream) {
+bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor* normalized, Tensor& out,
+                  const Problem& p, int64_t before, cudaStream_t stream) {
   const int64_t row = kTile + (p.K + 3) / 4 * 4;
-  const int64_t bytes = (p.K * kTile + kWarps * N * row) * sizeof(float);
+  const int64_t bytes = (p.K * kPitch + kWarps * N * row) * sizeof(float);
   const int64_t tiles = (p.T + kTile - 1) / kTile, blocks = p.B * p.H * tiles;
   if (bytes > kMostSharedBytes || blocks > kMostBlocks) return false;
   const int64_t groups = (p.head_channels() + kWarps * N - 1) / (kWarps * N);
@@ -126,9 +151,32 @@ bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor& out, const Prob
                       as_int(p.H),      as_int(tiles), as_int(p.head_channels()),
                       as_int(channels), as_int(row)};
   const dim3 grid(blocks, (p.head_channels() + channels - 1) / channels);
-  tuned<T, Mirrored, N><<<grid, kThreads, bytes, stream>>>(sequences<T>(x), weights<T>(weight),
-                                                           mutable_sequences<T>(out), tiling);
+  if (normalized) {
+    if constexpr (!Mirrored)
+      tuned<T, false, true, N><<<grid, kThreads, bytes, stream>>>(
+          sequences<T>(x), weights<T>(weight), mutable_weights<T>(*normalized),
+          mutable_sequences<T>(out), tiling);
+  } else {
+    tuned<T, Mirrored, false, N><<<grid, kThreads, bytes, stream>>>(
+        sequences<T>(x), weights<T>(weight), {}, mutable_sequences<T>(out), tiling);
+  }
   return true;
+}
+
+// Launches the tuned kernel that fits, if one does.
+template <typename T, bool Mirrored>
+bool launch_fitting(const Tensor& x, const Tensor& weight, Tensor* normalized, Tensor& out,
+                    const Problem& p, int64_t before, cudaStream_t stream) {
+  if constexpr (sizeof(T) < 8) {
+    if (!contiguous_in_time(x) || !contiguous_in_time(out) || !counts_fit(p)) return false;
+    // With fewer channels than warps, threads would idle; the weights are most of the bytes then.
+    if (p.head_channels() >= 8 * kWarps &&
+        launch_tuned<T, Mirrored, 8>(x, weight, normalized, out, p, before, stream))
+      return true;
+    return p.head_channels() >= kWarps &&
+           launch_tuned<T, Mirrored, 2>(x, weight, normalized, out, p, before, stream);
+  }
+  return false;
 }
 
 template <bool Mirrored>
@@ -141,17 +189,8 @@ Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
   const int64_t before = Mirrored ? p.mirrored_before() : p.before;
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    bool done = false;
-    if constexpr (sizeof(T) < 8) {
-      // With fewer channels than warps, threads would idle; the weights are most of the bytes then.
-      if (contiguous_in_time(x) && contiguous_in_time(out) && counts_fit(p)) {
-        if (p.head_channels() >= 8 * kWarps)
-          done = launch_tuned<T, Mirrored, 8>(x, weight, out, p, before, launch.stream);
-        if (!done && p.head_channels() >= kWarps)
-          done = launch_tuned<T, Mirrored, 2>(x, weight, out, p, before, launch.stream);
-      }
-    }
-    if (!done)
+    if (!launch_fitting<T, Mirrored>(x, weight, /*normalized=*/nullptr, out, p, before,
+                                     launch.stream))
       naive<T, Mirrored><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
           sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p, before,
           x.stride(1) == 1 && !contiguous_in_time(x));
@@ -168,6 +207,25 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
 
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
   return convolve<true>(grad, weight, padding);
+}
+
+std::tuple<Tensor, Tensor> convolve_softmax(const Tensor& x, const Tensor& logits,
+                                            int64_t padding) {
+  const Problem p(x, logits.sizes(), padding);
+  check_alike(logits, x, "weight");
+  if (x.numel() > 0) {
+    Tensor out = make_like(x);
+    Tensor taps = by_head(make_tensor(x, {p.B, p.T, p.H, p.K}));
+    const Launch launch(x);
+    bool done = false;
+    dispatch_cuda(x, [&](auto zero) {
+      using T = decltype(zero);
+      done = launch_fitting<T, false>(x, logits, &taps, out, p, p.before, launch.stream);
+      if (done) STD_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    if (done) return {out, taps};
+  }
+  return normalize_then_convolve<&forward>(x, logits, padding);
 }
 
 }  // namespace hoconv::dynamic_conv1d

@@ -6,6 +6,9 @@
 // of kSteps steps in registers. It loads kRows channels at a time. Where weights are shared, it
 // walks over the tiles and sequences that share them. Where steps share weights, a block adds up
 // the sums of its threads and steps and writes one partial sum; a second kernel adds those.
+//
+// Where the weights are a softmax over the taps, and a block has all of them, it goes on to the
+// gradient of what the softmax is of: weight * (grad_weight - sum over j of weight * grad_weight).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "dynamic_conv1d/cuda/kernels.cuh"
+#include "dynamic_conv1d/layer.h"
 
 namespace hoconv::dynamic_conv1d {
 namespace {
@@ -84,9 +88,14 @@ struct Tiling {
   bool time_shared;
 };
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    tuned(Sequences<const T> grad, Sequences<const T> x, Weights<T> out, float* parts, Tiling g) {
+// `taps`, of a softmax, are the weights: of each step, and all taps in one block. Without a softmax
+// seven blocks share a multiprocessor: float32 would get registers for six, and take a quarter
+// longer (measured on an H100).
+template <typename T, bool Softmax>
+__global__ void __launch_bounds__(kThreads, Softmax ? 5 : 7)
+    tuned(Sequences<const T> grad, Sequences<const T> x, Weights<const T> taps, Weights<T> out,
+          float* parts, Tiling g) {
+  static_assert(kTaps * kPitch <= kRows * (kTile + kLine));
   __shared__ float4 shared[kRows * (kTile + kLine) / 4];
   float* gradients = reinterpret_cast<float*>(shared);  // (kRows, kTile)
   float* lines = gradients + kRows * kTile;             // (kRows, kLine), of x
@@ -133,16 +142,59 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
+  float* tile = gradients;  // of taps from here on, (kTaps, kTile), rows kPitch apart
+  float* own = tile + warp * kWarpTaps * kPitch + lane * kSteps;
+  if constexpr (Softmax) {
+    __syncthreads();  // until the last rows are read
+    load_weights<false>(tile, taps.at(own_b, h, 0, 0), taps.s, g.K, g.T, own_tile * kTile);
+    __syncthreads();
+    float weight[kWarpTaps][kSteps], dot[kSteps] = {};
 #pragma unroll
-  for (int i = 0; i < kWarpTaps; ++i) {
-    if (tap + i >= g.K) continue;
-    if (g.time_shared) {
+    for (int i = 0; i < kWarpTaps; ++i) {
+      if (tap + i >= g.K) continue;
+      load_four(own + i * kPitch, weight[i]);
+#pragma unroll
+      for (int v = 0; v < kSteps; ++v) dot[v] += weight[i][v] * sum[i][v];
+    }
+    __syncthreads();
+    *reinterpret_cast<float4*>(tile + warp * kPitch + lane * kSteps) =
+        make_float4(dot[0], dot[1], dot[2], dot[3]);
+    __syncthreads();
+    float total[kSteps] = {};
+    for (int w = 0; w < kWarps; ++w) {
+      load_four(tile + w * kPitch + lane * kSteps, dot);
+#pragma unroll
+      for (int v = 0; v < kSteps; ++v) total[v] += dot[v];
+    }
+#pragma unroll
+    for (int i = 0; i < kWarpTaps; ++i)
+#pragma unroll
+      for (int v = 0; v < kSteps; ++v)
+        if (tap + i < g.K) sum[i][v] = weight[i][v] * (sum[i][v] - total[v]);
+  }
+
+  if (g.time_shared) {
+#pragma unroll
+    for (int i = 0; i < kWarpTaps; ++i) {
       float total = (sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]);
 #pragma unroll
       for (int far = 16; far > 0; far /= 2) total += __shfl_xor_sync(0xffffffff, total, far);
       const int64_t row = (blockIdx.y * int64_t{g.batch} + own_b) * g.H + h;
-      if (lane == 0) parts[row * g.K + tap + i] = total;
-    } else {
+      if (lane == 0 && tap + i < g.K) parts[row * g.K + tap + i] = total;
+    }
+  } else if (out.s.k == 1) {  // through shared memory: neighbouring threads write neighbouring taps
+    __syncthreads();          // until the last rows, or sums, are read
+#pragma unroll
+    for (int i = 0; i < kWarpTaps; ++i)
+      *reinterpret_cast<float4*>(own + i * kPitch) =
+          make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+    __syncthreads();
+    store_weights(tile, out.at(own_b, h, first_tap, own_tile * kTile), out.s.t,
+                  min(kTaps, g.K - first_tap), g.T - own_tile * kTile);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWarpTaps; ++i) {
+      if (tap + i >= g.K) continue;
 #pragma unroll
       for (int v = 0; v < kSteps; ++v) {
         const int t = own_tile * kTile + lane * kSteps + v;
@@ -165,14 +217,23 @@ __global__ void add_parts(const float* parts, int64_t count, Weights<T> out, int
   }
 }
 
-// Launches the tuned kernel. Returns false where only the naive one fits.
+int64_t tiles_of(const Problem& p) { return (p.T + kTile - 1) / kTile; }
+int64_t passes_of(const Problem& p) { return (p.K + kTaps - 1) / kTaps; }
+int64_t blocks_of(const Problem& p) {
+  return p.weight_batch() * p.H * (p.time_shared ? 1 : tiles_of(p));
+}
+
+bool tuned_fits(const Tensor& grad, const Tensor& x, const Problem& p) {
+  return x.element_size() < 8 && contiguous_in_time(grad) && contiguous_in_time(x) &&
+         counts_fit(p) && blocks_of(p) <= kMostBlocks && passes_of(p) <= kMaxGridYZ &&
+         p.B <= kMostBlocks;
+}
+
+// Launches the tuned kernel; with a softmax, if there are `taps`.
 template <typename T>
-bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
-                  cudaStream_t stream) {
-  const int64_t tiles = (p.T + kTile - 1) / kTile;
-  const int64_t blocks = p.weight_batch() * p.H * (p.time_shared ? 1 : tiles);
-  const int64_t passes = (p.K + kTaps - 1) / kTaps;
-  if (blocks > kMostBlocks || passes > kMaxGridYZ || p.B > kMostBlocks) return false;
+void launch_tuned(const Tensor& grad, const Tensor& x, const Tensor* taps, Tensor& out,
+                  const Problem& p, cudaStream_t stream) {
+  const int64_t tiles = tiles_of(p), blocks = blocks_of(p), passes = passes_of(p);
   const int64_t summed = (p.batch_shared ? p.B : 1) * (p.time_shared ? tiles : 1);
   const int64_t wanted = std::min(kMostParts, kEnoughBlocks / (blocks * passes));
   const int64_t count =
@@ -188,15 +249,23 @@ bool launch_tuned(const Tensor& grad, const Tensor& x, Tensor& out, const Proble
                       summed,
                       (summed + count - 1) / count,
                       p.time_shared};
-  Tensor parts = make_tensor(x, {p.time_shared ? count * blocks * p.K : 0}, ScalarType::Float);
-  float* sums = static_cast<float*>(parts.mutable_data_ptr());
   const dim3 grid(blocks, count, passes);
-  tuned<T><<<grid, kThreads, 0, stream>>>(sequences<T>(grad), sequences<T>(x),
-                                          mutable_weights<T>(out), sums, tiling);
-  if (p.time_shared)
-    add_parts<T><<<blocks_for(blocks * p.K), kThreads, 0, stream>>>(
-        sums, count, mutable_weights<T>(out), p.weight_batch(), p.H, p.K);
-  return true;
+  const auto gradient = sequences<T>(grad), sequence = sequences<T>(x);
+  const auto target = mutable_weights<T>(out);
+  if (!p.time_shared) {
+    if (taps)
+      tuned<T, true><<<grid, kThreads, 0, stream>>>(gradient, sequence, weights<T>(*taps), target,
+                                                    nullptr, tiling);
+    else
+      tuned<T, false>
+          <<<grid, kThreads, 0, stream>>>(gradient, sequence, {}, target, nullptr, tiling);
+    return;
+  }
+  Tensor parts = make_tensor(x, {count * blocks * p.K}, ScalarType::Float);
+  float* sums = static_cast<float*>(parts.mutable_data_ptr());
+  tuned<T, false><<<grid, kThreads, 0, stream>>>(gradient, sequence, {}, target, sums, tiling);
+  add_parts<T><<<blocks_for(blocks * p.K), kThreads, 0, stream>>>(sums, count, target,
+                                                                  p.weight_batch(), p.H, p.K);
 }
 
 }  // namespace
@@ -211,16 +280,35 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    bool done = false;
-    if constexpr (sizeof(T) < 8)
-      if (contiguous_in_time(grad) && contiguous_in_time(x) && counts_fit(p))
-        done = launch_tuned<T>(grad, x, out, p, launch.stream);
-    if (!done && p.time_shared)
+    if (tuned_fits(grad, x, p)) {
+      if constexpr (sizeof(T) < 8)
+        launch_tuned<T>(grad, x, /*taps=*/nullptr, out, p, launch.stream);
+    } else if (p.time_shared) {
       naive_over_time<T><<<std::min(out.numel(), kMostBlocks), kThreads, 0, launch.stream>>>(
           sequences<T>(grad), sequences<T>(x), mutable_weights<T>(out), p);
-    if (!done && !p.time_shared)
+    } else {
       naive_of_steps<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
           sequences<T>(grad), sequences<T>(x), mutable_weights<T>(out), p);
+    }
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+Tensor grad_logits(const Tensor& grad_, const Tensor& x, const Tensor& taps, int64_t padding) {
+  // The gradient of a sum is one number, expanded.
+  const Tensor grad = contiguous_in_time(grad_) ? grad_ : torch::stable::contiguous(grad_);
+  const Problem p(x, taps.sizes(), padding);
+  check_alike(grad, x, "grad");
+  check_alike(taps, x, "taps");
+  check_same_sizes(grad, x, "grad");
+  if (taps.numel() == 0 || p.time_shared || passes_of(p) > 1 || !tuned_fits(grad, x, p))
+    return grad_weight_then_logits<&grad_weight>(grad, x, taps, padding);
+  Tensor out = make_strided(taps, taps.sizes().vec(), taps.strides().vec());
+  const Launch launch(x);
+  dispatch_cuda(x, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (sizeof(T) < 8) launch_tuned<T>(grad, x, &taps, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

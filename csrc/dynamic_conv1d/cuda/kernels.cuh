@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "dynamic_conv1d/problem.h"
@@ -92,6 +93,61 @@ __device__ __forceinline__ void copy_rows(float* to, int pitch, const T* from, i
   }
 }
 
+// From a thread's tap and step on to its next, where threads walk along the taps of each step.
+__device__ __forceinline__ void next_tap(int& tap, int& step, int K) {
+  tap += kThreads % K, step += kThreads / K;
+  if (tap >= K) tap -= K, ++step;
+}
+
+// Weights in shared memory are (K, kTile), rows kPitch apart: neighbouring taps of a step, which
+// neighbouring threads copy, lie in different banks, four apart.
+constexpr int kPitch = kTile + 4;
+
+// Copies the weights of a tile, whose first step is `first`, to shared memory; those out of range
+// are zero. `from` are the weights of step 0. Mirrored, row j has tap K - 1 - j, from step first +
+// j on. Neighbouring threads load what is contiguous: taps, as a generator gives them, or steps.
+template <bool Mirrored, typename T>
+__device__ __forceinline__ void load_weights(float* to, const T* from, const WeightStrides& s,
+                                             int K, int length, int first) {
+  if (s.k != 1) {
+    copy_rows(to, kPitch, Mirrored ? from + (K - 1) * s.k : from, Mirrored ? -s.k : s.k, s.t, K,
+              kTile, length, first, Mirrored ? 1 : 0);
+    return;
+  }
+  constexpr int at_once = 4;
+  const int steps = Mirrored ? kTile + K - 1 : kTile;
+  int tap = threadIdx.x % K, step = threadIdx.x / K;
+  while (step < steps) {
+    float value[at_once];
+    int place[at_once];
+#pragma unroll
+    for (int m = 0; m < at_once; ++m) {
+      const int row = Mirrored ? K - 1 - tap : tap, column = Mirrored ? step - row : step;
+      const int t = first + step;
+      const bool kept = step < steps && column >= 0 && column < kTile;
+      place[m] = kept ? row * kPitch + column : -1;
+      value[m] =
+          kept && t >= 0 && t < length ? widen<float>(load<1>(from + t * s.t + tap).e[0]) : 0.f;
+      next_tap(tap, step, K);
+    }
+#pragma unroll
+    for (int m = 0; m < at_once; ++m)
+      if (place[m] >= 0) to[place[m]] = value[m];
+  }
+}
+
+// Writes the first `taps` rows of such weights to memory where the taps of a step are contiguous.
+// `to` are the weights of the tile's first step; `steps` of them are within the sequence.
+template <typename T>
+__device__ __forceinline__ void store_weights(const float* from, T* to, int64_t stride, int taps,
+                                              int steps) {
+  int tap = threadIdx.x % taps, step = threadIdx.x / taps;
+  while (step < min(steps, kTile)) {
+    to[step * stride + tap] = narrow<T>(from[tap * kPitch + step]);
+    next_tap(tap, step, taps);
+  }
+}
+
 inline bool contiguous_in_time(const Tensor& t) { return t.size(2) <= 1 || t.stride(2) == 1; }
 
 // Whether steps and channels fit 32 bits, in which the tuned kernels count them.
@@ -109,5 +165,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding);
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding);
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                    std::vector<int64_t> stride, int64_t padding);
+// The output, and the weights, which are a softmax of `logits` (B, H, K, T) over the taps.
+std::tuple<Tensor, Tensor> convolve_softmax(const Tensor& x, const Tensor& logits, int64_t padding);
+// The gradient of what the weights are a softmax of, over the taps.
+Tensor grad_logits(const Tensor& grad, const Tensor& x, const Tensor& taps, int64_t padding);
 
 }  // namespace hoconv::dynamic_conv1d

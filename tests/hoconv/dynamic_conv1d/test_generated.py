@@ -45,6 +45,16 @@ CASES = [
     (0, 6, 5, 2, 3, True, True),
     (2, 6, 0, 2, 3, True, True),
 ]
+# Of more steps, taps and channels of a head than the kernels compute at once, and of as many; of
+# one step.
+LONG = [
+    (1, 8, 300, 2, 31, True, False),
+    (2, 4, 129, 1, 9, True, True),
+    (2, 6, 140, 3, 32, True, True),
+    (1, 8, 150, 2, 40, True, True),
+    (2, 64, 130, 2, 7, True, False),
+    (2, 8, 1, 2, 3, True, True),
+]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -78,7 +88,7 @@ def definition(case: Any, padding: int | None = None) -> Callable[..., Tensor]:
 
 
 @everywhere
-@cases
+@pytest.mark.parametrize("case", CASES + LONG, ids=str)
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
 def test_it_is_the_definition(variant: Variant, case: Any, dtype: torch.dtype) -> None:
     args = [a for a in draw(variant, case, dtype) if a is not None]
