@@ -220,7 +220,8 @@ class _Recorded(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], inputs: tuple[Any, ...], *_: Tensor) -> Any:
-        found = run(*inputs)  # after them, their tensors one by one, for autograd
+        with torch._C._AutoDispatchBelowAutograd():
+            found = run(*inputs)  # after them, their tensors one by one, for autograd
         _save(ctx, inputs, found)
         return found[0], *found[len(found) - len(inputs[1]) :]
 

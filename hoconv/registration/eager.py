@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,8 +26,8 @@ class Op:
         kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
         takes_lists: whether an argument is a list of tensors.
         tensors: if none is, how many arguments there are up to the last tensor.
-        gradient: calls the op, given its arguments and what runs it, such that autograd records it;
-            set by :func:`register_gradient`.
+        gradient: calls the op, given its arguments and what runs it below autograd, such that
+            autograd records it; set by :func:`register_gradient`.
     """
 
     def __init__(
@@ -71,8 +70,7 @@ class Op:
         """
         run, gradient = self.kernel or self.overload, self.gradient
         if gradient and records_gradients() and torch._C._any_requires_grad(*tensors):
-            recorded = functools.partial(_run_below_autograd, run)
-            return lambda *tensors: gradient((*tensors, *options), recorded)
+            return lambda *tensors: gradient((*tensors, *options), run)
 
         def call(*tensors: Tensor | None) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -82,7 +80,7 @@ class Op:
 
     def _call(self, run: Callable[..., Any], differentiable: bool, args: tuple[Any, ...]) -> Any:
         if differentiable and self.gradient:
-            return self.gradient(args, functools.partial(_run_below_autograd, run))
+            return self.gradient(args, run)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
 
@@ -112,11 +110,6 @@ class Op:
             known = self._known.get(key, ())
             self._known[key] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
         return self.kernel or self.overload, differentiable
-
-
-def _run_below_autograd(run: Callable[..., Any], *args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return run(*args)
 
 
 def is_plain(args: Sequence[Any]) -> bool:

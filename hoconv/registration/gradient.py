@@ -48,7 +48,8 @@ def register_gradient(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             inputs, run = args[-2:]  # before them, the same tensors one by one, for autograd
-            output = run(*inputs)
+            with torch._C._AutoDispatchBelowAutograd():
+                output = run(*inputs)
             save(ctx, inputs, output)
             ctx.count = len(args) - 2
             return tuple(output) if returns_list else output
@@ -74,8 +75,7 @@ def register_gradient(
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         def run(*args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
         def run_at_other_levels(*args: Any) -> Any:
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
@@ -91,7 +91,8 @@ def register_gradient(
             with _without_autocast_of(args):
                 return with_tangents(*args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return run(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(*args)
         with enable_single_level_autograd_function():
             return gradient(args, run_at_other_levels)
 
