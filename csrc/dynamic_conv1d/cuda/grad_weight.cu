@@ -295,13 +295,14 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   return out;
 }
 
-Tensor grad_logits(const Tensor& grad_, const Tensor& x, const Tensor& taps, int64_t padding) {
-  // The gradient of a sum is one number, expanded.
-  const Tensor grad = contiguous_in_time(grad_) ? grad_ : torch::stable::contiguous(grad_);
+Tensor grad_logits(const Tensor& given, const Tensor& x, const Tensor& taps, int64_t padding) {
   const Problem p(x, taps.sizes(), padding);
-  check_alike(grad, x, "grad");
+  check_alike(given, x, "grad");
   check_alike(taps, x, "taps");
-  check_same_sizes(grad, x, "grad");
+  check_same_sizes(given, x, "grad");
+  // The gradient of a sum is one number, expanded.
+  const bool copied = contiguous_in_time(x) && !contiguous_in_time(given);
+  const Tensor grad = copied ? torch::stable::contiguous(given) : given;
   if (taps.numel() == 0 || p.time_shared || passes_of(p) > 1 || !tuned_fits(grad, x, p))
     return grad_weight_then_logits<&grad_weight>(grad, x, taps, padding);
   Tensor out = make_strided(taps, taps.sizes().vec(), taps.strides().vec());
