@@ -93,23 +93,9 @@ class _Product(torch.autograd.Function):
     forward_plain: Callable[..., Tensor]  # `forward` of such operands
 
     def __init_subclass__(cls) -> None:
-        class Eager(_SingleLevelFunction):
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Tensor:
-                output = cls.forward(*args)
-                cls.setup_context(ctx, args, output)
-                return output
-
-            backward = cls.backward
-
-        class EagerPlain(Eager):
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Tensor:
-                output = cls.forward_plain(*args)
-                cls.setup_context(ctx, args, output)
-                return output
-
-        cls.eager, cls.eager_plain = Eager, EagerPlain
+        cls.eager = _record_eagerly(cls, cls.forward)
+        if hasattr(cls, "forward_plain"):
+            cls.eager_plain = _record_eagerly(cls, cls.forward_plain)
 
     @classmethod
     def of(cls, *args: Any) -> Tensor:
@@ -138,6 +124,21 @@ class _Product(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, *ctx.options = inputs
         ctx.save_for_backward(a, b)
+
+
+def _record_eagerly(product: Any, compute: Callable[..., Tensor]) -> Any:
+    """A function of a product that `compute` computes, without what torch.func needs."""
+
+    class Eager(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            output = compute(*args)
+            product.setup_context(ctx, args, output)
+            return output
+
+        backward = product.backward
+
+    return Eager
 
 
 class Multiply(_Product):
