@@ -88,9 +88,11 @@ struct Tiling {
   bool time_shared;
 };
 
-// `taps`, of a softmax, are the weights: of each step, and all taps in one block. Without a softmax
-// seven blocks share a multiprocessor: float32 would get registers for six, and take a quarter
-// longer (measured on an H100).
+// `taps`, of a softmax, are the weights: of each step, and all taps in one block.
+//
+// The bounds are how many blocks a multiprocessor's registers serve at once. Left to itself, the
+// compiler gives float32 without a softmax registers for six, and the kernel takes a quarter longer
+// (measured on an H100).
 template <typename T, bool Softmax>
 __global__ void __launch_bounds__(kThreads, Softmax ? 5 : 7)
     tuned(Sequences<const T> grad, Sequences<const T> x, Weights<const T> taps, Weights<T> out,
