@@ -235,6 +235,44 @@ def test_kernels_and_their_composition_give_the_same(variant: Variant, case: Any
 
 
 @with_ops
+@pytest.mark.parametrize("case", [case for case in LONG if case[5]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.parametrize("kind", ["contiguous", "expanded", "channels last"])
+def test_gradients_of_weights_and_outputs_in_any_layout(
+    variant: Variant, case: Any, dtype: torch.dtype, by_step: bool, kind: str
+) -> None:
+    """A compiler chooses the layout of what it saves; autograd that of a gradient."""
+    choose(OPERATOR, variant.impl, variant.device)
+    _, _, _, H, K, _, _ = case
+    x, weight, bias = draw(variant, case, dtype)
+    grad = {
+        "contiguous": torch.randn_like(x),
+        "expanded": torch.randn_like(x[:1, :1, :1]).expand_as(x),
+        "channels last": torch.randn_like(x.mT).mT,
+    }[kind]
+    exact: list[Any] = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    taps = F.linear(exact[0].mT, *exact[1:]).mT.unflatten(1, (H, K)).softmax(2)
+    found = getattr(torch.ops.hoconv.dynamic_conv1d_layer_backward, variant.impl)(
+        grad, x, weight, bias, lay_out(taps.detach().to(dtype), by_step), K - 1, True,
+        True, True, bias is not None,
+    )  # fmt: skip
+    leaves = [t for t in exact if t is not None]
+    expected = torch.autograd.grad(
+        dynamic_conv1d(exact[0], taps, padding=K - 1, impl="reference"), leaves, grad.double()
+    )
+    for mine, other in zip(found, expected, strict=False):
+        assert relative_error(mine, other) <= 30 * torch.finfo(dtype).eps
+
+
+def lay_out(taps: Tensor, by_step: bool) -> Tensor:
+    """(B, H, K, T), with the taps of a step, or the steps of a tap, contiguous."""
+    if by_step:
+        return taps.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    return taps.contiguous()
+
+
+@with_ops
 @pytest.mark.parametrize(
     ("change", "message"),
     [
