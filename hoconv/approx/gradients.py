@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import is_eager, records_gradients, without_autocast
+from hoconv.registration import call_one_by_one, is_eager, records_gradients, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -88,14 +87,10 @@ class _Product(torch.autograd.Function):
     """A product of two operands; the arguments after them are the options of `backward`."""
 
     generate_vmap_rule = True
-    eager: Any  # the same function, without what transforms of torch.func need
-    eager_plain: Any  # that, for operands that are known to be plain
-    forward_plain: Callable[..., Tensor]  # `forward` of such operands
+    eager: type[torch.autograd.Function]
 
     def __init_subclass__(cls) -> None:
-        cls.eager = _record_eagerly(cls, cls.forward)
-        if hasattr(cls, "forward_plain"):
-            cls.eager_plain = _record_eagerly(cls, cls.forward_plain)
+        cls.eager = _make_eager(cls)
 
     @classmethod
     def of(cls, *args: Any) -> Tensor:
@@ -113,30 +108,30 @@ class _Product(torch.autograd.Function):
                 raise
             raise NotImplementedError(f"an approximate product {NO_FORWARD_MODE}") from None
 
-    @classmethod
-    def bind(cls, a: Tensor, b: Tensor, *options: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        """What :meth:`of` does for operands like these, which have to be eager, and plain."""
-        if records_gradients() and torch._C._any_requires_grad(a, b):
-            return lambda a, b: cls.eager_plain.apply(a, b, *options)
-        return lambda a, b: cls.forward_plain(a, b, *options)
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, *ctx.options = inputs
         ctx.save_for_backward(a, b)
 
 
-def _record_eagerly(product: Any, compute: Callable[..., Tensor]) -> Any:
-    """A function of a product that `compute` computes, without what torch.func needs."""
+def _make_eager(product: type[_Product]) -> type[torch.autograd.Function]:
+    """Returns the function of a product for calls outside torch.func.
 
-    class Eager(_SingleLevelFunction):
+    Its context is set up in `forward`; PyTorch calls a `setup_context` of its own only after it
+    has bound the arguments, which takes longer than a small product.
+    """
+
+    class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
-            output = compute(*args)
+            output = product.forward(*args)
             product.setup_context(ctx, args, output)
             return output
 
-        backward = product.backward
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            found = call_one_by_one(functools.partial(product.backward, ctx), (grad,))
+            return (*found,)
 
     return Eager
 
@@ -180,12 +175,6 @@ class Matmul(_Product):
         return OPS[impl].matmul(a, b, multiplier)
 
     @staticmethod
-    def forward_plain(
-        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
-    ) -> Tensor:
-        return OPS[impl].matmul.call_plain(False, a, b, multiplier)
-
-    @staticmethod
     @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
@@ -216,11 +205,6 @@ class Conv2d(_Product):
     ) -> Tensor:  # fmt: skip
         geometry = stride, padding, dilation, groups
         return OPS[impl].conv2d(x, weight, *geometry, multiplier)
-
-    @staticmethod
-    def forward_plain(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-        *geometry, multiplier, _, impl = options
-        return OPS[impl].conv2d.call_plain(False, x, weight, *geometry, multiplier)
 
     @staticmethod
     @_refuse_second_derivative

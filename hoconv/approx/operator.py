@@ -21,7 +21,7 @@ from hoconv.approx.ops import KERNELS
 from hoconv.approx.reference import Pair, output_size
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
-from hoconv.registration import Repeats, autocasts, check_dense, compiled
+from hoconv.registration import autocasts, check_dense, compiled
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
@@ -59,9 +59,6 @@ def multiply(
     return MULTIPLY.implementations[name].function(a, b, multiplier, gradient)
 
 
-_matmuls, _conv2ds = Repeats(), Repeats()
-
-
 def matmul(
     a: Tensor, b: Tensor, multiplier: str, *, gradient: Gradient = "approx", impl: str = "auto"
 ) -> Tensor:
@@ -86,9 +83,6 @@ def matmul(
         TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    options, operands = (multiplier, gradient, impl), (a, b)
-    if run := _matmuls.find(options, operands):
-        return run(a, b)
     a, b = _check_operands("a", a, "b", b, multiplier)
     fits = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
     if fits and b.dim() > 2:
@@ -102,11 +96,7 @@ def matmul(
             f"{tuple(b.shape)} for {tuple(a.shape)}"
         )
     name = resolve("approx_matmul", impl, a.device.type)
-    out = MATMUL.implementations[name].function(a, b, multiplier, gradient)
-    if a.dim() == b.dim() == 2 and not torch.compiler.is_compiling():
-        run = gradients.Matmul.bind(a, b, multiplier, gradients.kinds(gradient), name)
-        _matmuls.keep(options, operands, run, 0)
-    return out
+    return MATMUL.implementations[name].function(a, b, multiplier, gradient)
 
 
 def conv2d(
@@ -145,10 +135,6 @@ def conv2d(
         TypeError: a dtype other than float32; an option of another type.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    options = multiplier, stride, padding, dilation, groups, gradient, impl
-    operands = x, weight
-    if run := _conv2ds.find(options, operands):
-        return run(x, weight)
     x, weight = _check_operands("x", x, "weight", weight, multiplier)
     stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
     if x.dim() != 4:
@@ -176,11 +162,7 @@ def conv2d(
         )
     name = resolve("approx_conv2d", impl, x.device.type)
     function = CONV2D.implementations[name].function
-    out = function(x, weight, multiplier, stride, padding, dilation, groups, gradient)
-    if x is operands[0] and not torch.compiler.is_compiling():  # of which nothing was padded
-        own = stride, padding, dilation, groups, multiplier, gradients.kinds(gradient), name
-        _conv2ds.keep(options, operands, gradients.Conv2d.bind(x, weight, *own), 0)
-    return out
+    return function(x, weight, multiplier, stride, padding, dilation, groups, gradient)
 
 
 def _check_operands(

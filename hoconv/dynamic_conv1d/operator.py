@@ -17,8 +17,6 @@ from hoconv.dynamic_conv1d import composed, ops, reference
 from hoconv.implementations import resolve
 from hoconv.jit import triton
 from hoconv.registration import (
-    Op,
-    Repeats,
     autocast,
     autocasts,
     check_dense,
@@ -36,7 +34,6 @@ _TOLERANCES = {
     torch.bfloat16: 8e-3,
 }
 
-_repeats = Repeats()
 _LAYER = ops.LAYER | {"reference": functools.partial(composed.forward, reference.dynamic_conv1d)}
 
 
@@ -103,9 +100,6 @@ def generate_and_convolve(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    options, tensors = (heads, padding, softmax, impl), (x, weight, bias)
-    if run := _repeats.find(options, tensors):
-        return run(*tensors)[0]
     check_dense(x)
     device_type = x.device.type
     if autocasts(device_type):
@@ -114,11 +108,7 @@ def generate_and_convolve(
             return generate_and_convolve(x, weight, bias, heads, padding, softmax, impl)
     check_dtypes(x, _TOLERANCES, weight=weight, bias=bias)
     name = resolve("dynamic_conv1d", impl, device_type)
-    layer = _LAYER[name]
-    out = layer(x, weight, bias, heads, padding, softmax)[0]
-    if isinstance(layer, Op) and not torch.compiler.is_compiling():
-        _repeats.keep(options, tensors, layer.bind(tensors, heads, padding, softmax), 0, 2)
-    return out
+    return _LAYER[name](x, weight, bias, heads, padding, softmax)[0]
 
 
 def _check(x: Tensor, weight: Tensor, padding: int) -> None:

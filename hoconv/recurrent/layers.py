@@ -28,7 +28,6 @@ from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
-from hoconv.recurrent.repeats import Ran, Setting, keep, repeat
 from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.registration import autocasts, check_dense, get_parameter
 
@@ -94,8 +93,7 @@ class RNN(nn.Module):
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
+        _check_schedule(schedule)
         check_name(OPERATOR, impl)
         _check_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
         self.input_size = input_size
@@ -108,7 +106,8 @@ class RNN(nn.Module):
         self.impl = impl
         self.recompute = recompute
         self.options = options
-        self.runs = []  # of each layer and direction: the cell with its sizes, and the suffix
+        # Of each layer and direction: the cell with its sizes, and the suffix of its parameters.
+        runs: list[tuple[BoundCell, str]] = []
         self._traced: list[_Traced] = []  # likewise
         size = input_size
         for layer in range(num_layers):
@@ -116,12 +115,13 @@ class RNN(nn.Module):
             bound = copy.deepcopy(cell.bind(size, hidden_size, options))
             traced = _trace(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
-                self.runs.append((bound, suffix))
+                runs.append((bound, suffix))
                 self._traced.append(traced)
                 for d in traced.declarations:
                     empty = torch.empty(d.shape, device=device, dtype=dtype)
                     self.register_parameter(d.name + suffix, nn.Parameter(empty))
             size = traced.output_size * (1 + bidirectional)
+        self.runs = tuple(runs)
         self.reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,12 +182,6 @@ class RNN(nn.Module):
             TypeError: x is no tensor, or of a dtype that is not the parameters', or not one of
                 float64, float32, bfloat16 and float16; a state is no tensor of floating point.
         """
-        alone = state is None and lengths is None and reset is None
-        setting = Setting(
-            self.training, self.impl, self.schedule, self.recompute, self.batch_first, self.dropout
-        )
-        if alone and (found := repeat(self, setting, x)):
-            return found
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
             if reset is not None:
@@ -198,7 +192,7 @@ class RNN(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
         check_dense(x)
-        given, single = x, x.dim() == 2
+        single = x.dim() == 2
         if single:
             x = x.unsqueeze(1)
         elif self.batch_first and packed is None and x.dim() == 3:
@@ -215,16 +209,7 @@ class RNN(nn.Module):
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = None if lengths is None else self._valid(lengths, x)
-        outputs, final, ran = self._layers(x, states, parameters, valid, begins)
-        noise = self.training and any(each.draws for each in self._traced)
-        if alone and not (packed is not None or single or noise or self.bidirectional):
-            names = [
-                [name + suffix for name in traced.names]
-                for (_, suffix), traced in zip(self.runs, self._traced, strict=True)
-            ]
-            sizes = [*self.runs[0][0].state_sizes.values()]
-            keep(self, setting, given, ran, names, sizes)
-
+        outputs, final = self._layers(x, states, parameters, valid, begins)
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
         if packed is not None:
@@ -241,16 +226,14 @@ class RNN(nn.Module):
         parameters: list[list[Tensor]],
         valid: Tensor | None,
         begins: Tensor | None,
-    ) -> tuple[Tensor, list[Tensor], list[Ran]]:
-        """x (T, B, I) and states of each run to outputs (T, B, D * n), final states, and what ran
-        in each run."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns the outputs (T, B, D * n) and the final states of x (T, B, I)."""
         device_type = x.device.type
         directions = 1 + self.bidirectional
         resets = [begins]
         if self.bidirectional:
             resets.append(None if begins is None else _ends(begins, valid))
         final: list[list[Tensor]] = []
-        ran: list[Ran] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
@@ -270,23 +253,18 @@ class RNN(nn.Module):
                 call = Call(self.runs[at][0], traced.names, plan, x, states[at], parameters[at],
                             valid, resets[direction], self.training, seed, reverse)  # fmt: skip
                 calls.append(call)
-            names = [
+            impl, *_ = [
                 resolve(OPERATOR.name, self.impl, device_type, call.plan, call.program)
                 for call in calls
             ]
-            ran += [Ran(c.plan, c.program, n) for c, n in zip(calls, names, strict=True)]
-            found = run_directions(names[0], calls)
+            found = run_directions(impl, calls)
             outputs = [output for output, *_ in found]
             final += [following for _, *following in found]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-        return (
-            x,
-            [
-                each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
-                for each in zip(*final, strict=True)
-            ],
-            ran,
-        )
+        return x, [
+            each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
+            for each in zip(*final, strict=True)
+        ]
 
     def _cast(self, x: Tensor, parameters: list[list[Tensor]]) -> tuple[Tensor, list[list[Tensor]]]:
         """x and the parameters of each run in the dtype to compute with."""
@@ -476,6 +454,11 @@ def _explain(
                 f"x: expected the device of the parameters, {tensor.device} as {name}, got {device}"
             )
     raise AssertionError("every parameter fits")
+
+
+def _check_schedule(schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

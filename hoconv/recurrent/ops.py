@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
@@ -212,11 +211,9 @@ register_vmap(_library, compiled_op.overload)
 _TENSORS = 4  # arguments of the op that are tensors: the first ones
 
 
-class _Recorded(_SingleLevelFunction):
+class _Recorded(torch.autograd.Function):
     """An eager call of the program ``forward``, with the gradients that the op has. Autograd sees
     the output and the final states alone: what else the gradient needs has no gradient itself."""
-
-    apply: Callable[..., Any]  # as PyTorch defines it
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], inputs: tuple[Any, ...], *_: Tensor) -> Any:

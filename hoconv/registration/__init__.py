@@ -24,4 +24,3 @@ from hoconv.registration.gradient import gradients as gradients
 from hoconv.registration.gradient import has_tangent as has_tangent
 from hoconv.registration.gradient import register_gradient as register_gradient
 from hoconv.registration.gradient import register_layer as register_layer
-from hoconv.registration.repeats import Repeats as Repeats

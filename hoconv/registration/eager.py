@@ -51,35 +51,7 @@ class Op:
         if found is None:
             return self.overload(*args)
         run, differentiable = found
-        return self._call(run, differentiable and records_gradients(), args)
-
-    def call_plain(self, differentiable: bool, *args: Any) -> Any:
-        """Calls the op for tensors that the caller knows to be eager and plain.
-
-        Args:
-            differentiable: whether autograd records the call.
-        """
-        return self._call(self.kernel or self.overload, differentiable, args)
-
-    def bind(self, tensors: Sequence[Tensor | None], *options: Any) -> Callable[..., Any]:
-        """A function of tensors that the caller knows to be eager and plain.
-
-        Args:
-            tensors: which require gradients as those that it will be called with.
-            options: the arguments after them.
-        """
-        run, gradient = self.kernel or self.overload, self.gradient
-        if gradient and records_gradients() and torch._C._any_requires_grad(*tensors):
-            return lambda *tensors: gradient((*tensors, *options), run)
-
-        def call(*tensors: Tensor | None) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return run(*tensors, *options)
-
-        return call
-
-    def _call(self, run: Callable[..., Any], differentiable: bool, args: tuple[Any, ...]) -> Any:
-        if differentiable and self.gradient:
+        if differentiable and self.gradient and records_gradients():
             return self.gradient(args, run)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)

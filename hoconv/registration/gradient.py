@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_any_only, tree_leaves
 
 from hoconv.registration.batches import call_one_by_one
@@ -41,10 +40,7 @@ def register_gradient(
 
     overload = op.overload
 
-    # Of a single level: the dispatcher chose the level of torch.func before it called this.
-    class Gradient(_SingleLevelFunction):
-        apply: Callable[..., Any]  # as PyTorch defines it
-
+    class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             inputs, run = args[-2:]  # before them, the same tensors one by one, for autograd
@@ -68,7 +64,9 @@ def register_gradient(
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
         tensors = flatten(args) if op.takes_lists else args[: op.tensors]
-        found = Gradient.apply(*tensors, args, run)
+        # Not Function.apply, which would look for transforms of torch.func again: the dispatcher
+        # chose their level before it called this.
+        found = super(torch.autograd.Function, Gradient).apply(*tensors, args, run)
         return list(found) if returns_list else found
 
     op.gradient = gradient

@@ -18,7 +18,7 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.high_order.layer import composed, ops, reference
 from hoconv.implementations import resolve
-from hoconv.registration import Repeats, autocast, check_dense, check_dtypes, compiled
+from hoconv.registration import autocast, check_dense, check_dtypes, compiled
 
 MAX_KERNEL_SIZE = 11
 # Relative. At least twice those of the application alone: its kernels are computed too.
@@ -28,9 +28,6 @@ _TOLERANCES = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
 }
-
-
-_repeats = Repeats()
 
 
 def high_order_layer(
@@ -74,21 +71,20 @@ def high_order_layer(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    options = (kernel_size, type(kernel_size), dilation, type(dilation), normalize, residual, impl,
-               ops.convolutions_allow_tf32())  # fmt: skip
-    tensors = x, generator_weight, generator_bias
-    if run := _repeats.find(options, tensors):
-        return run(*tensors)
     check_dense(x)
     device_type = x.device.type
-    x, generator_weight, generator_bias = autocast(device_type, *tensors)
+    x, generator_weight, generator_bias = autocast(device_type, x, generator_weight, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
     name = resolve("high_order_layer", impl, device_type)
-    own = generator_weight, generator_bias, kernel_size, dilation, normalize, residual
-    out = OPERATOR.implementations[name].function(x, *own)
-    if not torch.compiler.is_compiling() and (run := ops.find_kernel(name, x, *own)):
-        _repeats.keep(options, tensors, run, 0, 2, 3)
-    return out
+    return OPERATOR.implementations[name].function(
+        x, generator_weight, generator_bias, kernel_size, dilation, normalize, residual
+    )
+
+
+def check_normalize(normalize: str | None) -> None:
+    """Raises ValueError where it names no way to normalise the taps of a pixel."""
+    if normalize not in (None, "softmax"):
+        raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
 
 
 def _check(
@@ -108,8 +104,7 @@ def _check(
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             allowed = "at least 1" if most == math.inf else f"1 to {most}"
             raise ValueError(f"{name}: expected an int, {allowed}, got {value!r}")
-    if normalize not in (None, "softmax"):
-        raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
+    check_normalize(normalize)
     C, shape = x.shape[1], weight.shape
     if len(shape) != 4 or shape[1] != C or shape[2] != shape[3]:
         raise ValueError(

@@ -16,7 +16,6 @@ s kernel size of the generator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,18 +129,6 @@ def run(
         )
     options = kernel_size, dilation, normalize == "softmax", residual, convolutions_allow_tf32()
     return _FORWARD[impl](x, weight, bias, *options)
-
-
-def find_kernel(
-    impl: str, x: Tensor, weight: Tensor, bias: Tensor | None, kernel_size: int, dilation: int,
-    normalize: str | None, residual: bool,
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:  # fmt: skip
-    """What computes a layer of plain tensors in its fused kernel, given x, weight and bias; None if
-    there is none."""
-    if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation):
-        return None
-    options = kernel_size, dilation, normalize == "softmax", residual, convolutions_allow_tf32()
-    return _FORWARD[impl].bind((x, weight, bias), *options)
 
 
 def convolutions_allow_tf32() -> bool:
