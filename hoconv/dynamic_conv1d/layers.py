@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from hoconv.dynamic_conv1d.composed import arrange
 from hoconv.dynamic_conv1d.operator import OPERATOR, dynamic_conv1d, generate_and_convolve
 from hoconv.implementations import check_name
-from hoconv.registration import check_dense, computes_as_made, get_parameter
+from hoconv.registration import FixedAttributes, check_dense, computes_as_made, get_parameter
 
 
-class _Conv1d(nn.Module):
+class _Conv1d(FixedAttributes):
     """The part that both layers share: everything except how the weights are made."""
 
     operator = OPERATOR
+    fixed = "channels", "kernel_size", "heads"
 
     def __init__(
         self,
@@ -40,8 +41,7 @@ class _Conv1d(nn.Module):
             raise ValueError(f"kernel_size: expected at least 1, got {kernel_size}")
         if heads < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels={channels}, got {heads}")
-        if padding not in ("causal", "same"):
-            raise ValueError(f"padding: expected 'causal' or 'same', got {padding!r}")
+        _check_padding(padding)
         if not 0 <= weight_dropout < 1:
             raise ValueError(
                 f"weight_dropout: expected a probability from 0 to less than 1, "
@@ -124,6 +124,7 @@ class _Conv1d(nn.Module):
         return self.training and self.weight_dropout > 0
 
     def _padding(self) -> int:
+        _check_padding(self.padding)
         before = self.kernel_size - 1
         return before if self.padding == "causal" else before // 2
 
@@ -270,6 +271,11 @@ class DynamicConv1d(_Conv1d):
         expected = x.shape[0], x.shape[2], self.heads * self.kernel_size
         _check_shape("what the generator returns", generated, *expected)
         return self._drop(arrange(generated, self.heads, self.softmax))
+
+
+def _check_padding(padding: str) -> None:
+    if padding not in ("causal", "same"):
+        raise ValueError(f"padding: expected 'causal' or 'same', got {padding!r}")
 
 
 def _check_shape(name: str, tensor: Tensor, *expected: int) -> None:

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from hoconv.high_order.conv2d.operator import high_order_conv2d
-from hoconv.high_order.layer.operator import MAX_KERNEL_SIZE, OPERATOR, high_order_layer
+from hoconv.high_order.layer.operator import (
+    MAX_KERNEL_SIZE,
+    OPERATOR,
+    check_normalize,
+    high_order_layer,
+)
 from hoconv.high_order.layer.rule import why_unfused
 from hoconv.implementations import check_name, resolve
-from hoconv.registration import autocast, computes_as_made, get_parameter
+from hoconv.registration import FixedAttributes, autocast, computes_as_made, get_parameter
 
 
-class HighOrderConv2d(nn.Module):
+class HighOrderConv2d(FixedAttributes):
     """A convolution whose kernels are generated, for every pixel, by another convolution.
 
     The generator, an ``nn.Conv2d`` over the same input, gives k * k weights for each pixel and
@@ -49,6 +54,7 @@ class HighOrderConv2d(nn.Module):
     """
 
     operator = OPERATOR
+    fixed = "channels", "kernel_size", "groups"
 
     def __init__(
         self,
@@ -76,8 +82,7 @@ class HighOrderConv2d(nn.Module):
             raise ValueError(f"groups: expected a divisor of channels={channels}, got {groups}")
         if dilation < 1:
             raise ValueError(f"dilation: expected at least 1, got {dilation}")
-        if normalize not in (None, "softmax"):
-            raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
+        check_normalize(normalize)
         check_name(OPERATOR, impl)
         self.channels = channels
         self.kernel_size = kernel_size
@@ -113,6 +118,7 @@ class HighOrderConv2d(nn.Module):
                 f"what the generator returns: expected shape {expected}, "
                 f"got {tuple(generated.shape)}"
             )
+        check_normalize(self.normalize)
         x, generated = autocast(x.device.type, x, generated)
         taps = generated.unflatten(1, (K, G))
         taps = taps.softmax(1) if self.normalize else taps

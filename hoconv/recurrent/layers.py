@@ -29,12 +29,12 @@ from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.schedule import SCHEDULES, plan
-from hoconv.registration import autocasts, check_dense, get_parameter
+from hoconv.registration import FixedAttributes, autocasts, check_dense, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
 
 
-class RNN(nn.Module):
+class RNN(FixedAttributes):
     """A recurrent layer of any cell; arguments, shapes and packing are those of nn.LSTM.
 
     Args:
@@ -64,6 +64,7 @@ class RNN(nn.Module):
     """
 
     operator = OPERATOR
+    fixed = "input_size", "hidden_size", "num_layers", "bidirectional", "options", "runs"
 
     def __init__(
         self,
@@ -182,6 +183,7 @@ class RNN(nn.Module):
             TypeError: x is no tensor, or of a dtype that is not the parameters', or not one of
                 float64, float32, bfloat16 and float16; a state is no tensor of floating point.
         """
+        _check_schedule(self.schedule)
         packed = x if isinstance(x, PackedSequence) else None
         if packed is not None:
             if reset is not None:

@@ -1,6 +1,7 @@
 """Functions that every operator uses: they define its ops, register gradients and autocast, and
 check arguments."""
 
+from hoconv.registration.arguments import FixedAttributes as FixedAttributes
 from hoconv.registration.arguments import check_dense as check_dense
 from hoconv.registration.arguments import check_dtypes as check_dtypes
 from hoconv.registration.arguments import computes_as_made as computes_as_made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -46,6 +48,23 @@ def check_dtypes(x: Tensor, dtypes: Collection[torch.dtype], **others: Tensor | 
             raise ValueError(f"{name}: expected the device of x, {device}, got {tensor.device}")
 
 
+class FixedAttributes(nn.Module):
+    """A module that refuses other values for attributes by which its parameters were made.
+
+    Without that a call would read one size from the attribute and another from the parameters.
+    """
+
+    fixed: tuple[str, ...] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fixed and name in self.__dict__ and value != self.__dict__[name]:
+            raise AttributeError(
+                f"{name}: is {self.__dict__[name]!r} and cannot become {value!r}, since the shapes "
+                f"of the parameters depend on it; make a new {type(self).__name__}"
+            )
+        super().__setattr__(name, value)
+
+
 def get_parameter(module: nn.Module, name: str) -> Any:
     """An attribute of a module that is a parameter or None, or what took its place: a
     parametrization, say.
@@ -64,22 +83,30 @@ def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
         generator: a module of any class.
         kind: ``nn.Conv2d`` or ``nn.Linear``.
     """
-    for name in _METHODS[kind]:
-        if type(generator) is kind:  # found sooner: only an attribute of its own can replace one
-            if name in generator.__dict__:
-                return False
-        elif getattr(getattr(generator, name), "__func__", None) is not getattr(kind, name):
+    own = type(generator)
+    for name, published in _METHODS[kind].items():
+        if getattr(own, name, None) is not published or name in generator.__dict__:
             return False
     return (
-        type(generator).__call__ is kind.__call__
-        and not _has_any_global_hook()
+        not _has_any_global_hook()
         and not (generator._forward_pre_hooks or generator._forward_hooks)
         and not (generator._backward_pre_hooks or generator._backward_hooks)
     )
 
 
+def _find_published(kind: type[nn.Module], *names: str) -> dict[str, Callable[..., Any] | None]:
+    """Returns methods of a class of torch.nn, by name; None for one that is not PyTorch's own:
+    adapters replace methods on the class, and may have done so before this module was imported."""
+    found = {name: getattr(kind, name) for name in names}
+    folder = os.path.dirname(inspect.getfile(nn.Module))
+    return {
+        name: method if os.path.dirname(inspect.getfile(method)) == folder else None
+        for name, method in found.items()
+    }
+
+
 # By which a module computes.
-_METHODS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Conv2d: ("forward", "_conv_forward"),
-    nn.Linear: ("forward",),
+_METHODS: dict[type[nn.Module], dict[str, Callable[..., Any] | None]] = {
+    nn.Conv2d: _find_published(nn.Conv2d, "__call__", "_call_impl", "forward", "_conv_forward"),
+    nn.Linear: _find_published(nn.Linear, "__call__", "_call_impl", "forward"),
 }

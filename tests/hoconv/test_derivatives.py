@@ -214,6 +214,13 @@ def pull_back(f: Any, point: Any, vectors: Any) -> Any:
     return out, function(torch.ones_like(out))
 
 
+def many_cotangents_at_once(f: Any, point: Any, vectors: Any) -> Any:
+    leaves = [t.clone().requires_grad_() for t in point]
+    out = f(*leaves)
+    cotangents = torch.stack([torch.ones_like(out), out.detach().cos()])
+    return torch.autograd.grad(out, leaves, cotangents, is_grads_batched=True)
+
+
 def jacobian_backwards(f: Any, point: Any, vectors: Any) -> Any:
     return torch.func.jacrev(lambda x: f(x, *point[1:]).flatten()[:7])(point[0])
 
@@ -261,6 +268,7 @@ TRANSFORMS = (
     jacobian_forwards,
     gradient,
     pull_back,
+    many_cotangents_at_once,
     jacobian_backwards,
     forward_over_reverse,
     reverse_over_forward,

@@ -106,6 +106,21 @@ def test_gradient_is_what_was_asked_for(gradient: Any) -> None:
     torch.testing.assert_close(layer.weight.grad, weight.grad)
 
 
+@pytest.mark.parametrize("gradient", approx.gradients.KINDS)
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_many_cotangents_give_the_gradients_of_each(gradient: str, padding_mode: Any) -> None:
+    layer = approx.ApproxConv2d(
+        2, 4, 3, padding=1, padding_mode=padding_mode, gradient=gradient, impl="reference"
+    )
+    leaves = [torch.randn(1, 2, 5, 4, requires_grad=True), *layer.parameters()]
+    out = layer(leaves[0])
+    cotangents = torch.randn(3, *out.shape)
+    at_once = torch.autograd.grad(out, leaves, cotangents, True, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(out, leaves, each, True) for each in cotangents]
+    for found, expected in zip(at_once, map(torch.stack, zip(*one_by_one)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [ApproxConv2d, ApproxLinear])
 def test_state_dict_and_initialisation_are_pytorchs(kind: Any) -> None:
     torch.manual_seed(3)
