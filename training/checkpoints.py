@@ -23,6 +23,7 @@ from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from training import console, disk
 from training.processes import Exchange
@@ -118,9 +119,47 @@ class WholeFiles(TorchCheckpointIO):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def make_epoch_checkpoints(run_dir: Path, **arguments: Any) -> ModelCheckpoint:
+class EpochCheckpoints(ModelCheckpoint):
+    """Keeps the weights to be tested: a value that is NaN or infinite is never the best of what is
+    monitored, and where none was kept when the fit ends, those of the last step are.
+
+    Attributes:
+        notes: a line where those of the last step were kept, and why.
+    """
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        self.notes: list[str] = []
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        # Asked of all processes: one that left here would let the others wait.
+        finite = current is not None and bool(torch.isfinite(current))
+        if not trainer.strategy.reduce_boolean_decision(finite):
+            return False
+        return super().check_monitor_top_k(trainer, current)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        wanted = self.save_top_k and trainer.global_step and not trainer.fast_dev_run
+        if self.best_model_path or not wanted:
+            return
+        self.best_model_path = self.format_checkpoint_name(
+            {"epoch": torch.tensor(max(0, trainer.fit_loop.epoch_progress.current.processed - 1))}
+        )
+        trainer.save_checkpoint(self.best_model_path, self.save_weights_only)
+        why = "checkpoint: none was due before the fit ended"
+        if self.monitor in trainer.callback_metrics:
+            why = f"checkpoint.monitor: {self.monitor!r} was never a finite number"
+        elif self.monitor:
+            logged = ", ".join(trainer.callback_metrics) or "nothing"
+            why = f"checkpoint.monitor: {self.monitor!r} was not logged, but {logged}"
+        self.notes = [f"{why}; the weights of the last step are kept and tested"]
+        console.warn(self.notes[0])
+
+
+def make_epoch_checkpoints(run_dir: Path, **arguments: Any) -> EpochCheckpoints:
     """Makes the callback that keeps the weights to be tested; `arguments` are ModelCheckpoint's."""
-    return ModelCheckpoint(
+    return EpochCheckpoints(
         run_dir / "checkpoints",
         filename="epoch_{epoch}",
         auto_insert_metric_name=False,  # Hydra would read "="

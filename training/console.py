@@ -6,6 +6,7 @@ Plain text where the output is a file or a pipe: no colours, no moving bar, no c
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -29,11 +30,23 @@ GROUPS = (
 
 
 class _Console(Console):
-    """Drops text that cannot be written, to a full disk or a closed pipe: the run goes on."""
+    """Prints text as it is, without rich's markup; drops what cannot be written, to a full disk or
+    a closed pipe: the run goes on."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(markup=False, **arguments)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(OSError):
             super().print(*args, **kwargs)
+
+
+def take_any_text() -> None:
+    """Lets the terminal, or what takes its place, show what its encoding lacks as ``\\xe9``: the
+    name of a file ends no run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def stdout() -> Console:
@@ -88,6 +101,7 @@ def show_implementations(
 
 def show_results(
     metrics: Mapping[str, float],
+    notes: Iterable[str],
     throughput: Mapping[str, float | None],
     capture: Mapping[str, Any],
     paths: Iterable[tuple[str, Path | None]],
@@ -117,9 +131,10 @@ def show_results(
     console = stdout()
     if table.row_count:  # a prediction may measure nothing
         console.print(table)
-    for label, path in paths:
-        if path is not None:
-            console.print(f"{label:<12}{short(path)}", soft_wrap=True, highlight=False)
+    rows = [("note", note) for note in notes]
+    rows += [(label, str(short(path))) for label, path in paths if path is not None]
+    for label, text in rows:
+        console.print(f"{label:<12}{text}", soft_wrap=True, highlight=False)
 
 
 def show_problem(kind: str, message: str) -> None:

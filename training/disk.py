@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import BinaryIO
 from training import console
 
 PARTIAL = ".partial"  # suffix of a file that is being written
+LONGEST_NAME = 255 - len(PARTIAL)  # bytes of a file name, of which a file system has 255
+DIGEST = 8  # hexadecimal digits that tell apart names with the same beginning
 
 
 class DiskError(Exception):
@@ -20,6 +23,24 @@ class DiskError(Exception):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} cannot be written ({reason})")
         self.path = path
+
+
+def plain(text: str) -> str:
+    """Returns text that every file and terminal takes: a byte of a file name that is not UTF-8,
+    which Python has as half a character, becomes ``\\udcXX``."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def file_name(name: str, suffix: str) -> str:
+    """Returns the name, or path, of a file that is written for another one: `name` and `suffix`,
+    :func:`plain`. The end of what is too long for a name becomes a digest of the whole."""
+    folder, slash, last = plain(name).rpartition("/")
+    if len((last + suffix).encode()) > LONGEST_NAME:
+        end = f"~{hashlib.sha256(last.encode()).hexdigest()[:DIGEST]}{suffix}"
+        last = last.encode()[: LONGEST_NAME - len(end.encode())].decode(errors="ignore") + end
+    else:
+        last += suffix
+    return f"{folder}{slash}{last}"
 
 
 @contextlib.contextmanager
@@ -60,7 +81,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 
 
 def append(path: Path, text: str) -> None:
-    """Appends to an existing file.
+    """Appends :func:`plain` text to an existing file.
 
     Raises:
         DiskError: the text cannot be written; the file is unchanged.
@@ -69,7 +90,7 @@ def append(path: Path, text: str) -> None:
         size = path.stat().st_size
         try:
             with path.open("ab") as file:  # one write: a process that is killed leaves no half row
-                file.write(text.encode())
+                file.write(plain(text).encode())
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)

@@ -13,6 +13,8 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
+from training.callbacks.ending import why_ended
+from training.callbacks.feasible import explained, require_trained
 from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
@@ -23,7 +25,7 @@ from training.predict import missing_for_test
 from training.results.loggers import make_loggers
 from training.results.record import Results
 from training.results.saved import describe, read
-from training.trainer import make_trainer
+from training.trainer import make_trainer, notes_of
 
 
 def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
@@ -63,7 +65,12 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         }
         for logger in loggers:
             logger.log_hyperparams(about)
-        trainer.fit(model, datamodule=data, ckpt_path=resumed)
+        with explained(trainer):
+            trainer.fit(model, datamodule=data, ckpt_path=resumed)
+        require_trained(trainer)
+        if ended := why_ended(trainer):
+            results.notes.append(f"the fit {ended}")
+            console.stdout().print(f"The fit {ended}", soft_wrap=True, highlight=False)
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         best = Path(trainer.checkpoint_callback.best_model_path)  # pyright: ignore
         checkpoint = trainer.strategy.broadcast(best if disk.is_current(best) else None)
@@ -73,6 +80,7 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         _test(trainer, model, data, checkpoint, config)
     finally:
         results.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.notes += notes_of(trainer)
         results.throughput |= throughput.summary()
         if results.throughput["step_ms"] is not None:
             results.throughput["warmup_seconds"] = throughput.warmup_seconds
@@ -88,11 +96,11 @@ def _test(
     config: DictConfig,
 ) -> None:
     """Tests the weights of `checkpoint`, or those of the last step where there is none."""
-    if missing := missing_for_test(model, data):
+    if missing := missing_for_test(trainer, model, data):
         console.warn(f"not tested: {missing}")
     elif not isinstance(trainer.strategy, FSDPStrategy):
         if checkpoint is None:
-            console.warn("the weights of the last step are tested: no checkpoint could be written")
+            console.warn(f"the weights of the last step are tested: {_why_none(trainer)}")
         trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
     elif checkpoint:
         # A fit leaves each process a part of the model, which FSDP cannot wrap again.
@@ -102,6 +110,16 @@ def _test(
         trainer.test(whole, datamodule=data, verbose=False)
     else:
         console.warn(
-            "not tested: no checkpoint could be written, and FSDP left each process only a part of "
-            "the model"
+            f"not tested: {_why_none(trainer)}, and FSDP left each process only a part of the model"
         )
+    if trainer.num_test_batches and not sum(trainer.num_test_batches):
+        console.warn("not tested: the test loader has no batches")
+
+
+def _why_none(trainer: pl.Trainer) -> str:
+    """Returns why there is no checkpoint."""
+    if trainer.fast_dev_run:
+        return "trainer.fast_dev_run keeps no checkpoint"
+    if not trainer.checkpoint_callback.best_model_path:  # pyright: ignore
+        return "checkpoint.save_top_k=0 keeps no checkpoint"
+    return "no checkpoint could be written"

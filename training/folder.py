@@ -22,7 +22,7 @@ from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.moved import renamed, upgrade
 from training.lock import is_running
 
-CONFIG = "config.yaml"  # in the folder of a run
+CONFIG, RESULTS = "config.yaml", "results.json"  # in the folder of a run
 PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures
 
 
@@ -35,8 +35,12 @@ def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> st
         for folder in sorted(Path(parent).glob("*"), reverse=True):
             if find_step_checkpoints(folder) or is_running(folder):
                 record = _record(folder)
-                same = _identity(record.get("overrides", [])) == wanted
-                if same and record["status"] != "finished":
+                if not record:
+                    console.warn(
+                        f"resume=auto: {folder / RESULTS} cannot be read, so nobody knows which "
+                        f"command began it; hydra.run.dir={folder} goes on with it"
+                    )
+                elif _identity(record["overrides"]) == wanted and record["status"] != "finished":
                     return str(folder)
     if rank := int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0):
         # Processes that torchrun or SLURM started read the clock at different times, and only the
@@ -137,11 +141,15 @@ def is_finished(folder: Path) -> bool:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """The contents of results.json; empty where it cannot be read."""
+    """The contents of results.json; empty where it cannot be read or is not what a run wrote."""
     try:
-        return json.loads((folder / "results.json").read_text())
+        record = json.loads((folder / RESULTS).read_text())
     except (OSError, ValueError):
         return {}
+    whole = isinstance(record, dict) and isinstance(record.get("status"), str)
+    overrides = record.get("overrides") if whole else None
+    texts = isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)
+    return record if texts else {}
 
 
 def as_given(overrides: Any) -> list[str]:

@@ -72,7 +72,7 @@ def _owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text())
         return f"by process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "by a process that could not write who it is"
 
 

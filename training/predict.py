@@ -17,20 +17,21 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
 from training import console, disk
+from training.callbacks.evaluated import EvaluatedLosses
 from training.configuration.instantiation import instantiate
 from training.folder import as_given
 from training.implementations import show_implementations
 from training.model import build
 from training.results.record import Results
 from training.results.saved import Saved, class_names, load_weights, read
-from training.trainer import make_callbacks, new_trainer
+from training.trainer import make_callbacks, new_trainer, notes_of
 
 OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
 
 
 def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
-    """Writes predictions into the folder of the run: of every image of ``config.input``, or, where
-    that is null, of what the data's `predict_dataloader` yields.
+    """Writes predictions into the folder of the run: of every image of ``config.input``, a folder
+    or a file, or, where that is null, of what the data's `predict_dataloader` yields.
 
     The model and the size of its images are those of the run that made ``config.ckpt``; the
     implementation and the trainer are those of `config`. The model's callbacks write; where none of
@@ -44,7 +45,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     """
     if config.ckpt is None:
         raise MisconfigurationException(
-            "mode=predict needs ckpt=<a checkpoint of a run> and input=<a folder of images>"
+            "mode=predict needs ckpt=<a checkpoint of a run> and input=<a folder of images, or one>"
         )
     saved = read(config.ckpt)
     model = _build(saved, config, results)
@@ -88,12 +89,18 @@ def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
     data = instantiate(_data(saved, config, results))
     model = _build(saved, config, results)
     _require_same_classes(saved, data)
-    if missing := missing_for_test(model, data):
-        raise MisconfigurationException(f"mode=test: {missing}")
     trainer = _make_trainer(config, saved, run_dir)
+    if missing := missing_for_test(trainer, model, data):
+        raise MisconfigurationException(f"mode=test: {missing}")
     results.environment["implementations"] = show_implementations(model, trainer, data)
 
     trainer.test(model, datamodule=data, verbose=False)
+    if not sum(trainer.num_test_batches):
+        raise MisconfigurationException(
+            "mode=test: the test loader has no batches; use a smaller data.batch_size, or "
+            "drop_last=False in its loader"
+        )
+    results.notes += notes_of(trainer)
     results.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return saved.path
 
@@ -111,8 +118,12 @@ def _require_same_classes(saved: Saved, data: pl.LightningDataModule) -> None:
     )
 
 
-def missing_for_test(model: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
-    """What a test lacks; None where it can run."""
+def missing_for_test(
+    trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
+) -> str | None:
+    """Returns what a test lacks; None where it can run."""
+    if trainer.limit_test_batches == 0:
+        return "trainer.limit_test_batches is 0; set it to more"
     for part, base, name in (
         (model, pl.LightningModule, "test_step"),
         (data, pl.LightningDataModule, "test_dataloader"),
@@ -139,7 +150,11 @@ def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer
     return new_trainer(
         config.trainer,
         logger=False,
-        callbacks=[console.make_progress(), *make_callbacks(saved.config.callbacks)],
+        callbacks=[
+            console.make_progress(),
+            EvaluatedLosses(),
+            *make_callbacks(saved.config.callbacks),
+        ],
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
         enable_checkpointing=False,
@@ -185,8 +200,8 @@ def _write(predictions: Any, path: Path) -> None:
         torch.save(predictions, file)
 
 
-def _images(folder: str, saved: Saved) -> Any:
-    """The images of a folder, as the model of a checkpoint reads them."""
+def _images(source: str, saved: Saved) -> Any:
+    """The images of a folder, or one image, as the model of a checkpoint reads them."""
     from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
 
     data = saved.config.data
@@ -194,12 +209,12 @@ def _images(folder: str, saved: Saved) -> Any:
     if "image_size" in data:
         shape = (3, data.image_size, data.image_size)
         return ImageFolder(
-            folder, shape, data.batch_size, data.get("num_workers", 0),
+            source, shape, data.batch_size, data.get("num_workers", 0),
             class_names=saved.class_names,
         )  # fmt: skip
     if issubclass(dataset, ImageDataModule):
         return ImageFolder(
-            folder, dataset.image_shape, data.batch_size,
+            source, dataset.image_shape, data.batch_size,
             normalise=dataset.normalise_file, class_names=saved.class_names,
         )  # fmt: skip
     raise MisconfigurationException(

@@ -63,6 +63,7 @@ def run_command(main: Callable[[], Any]) -> int:
         main: of train.py, which Hydra gives each job's configuration.
     """
     failed_jobs.clear()
+    console.take_any_text()
     try:
         check_command(sys.argv[1:], ROOT / "conf")
     except MisconfigurationException as error:
@@ -124,7 +125,7 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
     if config.mode == "predict":
         paths += [("predictions", path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
-    console.show_results(results.metrics, throughput, results.capture, paths)
+    console.show_results(results.metrics, results.notes, throughput, results.capture, paths)
     return _objective(config, results)
 
 

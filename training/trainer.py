@@ -16,10 +16,11 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
 from training.callbacks.compilation import CompileFirst
+from training.callbacks.evaluated import EvaluatedLosses
+from training.callbacks.feasible import Feasible
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
-from training.callbacks.monitored import MonitoredMetrics
 from training.callbacks.statistics import FirstStatistics
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.instantiation import instantiate_as
@@ -74,7 +75,8 @@ def make_trainer(
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),
-            MonitoredMetrics(),
+            Feasible(),
+            EvaluatedLosses(),
             make_epoch_checkpoints(run_dir, **config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
@@ -123,3 +125,9 @@ def make_callbacks(described: Any) -> list[pl.Callback]:
             kind = "the _target_ of a Lightning callback, or null to switch it off"
             callbacks.append(instantiate_as(pl.Callback, f"callbacks.{name}", description, kind))
     return callbacks
+
+
+def notes_of(trainer: pl.Trainer) -> list[str]:
+    """Returns what the callbacks of a trainer want to be read at the end of the run."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return [note for each in callbacks for note in getattr(each, "notes", ())]

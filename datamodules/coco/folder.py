@@ -5,6 +5,7 @@ B batch, C channels, S image size.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -28,7 +29,7 @@ from datamodules.reading.decoding import (
     decode_on,
     decodes_on,
 )
-from datamodules.reading.files import find_images
+from datamodules.reading.files import SUFFIXES, find_images
 from datamodules.reading.pixels import normalise, resize_all
 from datamodules.reading.skipped import report
 from datamodules.reading.threads import FileSet
@@ -54,13 +55,12 @@ class FolderBatch(NamedTuple):
 
 
 class FolderSet(FileSet[FolderBatch]):
-    """The image files of a folder. An item is a batch of one image, or of none where the file
-    cannot be read."""
+    """The image files of a folder, or one. An item is a batch of one image, or of none where the
+    file cannot be read."""
 
-    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
-        self.folder = folder
+    def __init__(self, source: Path, image_shape: tuple[int, int, int]) -> None:
+        self.folder, self.names = _find(source)
         self.image_shape = image_shape
-        self.names = sorted(str(path.relative_to(folder)) for path in find_images(folder))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -156,10 +156,11 @@ def join(items: Sequence[FolderBatch]) -> FolderBatch:
 
 
 class ImageFolder(pl.LightningDataModule):
-    """All images in a folder and its subfolders, resized and normalised.
+    """All images in a folder and its subfolders, or one, resized and normalised.
 
     Args:
-        folder: of JPEG, PNG, GIF or WebP files, which are turned upright as their EXIF says.
+        source: a folder of JPEG, PNG, GIF or WebP files, or one of them. They are turned upright as
+            their EXIF says.
         image_shape: (C, S, S); C is 3, or 1 for grey.
         batch_size: images a batch.
         num_workers: processes that decode; None: as many as this machine can use.
@@ -170,12 +171,12 @@ class ImageFolder(pl.LightningDataModule):
         skipped: reason -> names of the files that cannot be read; a warning at the end counts them.
 
     Raises:
-        DataNotFoundError: `folder` holds no images.
+        DataNotFoundError: there is no `source`, or it holds no images.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        source: str | Path,
         image_shape: tuple[int, int, int],
         batch_size: int,
         num_workers: int | None = 0,
@@ -183,11 +184,7 @@ class ImageFolder(pl.LightningDataModule):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.images = FolderSet(Path(folder), image_shape)
-        if not self.images.names:
-            raise DataNotFoundError(
-                f"input: there are no images ({', '.join(FORMATS)}) in {Path(folder).resolve()}"
-            )
+        self.images = FolderSet(Path(source), image_shape)
         self.batch_size = batch_size
         self.normalise = normalise
         self.class_names = class_names
@@ -211,3 +208,22 @@ class ImageFolder(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         report(str(self.images.folder), self.skipped)
+
+
+def _find(source: Path) -> tuple[Path, list[str]]:
+    """Returns a folder, and the names of the images in it, or of the one that `source` is."""
+    if source.is_file() and source.suffix.lower() in SUFFIXES:
+        return source.parent, [source.name]
+    formats = ", ".join(FORMATS)
+    if source.is_dir():
+        if names := sorted(str(path.relative_to(source)) for path in find_images(source)):
+            return source, names
+        raise DataNotFoundError(f"input: there are no images ({formats}) in {source.resolve()}")
+    if source.exists():
+        raise DataNotFoundError(f"input: {source.resolve()} is no image ({formats}) and no folder")
+    beside = [path.name for path in source.absolute().parent.glob("*")]
+    close = difflib.get_close_matches(source.name, beside, 1)
+    raise DataNotFoundError(
+        f"input: there is no {source.absolute()}"
+        + (f"; did you mean {source.with_name(close[0])}?" if close else "")
+    )

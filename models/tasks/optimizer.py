@@ -75,7 +75,13 @@ def configure(
     made = _make("optimizer", optimizer, model.parameters(), **options)
     length = {}
     if _takes(scheduler, "total_steps"):
-        length["total_steps"] = int(trainer.estimated_stepping_batches)
+        steps = trainer.estimated_stepping_batches
+        if not 0 <= steps < math.inf:
+            raise MisconfigurationException(
+                "scheduler: it needs the number of steps of the fit, which is not known; set "
+                "trainer.max_steps, or use scheduler=constant"
+            )
+        length["total_steps"] = max(1, int(steps))  # none: a fit without batches says so itself
     schedule = _make("scheduler", scheduler, made, **length)
     if isinstance(schedule, ReduceLROnPlateau):
         when = {"interval": "epoch", "monitor": MONITORED}

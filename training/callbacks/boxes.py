@@ -55,6 +55,7 @@ class BoxWriter(BasePredictionWriter):
         data: Any = trainer.datamodule  # pyright: ignore
         names = data.class_names or [str(number) for number in ids]
         for name, image_id, found in zip(batch.names, batch.ids, prediction, strict=True):
+            image_id = disk.plain(image_id) if isinstance(image_id, str) else image_id
             columns = (values.tolist() for values in found)
             for box, score, label in zip(*columns, strict=True):
                 self._results.append(
@@ -69,7 +70,7 @@ class BoxWriter(BasePredictionWriter):
                 for label, score in zip(classes, found.scores[shown], strict=True)
             ]
             draw_boxes(picture, boxes, classes, texts)
-            write(Path(trainer.default_root_dir) / "boxes" / f"{name}.png", picture)
+            write(Path(trainer.default_root_dir) / "boxes" / disk.file_name(name, ".png"), picture)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         results = self._results

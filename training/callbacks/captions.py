@@ -42,7 +42,7 @@ class CaptionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         lines = (
-            json.dumps({"image": name, "caption": caption})
+            json.dumps({"image": disk.plain(name), "caption": caption})
             for name, caption in zip(batch.names, prediction, strict=True)
         )
         disk.append(_path(trainer), "".join(f"{line}\n" for line in lines))

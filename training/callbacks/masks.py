@@ -59,7 +59,7 @@ class MaskWriter(BasePredictionWriter):
                 table.writerow([name, value, label, f"{count / mask.numel():.6f}"])
             image = Image.fromarray(mask.cpu().numpy())
             image.putpalette(palette)
-            write(Path(trainer.default_root_dir) / "masks" / f"{name}.png", image)
+            write(Path(trainer.default_root_dir) / "masks" / disk.file_name(name, ".png"), image)
         disk.append(_table(trainer), text.getvalue())
 
 

@@ -243,7 +243,7 @@ def _legend(labels: list[int], names: Sequence[str] | None, width: int) -> Image
 def _name(label: int, names: Sequence[str] | None) -> str:
     if label == IGNORED:
         return "unlabelled"
-    return f"class {label}" if names is None else names[label]
+    return f"class {label}" if names is None else disk.plain(names[label])
 
 
 def _write_text(picture: Image.Image, x: int, y: int, text: str) -> None:
@@ -272,8 +272,9 @@ def draw_boxes(
         canvas.rectangle(_ordered(corners), outline=colour, width=max(1, picture.width // 200))
         if texts is not None:
             left, top = box[0] + MARGIN / 2, box[1]
-            canvas.rectangle(canvas.textbbox((left, top), texts[i], font), fill="black")
-            canvas.text((left, top), texts[i], colour, font)
+            text = disk.plain(texts[i])
+            canvas.rectangle(canvas.textbbox((left, top), text, font), fill="black")
+            canvas.text((left, top), text, colour, font)
 
 
 def _ordered(corners: tuple[float, ...]) -> tuple[float, float, float, float]:

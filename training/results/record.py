@@ -34,6 +34,8 @@ class Results:
 
     Attributes:
         metrics: name -> value; empty at first.
+        notes: lines that a reader of the metrics should know: why a fit ended before its last
+            epoch, which losses were no numbers. The file has them where there are any.
         throughput: ``samples_per_sec`` of all devices, ``step_ms``, ``data_wait_fraction``,
             ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
             ``warmup_seconds``, the time of the other steps; None where not measured.
@@ -56,6 +58,7 @@ class Results:
         self.status = "running"
         self.error: str | None = None
         self.metrics: dict[str, float] = {}
+        self.notes: list[str] = []
         self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
         self.capture: dict[str, Any] = {}
         self.environment = doctor.environment()
@@ -102,6 +105,7 @@ class Results:
             "overrides": self._overrides,
             "status": self.status,
             **({"error": self.error} if self.error else {}),
+            **({"notes": self.notes} if self.notes else {}),
             "metrics": self.metrics,
             "throughput": self.throughput,
             "capture": self.capture,

@@ -48,7 +48,8 @@ class GrowingTable:
             rows = [*self._read(), *self._waiting]
             columns = dict.fromkeys([*self._columns, *(name for row in rows for name in row)])
             with disk.replaced(self.path) as file:
-                file.write((_text(columns, [dict(zip(columns, columns)), *rows])).encode())
+                text = _text(columns, [dict(zip(columns, columns)), *rows])
+                file.write(disk.plain(text).encode())
             self._begun, self._columns = True, list(columns)
         self._waiting = []
 
@@ -57,7 +58,7 @@ class GrowingTable:
         rows = []
         with disk.named(self.path):
             if self._begun or (self._kept and self.path.exists()):
-                with self.path.open(newline="", errors="replace") as file:
+                with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
                     rows = list(csv.DictReader(file))
         if self._begun:
             return rows
