@@ -18,7 +18,7 @@ class Offline:
     """What an offline run says of itself.
 
     Attributes:
-        history: the values of each row that was logged.
+        history: the values of each row that was logged, and its number as ``_step``.
         exit_code: None where the run did not end.
     """
 
@@ -46,7 +46,7 @@ def read(folder: Path) -> Offline:
         elif kind == "config":
             found.config |= _items(record.config.update)
         elif kind == "history":
-            found.history.append(_items(record.history.item))
+            found.history.append({"_step": record.history.step.num} | _items(record.history.item))
         elif kind == "summary":
             found.summary |= _items(record.summary.update)
         elif kind == "exit":

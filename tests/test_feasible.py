@@ -112,6 +112,7 @@ def assert_refused_test(failed: Any, message: str) -> None:
     assert failed.err.splitlines()[-1].startswith(f"Error: mode=test: {message}")
 
 
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
 def test_a_step_without_a_loss_trains_nothing(run, monkeypatch):
     monkeypatch.setattr(Classifier, "training_step", lambda *_: None)
     failed = run(*SHORT)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 import tests.killed
 from models.tasks.classifier import Classifier
+from tests.offline import read
 from training import disk
 from training.folder import run_folder
 
@@ -416,12 +417,41 @@ def test_without_a_checkpoint_the_last_weights_are_tested(run, monkeypatch):
 def test_a_run_goes_on_under_the_same_name_at_weights_and_biases(
     run, monkeypatch, tmp_path, wandb_alone
 ):
-    wandb = ("logger=wandb", f"logger.wandb.save_dir={tmp_path}")
-    at_step(monkeypatch, 8, fail)
-    failed = run(*SHORT, *wandb)
-    go_on(run, failed.folder, *wandb)
-    first, second = (path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*"))
-    assert first == second
+    """And its second record has all numbers of the first, which a kill may cut off anywhere."""
+    wandb = ("logger=wandb", f"logger.wandb.save_dir={tmp_path}", "trainer.val_check_interval=3")
+    at_step(monkeypatch, 11, fail)
+    failed = run(*SHORT, *wandb, "step_checkpoints.every_n_steps=10")
+    done = go_on(run, failed.folder, *wandb, "step_checkpoints.every_n_steps=10")
+    assert done.exit_code == 0, done.err
+    wandb_alone.teardown()  # which waits until all is written
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert first.name.split("-")[-1] == second.name.split("-")[-1]
+    before, after = ({row["_step"]: row for row in read(each).history} for each in (first, second))
+    kept = [step for step in before if before[step]["trainer/global_step"] < 10]
+    assert len(kept) > 5
+    for step in kept:
+        row = {k: v for k, v in before[step].items() if k.startswith(("train", "val", "best"))}
+        assert row == {name: after[step][name] for name in row}
+    losses = [row["train/loss"] for row in after.values() if "train/loss" in row]
+    assert losses == [float(loss) for loss in done.losses][1::2]
+    assert list(after) == list(range(len(after)))
+
+
+def test_loggers_write_what_they_have_before_a_checkpoint_counts_it(run, monkeypatch):
+    """Lightning's CSVLogger, as others, keeps rows in memory: a kill would lose them."""
+    kept: list[str] = []
+
+    def look(model: Classifier) -> None:
+        (path,) = Path(model.trainer.default_root_dir).rglob("plain/**/metrics.csv")
+        with path.open() as file:
+            kept.extend(row["train/loss"] for row in csv.DictReader(file) if row["train/loss"])
+
+    at_step(monkeypatch, 8, look)
+    plain = "+logger.plain._target_=pytorch_lightning.loggers.CSVLogger"
+    where = ("+logger.plain.save_dir=${hydra:runtime.output_dir}", "+logger.plain.name=plain")
+    done = run(*SHORT, "logger=none", plain, *where)
+    assert done.exit_code == 0, done.err
+    assert kept == done.losses[1:6:2]  # of a checkpoint after six steps
 
 
 @pytest.mark.slow

@@ -296,6 +296,8 @@ class StepCheckpoints(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step_{self._step}.ckpt"
+        for logger in trainer.loggers:
+            logger.save()  # a run that is killed later goes on with a record up to here
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             if path.exists():

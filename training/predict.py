@@ -147,8 +147,9 @@ def _build(saved: Saved, config: DictConfig, results: Results) -> Any:
 
 
 def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer:
+    options: Any = OmegaConf.to_container(config.trainer, resolve=True)
     return new_trainer(
-        config.trainer,
+        options,
         logger=False,
         callbacks=[
             console.make_progress(),

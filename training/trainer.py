@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
@@ -63,7 +63,7 @@ def make_trainer(
             "trainer.gradient_clip_val=null or +trainer.gradient_clip_algorithm=value, or use "
             "trainer=ddp"
         )
-    options: dict[str, Any] = dict(config.trainer)
+    options: Any = OmegaConf.to_container(config.trainer, resolve=True)
     if options["strategy"] == "ddp":  # gradients are reduced where they are made, not copied
         options["strategy"] = DDPStrategy(gradient_as_bucket_view=True)
     trainer = new_trainer(

@@ -74,7 +74,7 @@ def require_trained(trainer: pl.Trainer) -> None:
             "data: the training loader has no batches; use a smaller data.batch_size, or "
             "drop_last=False in its loader"
         )
-    why = "; ".join(reasons(trainer)) or "training_step returned no loss"
+    why = "; ".join(reasons(trainer)) or "the fit made no step"
     raise MisconfigurationException(f"nothing was trained: {why}")
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.strategies import FSDPStrategy
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -36,6 +37,7 @@ class LossRecord(pl.Callback):
 
     Raises:
         NotFiniteError: while training: a loss is NaN or infinite.
+        MisconfigurationException: when the fit ends: no batch had a loss.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,6 +87,12 @@ class LossRecord(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if pl_module.automatic_optimization and not self._rows:
+            raise MisconfigurationException(
+                "nothing was trained: training_step returned no loss in any step; return one"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         self._flush()

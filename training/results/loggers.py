@@ -6,6 +6,7 @@ A logger's `continuation` holds the arguments with which a resumed run makes it 
 from __future__ import annotations
 
 import importlib.util
+import math
 import netrc
 import os
 import shutil
@@ -26,6 +27,9 @@ from torch import Tensor
 from training import console
 from training.configuration.instantiation import instantiate_as
 from training.results.table import GrowingTable
+
+# W&B's names of the number of a row, and of that of the training step to which it belongs.
+STEP, GLOBAL_STEP = "_step", "trainer/global_step"
 
 
 def make_loggers(described: Any, continued: Sequence[Mapping[str, Any]] = ()) -> list[Logger]:
@@ -92,24 +96,56 @@ class WandbRun(WandbLogger):
     """A WandbLogger that also logs the best of each metric so far, and warns once, instead of
     raising, where W&B's server or process is lost.
 
+    W&B's process writes what it is given later: a run that is killed leaves a record without its
+    end. So the numbers are also in a table, at once. A run that is continued logs again those that
+    its record lacks, under the same steps: all of them offline, where the record is a new one.
+
     Args:
+        table: the path of that CSV file; None for none.
+        rows: how many of its rows a run that is continued has.
         best: of a run that is continued.
         arguments: of ``pytorch_lightning.loggers.WandbLogger``.
     """
 
-    def __init__(self, best: Mapping[str, float] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        table: str | Path | None = None,
+        rows: int = 0,
+        best: Mapping[str, float] | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
+        self._path, self._rows = table, rows
         if self._wandb_init.get("anonymous") is None:  # wandb warns of it, although nobody set it
             self._wandb_init.pop("anonymous", None)
         self._best = dict(best or {})
 
     @property
     def continuation(self) -> dict[str, Any]:
-        return {"id": self.version, "best": self._best}
+        rows = 0 if self._table is None else self._table.rows
+        return {"id": self.version, "best": self._best, "rows": rows}
 
+    @rank_zero_only
+    def begin(self) -> None:
+        """Begins the record, and logs again the rows of the table that it lacks."""
+        self._step = self.experiment.step
+        if self._path is not None:
+            self._table = GrowingTable(Path(self._path), (STEP,), self._rows)
+            for row in self._table.read():
+                values = {name: float(value) for name, value in row.items() if value}
+                if (step := int(values.pop(STEP))) >= self._step:
+                    self.experiment.log(values, step=step, commit=True)
+                    self._step = step + 1
+
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        whole = {**metrics, **self._best_of(metrics)}
+        numbers = {n: float(v) for n, v in whole.items() if isinstance(v, int | float | Tensor)}
+        if self._table is not None and numbers:
+            self._table.extend([{STEP: self._step, GLOBAL_STEP: step, **numbers}])
+        self._step += 1
         try:
-            super().log_metrics({**metrics, **self._best_of(metrics)}, step)
+            super().log_metrics(whole, step)
         except (OSError, wandb_error()) as error:
             if not self._lost:
                 console.warn(f"Weights & Biases takes no more metrics ({_line(error)})")
@@ -119,7 +155,8 @@ class WandbRun(WandbLogger):
         """The best so far of the metrics of a validation: the least of a loss, else the greatest,
         under ``best/``."""
         for name, value in metrics.items():
-            if name.startswith("val/") and isinstance(value, int | float | Tensor):
+            number = isinstance(value, int | float | Tensor) and math.isfinite(value)
+            if name.startswith("val/") and number:
                 best = min if name.endswith("loss") else max
                 self._best[f"best/{name}"] = best(
                     float(value), self._best.get(f"best/{name}", float(value))
@@ -128,6 +165,8 @@ class WandbRun(WandbLogger):
         return {name: self._best[name] for name in found}
 
     _lost = False
+    _table: GrowingTable | None = None
+    _step = 0  # W&B's, of the next row
 
 
 def wandb_logger(**arguments: Any) -> WandbRun:
@@ -153,13 +192,14 @@ def wandb_logger(**arguments: Any) -> WandbRun:
         wandb.setup()  # reads these settings before Lightning makes the run
     logger = WandbRun(**arguments)
     try:
-        _ = logger.experiment
+        logger.begin()
     except wandb_error() as error:
         console.warn(
             f"Weights & Biases cannot be reached ({_line(error)}): the run is recorded offline, "
             "and `wandb sync` uploads it"
         )
         logger = WandbRun(**arguments, mode="offline")
+        logger.begin()
     return logger
 
 

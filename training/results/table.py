@@ -45,7 +45,7 @@ class GrowingTable:
         if self._begun and all(row.keys() <= set(self._columns) for row in self._waiting):
             disk.append(self.path, _text(self._columns, self._waiting))
         else:
-            rows = [*self._read(), *self._waiting]
+            rows = [*self.read(), *self._waiting]
             columns = dict.fromkeys([*self._columns, *(name for row in rows for name in row)])
             with disk.replaced(self.path) as file:
                 text = _text(columns, [dict(zip(columns, columns)), *rows])
@@ -53,7 +53,7 @@ class GrowingTable:
             self._begun, self._columns = True, list(columns)
         self._waiting = []
 
-    def _read(self) -> list[dict[str, str]]:
+    def read(self) -> list[dict[str, str]]:
         """Returns the rows of the file; before it is begun, only those that are kept."""
         rows = []
         with disk.named(self.path):
