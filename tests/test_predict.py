@@ -121,6 +121,15 @@ def test_captions_of_a_folder_are_written_as_lines_of_json(run, train, photos):
     assert {word for caption in captions for word in caption.split()} <= set(model.vocabulary.words)
 
 
+def test_one_image_is_predicted_as_in_its_folder(run, trained, photos):
+    alone, all_of_them = (predict(run, trained, each) for each in (photos / "one.png", photos))
+    assert alone.exit_code == 0, alone.err
+    assert alone.results["metrics"] == {"predict/images": 1.0, "predict/skipped": 0.0}
+    (mask,) = (alone.folder / "masks").rglob("*.png")
+    assert mask.name == "one.png.png"
+    assert mask.read_bytes() == (all_of_them.folder / "masks" / mask.name).read_bytes()
+
+
 def test_another_implementation_may_predict(run, trained, photos):
     done = predict(run, trained, photos, "impl=auto", "trainer.precision=bf16-mixed")
     assert done.exit_code == 0, done.err
@@ -198,6 +207,9 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
         (("ckpt=nowhere.ckpt", "debug=fast"), "there is no file"),
         (("mode=predict", "ckpt={ckpt}", "data=digits"), "needs input="),
         (("mode=predict", "ckpt={ckpt}", "input={empty}"), "there are no images"),
+        (("mode=predict", "ckpt={ckpt}", "input={empty}s"), "emptys; did you mean {empty}?"),
+        (("mode=predict", "ckpt={ckpt}", "input=/no/such"), "input: there is no /no/such"),
+        (("mode=predict", "ckpt={ckpt}", "input={ckpt}"), "is no image ("),
         (("mode=predict", "ckpt={damaged}", "input=."), "is damaged"),
         (("mode=guess",), "mode: expected train, test, predict; got 'guess'"),
     ],
@@ -212,6 +224,7 @@ def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message)
     damaged = tmp_path / "damaged" / "checkpoints" / trained.name
     damaged.write_bytes(trained.read_bytes()[:-5000])
     names = {"damaged": damaged, "stray": stray, "ckpt": trained, "empty": tmp_path / "empty"}
+    message = message.format(**names)
     failed = run(*CPU, *(override.format(**names) for override in overrides))
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()

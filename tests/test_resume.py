@@ -23,7 +23,7 @@ import tests.killed
 from models.tasks.classifier import Classifier
 from tests.offline import read
 from training import disk
-from training.folder import run_folder
+from training.folder import is_finished, run_folder
 
 RUN = (
     "trainer=cpu", "impl=reference", "logger=csv", "model.network.width=4", "data.batch_size=128",
@@ -269,6 +269,24 @@ def test_auto_finds_the_newest_run_of_the_same_command(tmp_path):
     assert find("auto", "seed=3", "model.network.width=${seed}") == related
     assert find("auto", "seed=3") == str(tmp_path / "new")
     assert find(None, "seed=1") == str(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "{", "[]", "{}", '{"status": 1, "overrides": []}', '{"status": "running"}',
+                 '{"status": "running", "overrides": [1]}'],
+)  # fmt: skip
+def test_a_run_whose_results_cannot_be_read_is_named_and_passed_over(tmp_path, capfd, contents):
+    folder = tmp_path / "runs" / "run"
+    (folder / "resume").mkdir(parents=True)
+    (folder / "resume" / "step_5.ckpt").touch()
+    (folder / "results.json").write_text(contents)
+    hydra = OmegaConf.create({"hydra": {"overrides": {"task": []}}})
+    new = str(folder.parent / "new")
+    assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == new
+    assert not is_finished(folder)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"Warning: resume=auto: {folder}/results.json cannot be read")
+    assert line.endswith(f"hydra.run.dir={folder} goes on with it")
 
 
 def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):

@@ -302,7 +302,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     [
         (("experiment=mnist_lstm", "model.network.cell=nosuch"), "cell: expected one of"),
         (("model.network.width=-3",), "width: expected a whole number of at least 1, got -3"),
-        (("model.network.width=abc",), "width: expected a whole number of at least 1, got 'abc'"),
+        (("model.network.width=abc",), "model.network.width: expected a number, got 'abc'"),
         (("model.label_smoothing=3",), "label_smoothing: expected a number from 0 to 1, got 3"),
         (("model=approx_cnn", "model.network.gradient=nonsense"), "gradient: expected one of"),
         (("data.batch_size=0",), "data.batch_size: expected a whole number of at least 1, got 0"),
@@ -402,6 +402,45 @@ def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
     (line,) = failed.err.splitlines()
     assert line.startswith(f"Error: {message}")
     assert failed.results["error"] == line.replace("Error", "MisconfigurationException", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("callbacks.early_stopping.patience=abc", "a number, got 'abc'"),
+        ("callbacks.early_stopping.stopping_threshold=abc", "a number or null, got 'abc'"),
+        ("callbacks.early_stopping.monitor=7", "text, got 7"),
+        ("callbacks.early_stopping.monitor=null", "text, got None"),
+        ("scheduler.warmup_fraction=abc", "a number, got 'abc'"),
+        ("checkpoint.monitor=7", "text or null, got 7"),
+        ("+checkpoint.save_top_k=abc", "a number, got 'abc'"),
+        ("checkpoint=null", "its keys, got None"),
+        ("step_checkpoints=null", "its keys, got None"),
+        ("trainer.num_sanity_val_steps=abc", "a number or null, got 'abc'"),
+        ("trainer.deterministic=abc", "true or false or null or 'warn', got 'abc'"),
+        ("+trainer.max_time=3", "text or null, got 3"),
+        ("trainer.val_check_interval=0", "a number above 0, got 0"),
+        ("seed=5000000000", "less than 4294967296, got 5000000000"),
+        ("logger.csv.path=null", "text, got None"),
+    ],
+    ids=lambda part: part.partition("=")[0] if "=" in part else None,
+)
+def test_a_value_of_another_kind_is_one_line(run, override, message):
+    failed = run(
+        "callbacks=early_stopping", "impl=reference", "trainer=cpu", "logger=csv", override
+    )
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    name = override.partition("=")[0].lstrip("+")
+    assert line.startswith("Error: ")
+    assert f"{name.removeprefix('scheduler.')}: expected {message}" in line
+    assert not (failed.folder / "losses.csv").exists()
+
+
+def test_what_runs_set_of_their_checkpoints_is_left_to_them(run):
+    failed = run(*SHORT, "+checkpoint.dirpath=elsewhere")
+    assert failed.exit_code == 1
+    assert failed.err == "Error: checkpoint.dirpath: runs set it; leave it out\n"
 
 
 def test_data_on_a_gpu_that_the_run_does_not_have_is_one_line(run):

@@ -10,7 +10,7 @@ import signal
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import Any
@@ -20,12 +20,15 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from training import console, disk
+from training.configuration.instantiation import instantiate
 from training.processes import Exchange
 
 # Of a model and of its data, where they save their arguments.
@@ -127,9 +130,7 @@ class EpochCheckpoints(ModelCheckpoint):
         notes: a line where those of the last step were kept, and why.
     """
 
-    def __init__(self, *args: Any, **arguments: Any) -> None:
-        super().__init__(*args, **arguments)
-        self.notes: list[str] = []
+    notes: Sequence[str] = ()
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         # Asked of all processes: one that left here would let the others wait.
@@ -157,15 +158,24 @@ class EpochCheckpoints(ModelCheckpoint):
         console.warn(self.notes[0])
 
 
-def make_epoch_checkpoints(run_dir: Path, **arguments: Any) -> EpochCheckpoints:
-    """Makes the callback that keeps the weights to be tested; `arguments` are ModelCheckpoint's."""
-    return EpochCheckpoints(
-        run_dir / "checkpoints",
-        filename="epoch_{epoch}",
-        auto_insert_metric_name=False,  # Hydra would read "="
-        enable_version_counter=False,  # a resumed run overwrites the file of the same epoch
-        **arguments,
-    )
+def make_epoch_checkpoints(run_dir: Path, arguments: DictConfig) -> EpochCheckpoints:
+    """Makes the callback that keeps the weights to be tested; `arguments` are ModelCheckpoint's.
+
+    Raises:
+        MisconfigurationException: it has no such argument, or does not take the value.
+    """
+    ours = {
+        "dirpath": run_dir / "checkpoints",
+        "filename": "epoch_{epoch}",
+        "auto_insert_metric_name": False,  # Hydra would read "="
+        "enable_version_counter": False,  # a resumed run overwrites the file of the same epoch
+    }
+    for name in ours:
+        if name in arguments:
+            raise MisconfigurationException(f"checkpoint.{name}: runs set it; leave it out")
+    target = f"{__name__}.{EpochCheckpoints.__name__}"
+    described = OmegaConf.create({"checkpoint": {"_target_": target, **arguments}})
+    return instantiate(described.checkpoint, **ours)
 
 
 class StepCheckpoints(pl.Callback):

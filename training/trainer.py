@@ -24,6 +24,7 @@ from training.callbacks.losses import LossRecord
 from training.callbacks.statistics import FirstStatistics
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.instantiation import instantiate_as
+from training.configuration.kinds import check_kinds
 
 # Lightning counts cores; our images are in memory, where more workers are slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -77,7 +78,7 @@ def make_trainer(
             FirstStatistics(),
             Feasible(),
             EvaluatedLosses(),
-            make_epoch_checkpoints(run_dir, **config.checkpoint),
+            make_epoch_checkpoints(run_dir, config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
             *([FiniteLayers()] if config.find_nan else []),
@@ -106,6 +107,7 @@ def new_trainer(options: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
     Raises:
         MisconfigurationException: it does not take one of them.
     """
+    check_kinds("trainer", pl.Trainer, options)
     try:
         return pl.Trainer(**options, **arguments)
     except (ModuleNotFoundError, TypeError, ValueError) as error:  # the first of an accelerator

@@ -35,8 +35,8 @@ NUMBERS = {
     "model.label_smoothing": 0, "model.learning_rate": 0, "model.weight_decay": 0,
     "trainer.gradient_clip_val": 0, "trainer.limit_test_batches": 0,
     "trainer.limit_train_batches": 0, "trainer.limit_val_batches": 0,
-    "trainer.val_check_interval": 0,
 }  # fmt: skip
+SEEDS = 2**32  # what NumPy takes are less
 # What Python takes for true if it is another word than these.
 FLAGS = (
     "channels_last", "compile", "data.augment", "data.cache_images", "find_nan", "print_config",
@@ -137,6 +137,12 @@ def check_config(config: DictConfig) -> None:
         _require(config, name, f"a whole number of at least {least}", _is_number(int, least))
     for name, least in NUMBERS.items():
         _require(config, name, f"a number of at least {least}", _is_number((int, float), least))
+    _require(config, "seed", f"less than {SEEDS}", lambda seed: seed < SEEDS)
+    is_number = _is_number((int, float), 0)
+    interval = "trainer.val_check_interval"
+    _require(config, interval, "a number above 0", lambda x: is_number(x) and x > 0)
+    for name in ("checkpoint", "step_checkpoints"):
+        _require(config, name, "its keys", OmegaConf.is_dict)
     for name in FLAGS:
         _require(config, name, "true or false", lambda value: isinstance(value, bool))
     for name, words in WORDS.items():

@@ -12,6 +12,8 @@ from typing import Any
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.kinds import check_kinds
+
 # Keys beside a `_target_` that are no arguments.
 HYDRAS_OWN = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 
@@ -68,6 +70,7 @@ def _check_call(name: str, node: dict[Any, Any], arguments: Mapping[str, Any]) -
     missing = [n for n in needed if n not in given and n not in arguments]
     if missing and not node.get("_partial_") and "_args_" not in node:
         raise MisconfigurationException(f"{name}: {target} needs {', '.join(missing)}")
+    check_kinds(name, found, {key: node[key] for key in given})
 
 
 def _locate(name: str, target: str) -> Any:
