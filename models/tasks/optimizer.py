@@ -13,6 +13,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.plugins import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from models.arguments import require_share
 from models.networks.described import make
 
 MONITORED = "val/loss"  # by a schedule that follows a metric
@@ -102,6 +103,7 @@ def warmup_cosine(
 ) -> LambdaLR:
     """Makes a schedule that rises linearly for a fraction of the steps, then falls to zero as a
     cosine."""
+    require_share("warmup_fraction", warmup_fraction)
     warmup = max(1, round(warmup_fraction * total_steps))
 
     def factor(step: int) -> float:
