@@ -141,11 +141,13 @@ class EpochCheckpoints(ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        wanted = self.save_top_k and trainer.global_step and not trainer.fast_dev_run
+        dry = trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
+        wanted = self.save_top_k and trainer.global_step and not dry
         if self.best_model_path or not wanted:
             return
+        progress: Any = trainer.fit_loop.epoch_progress.current
         self.best_model_path = self.format_checkpoint_name(
-            {"epoch": torch.tensor(max(0, trainer.fit_loop.epoch_progress.current.processed - 1))}
+            {"epoch": torch.tensor(max(0, progress.processed - 1))}
         )
         trainer.save_checkpoint(self.best_model_path, self.save_weights_only)
         why = "checkpoint: none was due before the fit ended"

@@ -118,7 +118,7 @@ def _test(
 
 def _why_none(trainer: pl.Trainer) -> str:
     """Returns why there is no checkpoint."""
-    if trainer.fast_dev_run:
+    if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
         return "trainer.fast_dev_run keeps no checkpoint"
     if not trainer.checkpoint_callback.best_model_path:  # pyright: ignore
         return "checkpoint.save_top_k=0 keeps no checkpoint"

@@ -12,7 +12,8 @@ from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 def why_ended(trainer: pl.Trainer) -> str | None:
     """Returns after which step a fit ended, and why; None where that was the last one of all
     epochs."""
-    progress, epochs = trainer.fit_loop.epoch_progress.current, trainer.max_epochs
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    epochs: Any = trainer.max_epochs
     whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     unlimited = epochs in (None, -1)
     if not unlimited and progress.processed >= epochs and whole:

@@ -86,7 +86,8 @@ def explained(trainer: pl.Trainer) -> Iterator[None]:
         yield
     except ValueError as error:
         every, batches = trainer.val_check_interval, trainer.num_training_batches
-        if isinstance(every, int) and every > batches:
+        in_an_epoch = trainer.check_val_every_n_epoch is not None
+        if in_an_epoch and isinstance(every, int) and every > batches:
             raise MisconfigurationException(
                 f"trainer.val_check_interval: expected at most the {batches} training batches of "
                 f"an epoch, got {every}; use trainer.limit_val_batches=0 for no validation, or "
@@ -156,7 +157,7 @@ def _monitored(trainer: Any, training: bool = False) -> dict[str, str]:
     }
     for schedule in trainer.lr_scheduler_configs:
         if schedule.reduce_on_plateau and schedule.strict:
-            found["scheduler"] = schedule.monitor
+            found["scheduler"] = str(schedule.monitor)
     return {n: metric for n, metric in found.items() if training or not metric.startswith(TRAINING)}
 
 
