@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from datamodules.coco.shapes import CATEGORIES
 from hoconv.implementations import ImplementationError
 from models.tasks.classifier import Classifier
 from tests.offline import Offline, read
 from training import implementations
+from training.results import loggers
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4", "logger=wandb")
 
@@ -66,6 +69,23 @@ def test_a_run_logs_what_one_looks_for(recorded):
     throughput = {k: v for k, v in kept.summary.items() if k.startswith("throughput/")}
     said = {f"throughput/{name}": value for name, value in done.results["throughput"].items()}
     assert throughput == said  # of the whole fit, under one name each
+
+
+def test_names_that_are_not_utf_8_are_logged_in_ascii(wandb_alone, tmp_path):
+    name = os.fsdecode(b"a\xff")
+    logger = loggers.wandb_logger(
+        project="p", save_dir=str(tmp_path), name=name, tags=[name], table=tmp_path / f"{name}.csv"
+    )
+    logger.log_hyperparams({"folder": name})
+    logger.log_metrics({f"val/{name}": 1.0}, step=0)
+    folder = loggers.finish(0, {})
+    wandb_alone.teardown()
+    assert folder is not None
+    kept = read(folder)
+    assert kept.name == "a\\udcff"
+    assert kept.history[0]["val/a\\udcff"] == 1.0
+    with pytest.raises(MisconfigurationException, match="is not UTF-8, and wandb takes no other"):
+        loggers.wandb_logger(save_dir=str(tmp_path / name))
 
 
 def test_a_job_that_cannot_begin_leaves_no_run(recorded, monkeypatch):

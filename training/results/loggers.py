@@ -24,7 +24,7 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
-from training import console
+from training import console, disk
 from training.configuration.instantiation import instantiate_as
 from training.results.table import GrowingTable
 
@@ -139,7 +139,7 @@ class WandbRun(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        whole = {**metrics, **self._best_of(metrics)}
+        whole = {disk.plain(n): v for n, v in {**metrics, **self._best_of(metrics)}.items()}
         numbers = {n: float(v) for n, v in whole.items() if isinstance(v, int | float | Tensor)}
         if self._table is not None and numbers:
             self._table.extend([{STEP: self._step, GLOBAL_STEP: step, **numbers}])
@@ -177,12 +177,20 @@ def wandb_logger(**arguments: Any) -> WandbRun:
         arguments: of ``pytorch_lightning.loggers.WandbLogger``.
 
     Raises:
-        MisconfigurationException: wandb is not installed.
+        MisconfigurationException: wandb is not installed, or cannot name the folder of its files.
     """
     if importlib.util.find_spec("wandb") is None:
         raise MisconfigurationException(
             "logger=wandb needs the package wandb: `pip install wandb`, or use logger=csv"
         )
+    folder = str(arguments.get("save_dir", "."))
+    if disk.plain(folder) != folder:
+        raise MisconfigurationException(
+            f"logger.wandb.save_dir: {folder} is not UTF-8, and wandb takes no other name; choose "
+            "another folder, or use logger=csv"
+        )
+    table = arguments.pop("table", None)  # a path of our own, which may be anything
+    arguments = {name: _plain(value) for name, value in arguments.items()} | {"table": table}
     if "WANDB_MODE" not in os.environ and not has_api_key():
         arguments["mode"] = "offline"
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -201,6 +209,13 @@ def wandb_logger(**arguments: Any) -> WandbRun:
         logger = WandbRun(**arguments, mode="offline")
         logger.begin()
     return logger
+
+
+def _plain(value: Any) -> Any:
+    """Makes texts, and those of a list, such as W&B takes."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return disk.plain(value) if isinstance(value, str) else value
 
 
 def wandb_error() -> type[Exception]:
