@@ -132,9 +132,10 @@ def test_a_callback_of_one_s_own_group(run, tmp_path):
     (tmp_path / "conf" / "callbacks" / "timer.yaml").write_text(
         "timer:\n  _target_: pytorch_lightning.callbacks.Timer\n  duration: {hours: 0}\n"
     )
-    done = run("--config-dir", str(tmp_path / "conf"), *SHORT, "callbacks=timer")
-    assert done.exit_code == 0, done.err
-    assert not (done.folder / "losses.csv").exists()  # its time was over at once
+    failed = run("--config-dir", str(tmp_path / "conf"), *SHORT, "callbacks=timer")
+    assert failed.exit_code == 1
+    assert "nothing was trained: the time is over" in failed.err  # at once
+    assert not (failed.folder / "losses.csv").exists()
 
 
 def test_several_loggers_get_the_same_metrics(run):

@@ -411,7 +411,7 @@ def test_a_value_that_is_not_allowed_is_one_line(run, overrides, message):
         ("callbacks.early_stopping.stopping_threshold=abc", "a number or null, got 'abc'"),
         ("callbacks.early_stopping.monitor=7", "text, got 7"),
         ("callbacks.early_stopping.monitor=null", "text, got None"),
-        ("scheduler.warmup_fraction=abc", "a number, got 'abc'"),
+        ("scheduler.warmup_fraction=abc", "a number from 0 to 1, got 'abc'"),
         ("scheduler.warmup_fraction=2", "a number from 0 to 1, got 2"),
         ("checkpoint.monitor=7", "text or null, got 7"),
         ("+checkpoint.save_top_k=abc", "a number, got 'abc'"),

@@ -13,8 +13,8 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
-from training.callbacks.ending import why_ended
-from training.callbacks.feasible import explained, require_trained
+from training.callbacks.outcome.ending import why_ended
+from training.callbacks.outcome.feasible import explained, require_trained
 from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest

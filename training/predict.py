@@ -17,7 +17,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
 from training import console, disk
-from training.callbacks.evaluated import EvaluatedLosses
+from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.configuration.instantiation import instantiate
 from training.folder import as_given
 from training.implementations import show_implementations

@@ -16,11 +16,11 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
 from training.callbacks.compilation import CompileFirst
-from training.callbacks.evaluated import EvaluatedLosses
-from training.callbacks.feasible import Feasible
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
+from training.callbacks.outcome.evaluated import EvaluatedLosses
+from training.callbacks.outcome.feasible import Feasible
 from training.callbacks.statistics import FirstStatistics
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.instantiation import instantiate_as

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from training.callbacks.ending import reasons
+from training.callbacks.outcome.ending import reasons
 
 VALIDATED = 1  # batches, to see what a validation logs
 TRAINING = "train/"  # begins the names of metrics that are logged while training

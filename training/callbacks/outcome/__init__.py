@@ -1,0 +1,1 @@
+"""What a fit can do, which of its losses are no numbers, and why it ended."""
