@@ -150,14 +150,14 @@ def _last_trained(trainer: pl.Trainer) -> float:
 def _monitored(trainer: Any, training: bool = False) -> dict[str, str]:
     """Returns what is monitored by the schedule and by a callback of each name, with `training`
     what is logged while training too."""
-    found = {
+    found: dict[str, Any] = {
         "checkpoint" if isinstance(each, ModelCheckpoint) else type(each).__name__: each.monitor
         for each in trainer.callbacks
         if getattr(each, "monitor", None) and getattr(each, "strict", True)
     }
     for schedule in trainer.lr_scheduler_configs:
         if schedule.reduce_on_plateau and schedule.strict:
-            found["scheduler"] = str(schedule.monitor)
+            found["scheduler"] = schedule.monitor
     return {n: metric for n, metric in found.items() if training or not metric.startswith(TRAINING)}
 
 
