@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,16 @@ def test_a_run_logs_what_one_looks_for(recorded):
     assert throughput == said  # of the whole fit, under one name each
 
 
-def test_names_that_are_not_utf_8_are_logged_in_ascii(wandb_alone, tmp_path):
+def test_what_is_no_number_and_no_utf_8_harms_no_record(wandb_alone, tmp_path):
     name = os.fsdecode(b"a\xff")
     logger = loggers.wandb_logger(
         project="p", save_dir=str(tmp_path), name=name, tags=[name], table=tmp_path / f"{name}.csv"
     )
     logger.log_hyperparams({"folder": name})
     logger.log_metrics({f"val/{name}": 1.0}, step=0)
+    for value in (math.nan, 2.0, math.nan, 3.0):  # of which the best is a number
+        logger.log_metrics({"val/loss": value}, step=0)
+    assert logger.continuation["best"]["best/val/loss"] == 2.0
     folder = loggers.finish(0, {})
     wandb_alone.teardown()
     assert folder is not None
