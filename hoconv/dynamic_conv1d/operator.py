@@ -67,6 +67,7 @@ def dynamic_conv1d(x: Tensor, weight: Tensor, *, padding: int, impl: str = "auto
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     check_dense(x)
+    check_dense(weight, "weight")
     device_type = x.device.type
     x, weight = autocast(device_type, x, weight)
     _check(x, weight, padding)
@@ -101,6 +102,9 @@ def generate_and_convolve(
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     check_dense(x)
+    check_dense(weight, "weight")
+    if bias is not None:
+        check_dense(bias, "bias")
     device_type = x.device.type
     if autocasts(device_type):
         x, weight, bias = autocast(device_type, x, weight, bias)

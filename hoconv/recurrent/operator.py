@@ -21,6 +21,7 @@ from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
 from hoconv.recurrent.runtime import cpp, cuda
 from hoconv.recurrent.runtime.compiled_host import LIBRARY
+from hoconv.registration import autocast, check_dense, check_dtypes
 
 _TOLERANCES = {
     torch.float64: 1e-12,
@@ -53,7 +54,8 @@ def recurrent(
 
     Args:
         x: (T, B, I); float32, float64, float16 or bfloat16.
-        tensors: the initial states (B, n), then the cell's parameters, in its order; dtype of x.
+        tensors: the initial states (B, n), then the cell's parameters, in its order; dtype and
+            device of x.
         cell: the name of a ready cell.
         hidden_size: H.
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
@@ -61,15 +63,43 @@ def recurrent(
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        The outputs (T, B, n), then each state (B, n) after the last step.
+        The outputs (T, B, n), then each state (B, n) after the last step. Under autocast all tensors
+        are cast to its dtype.
 
     Raises:
+        ValueError: a shape or device does not fit.
+        TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
+    x, *tensors = _check(x, tensors, cell, hidden_size)
     call = _call(x, tensors, cell, hidden_size, schedule, reverse)
     name = resolve("recurrent", impl, x.device.type, call.plan, call.program)
     run = OPERATOR.implementations[name].function
     return run(x, tensors, cell, hidden_size, schedule, reverse)
+
+
+def _check(
+    x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int
+) -> tuple[Tensor, ...]:
+    """Returns x and the other tensors, cast under autocast and checked."""
+    check_dense(x)
+    if x.dim() != 3 or 0 in (x.shape[0], x.shape[2]):
+        raise ValueError(f"x: expected (T, B, I), T and I at least 1, got shape {tuple(x.shape)}")
+    states = _bind(cell, x.shape[2], hidden_size).state_sizes
+    names, shapes, _ = _trace(cell, x.shape[2], hidden_size)
+    expected = {state: (x.shape[1], n) for state, n in states.items()}
+    expected |= zip(names, shapes, strict=True)
+    if len(tensors) != len(expected):
+        raise ValueError(
+            f"tensors: expected {len(expected)} ({', '.join(expected)}), got {len(tensors)}"
+        )
+    for tensor, (name, shape) in zip(tensors, expected.items(), strict=True):
+        check_dense(tensor, name)
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    x, *tensors = autocast(x.device.type, x, *tensors)
+    check_dtypes(x, _TOLERANCES, **dict(zip(expected, tensors, strict=True)))
+    return x, *tensors
 
 
 def _implementation(
@@ -88,7 +118,7 @@ def _call(
     x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int, schedule: str, reverse: bool
 ) -> ops.Call:
     bound = _bind(cell, x.shape[2], hidden_size)
-    names, text = _trace(cell, x.shape[2], hidden_size)
+    names, _, text = _trace(cell, x.shape[2], hidden_size)
     plan = request(text, x.dtype, schedule, False, False, reverse)
     n = len(bound.state_sizes)
     states, parameters = list(tensors[:n]), list(tensors[n:])
@@ -100,15 +130,20 @@ def _bind(cell: str, input_size: int, hidden_size: int) -> BoundCell:
     return made.bind(input_size, hidden_size, options)
 
 
-def _trace(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
-    """The names of a ready cell's parameters, and its text. A constant to torch.compile."""
+_Traced = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], str]
+
+
+def _trace(cell: str, input_size: int, hidden_size: int) -> _Traced:
+    """The names and shapes of a ready cell's parameters, and its text. A constant to
+    torch.compile."""
     return _trace_once(cell, input_size, hidden_size)
 
 
 @functools.cache
-def _trace_once(cell: str, input_size: int, hidden_size: int) -> tuple[tuple[str, ...], str]:
+def _trace_once(cell: str, input_size: int, hidden_size: int) -> _Traced:
     traced = trace(_bind(cell, input_size, hidden_size))
-    return tuple(d.name for d in traced.declarations), to_text(traced)
+    declared = traced.declarations
+    return tuple(d.name for d in declared), tuple(d.shape for d in declared), to_text(traced)
 
 
 _trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -6,9 +6,12 @@ The tests know an operator only through its declaration.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
+import re
 import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from hoconv.testing.forms import forms
 from hoconv.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,6 +77,10 @@ def a_few_samples(variant: Variant, dtype: torch.dtype) -> list[Sample]:
     samples = list(variant.samples(dtype))
     empty = [s for s in samples if not elements(s)][:1]
     return [*samples[1::15], *empty, samples[-1]]
+
+
+def tensor_positions(sample: Sample) -> list[int]:
+    return [i for i, a in enumerate(sample.args) if isinstance(a, Tensor)]
 
 
 class Call(nn.Module):
@@ -419,6 +427,68 @@ def test_the_public_function_takes_meta_tensors(operator: Operator) -> None:
         real = operator.function(*sample.args, **sample.kwargs)
         assert {t.device.type for t in tree_leaves(meta)} == {"meta"}
         assert properties(meta) == properties(real), sample.name
+
+
+def refused_or(function: Callable[[], Any]) -> Any:
+    """What a call returns, or "refused": by one line that names an argument."""
+    try:
+        return function()
+    except (TypeError, ValueError) as error:
+        assert re.match(r"\w+.*: (expected|its) [^\n]+$", str(error)), error
+        return "refused"
+
+
+def unlike(args: Sequence[Any], i: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The arguments of a call, of which one is unlike the others: a kernel that read it as those
+    would read wrong numbers, or memory that is not its own."""
+    t = args[i]
+    others = {"no tensor": t.tolist(), "on meta": t.to("meta"), "sparse": t.to_sparse()}
+    others |= {short(to): t.to(to) for to in (*_DTYPES, torch.int64) if to != t.dtype}
+    for dim, size in enumerate(t.shape):
+        if size:
+            others[f"shorter in dimension {dim}"] = t.narrow(dim, 0, size - 1)
+            one = t.narrow(dim, size - 1, 1)
+            others[f"expanded in dimension {dim}"] = one.expand(t.shape)
+            others[f"1 in dimension {dim}"] = one
+    for name, other in others.items():
+        yield f"argument {i} {name}", (*args[:i], other, *args[i + 1 :])
+
+
+def test_an_argument_unlike_the_others_is_refused_or_read_as_it_is(variant: Variant) -> None:
+    reference = Variant(variant.operator, "reference", variant.device)
+    sample = small_samples(variant, torch.float32, 300)[-1]
+    for i in tensor_positions(sample):
+        for name, args in unlike(sample.args, i):
+            result, exact = (
+                refused_or(functools.partial(v.call, *args, **sample.kwargs))
+                for v in (variant, reference)
+            )
+            if "refused" in (result, exact):
+                assert result == exact, f"{sample.name}, {name}"
+                continue
+            for t, other in zip(tree_leaves(result), tree_leaves(exact), strict=True):
+                tolerance = 2 * max(variant.operator.tolerances.values())
+                assert t.dtype == other.dtype, f"{sample.name}, {name}"
+                assert relative_error(t, other) <= tolerance, f"{sample.name}, {name}"
+
+
+def test_autocast_gives_what_the_reference_gives(variant: Variant) -> None:
+    """Forward and backward, also where autocast has cast some arguments before the call."""
+    reference = Variant(variant.operator, "reference", variant.device)
+    tolerance = 2 * max(variant.operator.tolerances.values())
+    sample = small_samples(variant, torch.float32, 300)[-1]
+    positions = tensor_positions(sample)
+    for cast in ([], positions, *([i] for i in positions)):
+        args = [a.bfloat16() if i in cast else a for i, a in enumerate(sample.args)]
+        with torch.autocast(variant.device, torch.bfloat16):
+            results, exact = (
+                output_and_gradients(v.call, args, sample.kwargs, rounded_to=torch.bfloat16)
+                for v in (variant, reference)
+            )
+        assert results.keys() == exact.keys()
+        for name, result in results.items():
+            assert result.dtype == exact[name].dtype, (cast, name)
+            assert relative_error(result, exact[name]) <= tolerance, (cast, name)
 
 
 def test_auto_is_the_implementation_that_it_says(operator: Operator) -> None:

@@ -59,6 +59,7 @@ def high_order_conv2d(
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     check_dense(x)
+    check_dense(weight, "weight")
     device_type = x.device.type
     x, weight = autocast(device_type, x, weight)
     _check(x, weight, dilation)

@@ -72,6 +72,9 @@ def high_order_layer(
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     check_dense(x)
+    check_dense(generator_weight, "generator_weight")
+    if generator_bias is not None:
+        check_dense(generator_bias, "generator_bias")
     device_type = x.device.type
     x, generator_weight, generator_bias = autocast(device_type, x, generator_weight, generator_bias)
     _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
