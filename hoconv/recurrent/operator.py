@@ -63,8 +63,8 @@ def recurrent(
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        The outputs (T, B, n), then each state (B, n) after the last step. Under autocast all tensors
-        are cast to its dtype.
+        The outputs (T, B, n), then each state (B, n) after the last step. Under autocast all
+        tensors are cast to its dtype.
 
     Raises:
         ValueError: a shape or device does not fit.
@@ -78,9 +78,7 @@ def recurrent(
     return run(x, tensors, cell, hidden_size, schedule, reverse)
 
 
-def _check(
-    x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int
-) -> tuple[Tensor, ...]:
+def _check(x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int) -> tuple[Tensor, ...]:
     """Returns x and the other tensors, cast under autocast and checked."""
     check_dense(x)
     if x.dim() != 3 or 0 in (x.shape[0], x.shape[2]):

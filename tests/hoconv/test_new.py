@@ -107,14 +107,19 @@ def test_a_kernel_that_ends_the_process_is_named(site: Path, tmp_path: Path, com
 @needs_compiler
 def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(site / "src"))
-    for impl in ("reference", "cpp"):
-        done = run(
-            f"--config-dir={site}/conf", "model=tone_curve", f"impl={impl}", "logger=csv",
-            "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.log_every_n_steps=1",
-            "trainer.accelerator=cpu",
-        )  # fmt: skip
-        assert done.exit_code == 0, done.err
-        assert done.results["impl"] == impl
+    for precision, tolerance in (("32-true", 1e-5), ("bf16-mixed", 2e-2)):
+        losses = []
+        for impl in ("reference", "cpp"):
+            done = run(
+                f"--config-dir={site}/conf", "model=tone_curve", f"impl={impl}", "logger=csv",
+                f"trainer.precision={precision}", "trainer.max_epochs=1",
+                "trainer.limit_train_batches=2", "trainer.log_every_n_steps=1",
+                "trainer.accelerator=cpu", "seed=1",
+            )  # fmt: skip
+            assert done.exit_code == 0, done.err
+            assert done.results["impl"] == impl
+            losses.append([float(loss) for loss in done.losses])
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance), precision
 
 
 @pytest.mark.slow

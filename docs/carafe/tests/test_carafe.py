@@ -22,6 +22,8 @@ def test_an_even_image_stays_even() -> None:
     torch.testing.assert_close(inner, torch.ones(1, 3, 8, 8))
 
 
-def test_weights_of_another_shape_are_refused() -> None:
+def test_weights_of_another_shape_or_dtype_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"weight: expected the dtype of x, torch\.float64"):
+        carafe(torch.randn(1, 3, 4, 4, dtype=torch.float64), torch.randn(1, 9, 4, 4, 4))
     with pytest.raises(ValueError, match="weight: expected shape"):
         carafe(torch.randn(1, 3, 4, 4), torch.randn(1, 8, 4, 4, 4))

@@ -17,7 +17,14 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
 from hoconv.jit import Library
-from hoconv.registration import autocast, compiled, define, register_gradient
+from hoconv.registration import (
+    autocast,
+    check_dense,
+    check_dtypes,
+    compiled,
+    define,
+    register_gradient,
+)
 
 KERNELS = Path(__file__).parent / "kernels"
 CODE = {
@@ -25,6 +32,9 @@ CODE = {
     "cuda": Library("carafe", [KERNELS / "carafe.cu"], device="cuda"),
 }
 _library = torch.library.Library("carafe", "FRAGMENT")
+_TOLERANCES = {
+    torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3
+}  # fmt: skip
 
 
 def carafe(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
@@ -34,19 +44,26 @@ def carafe(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
     ``weight[b, k n + m, s p + q, i, j] * x[b, c, i + n - r, j + m - r]``; outside the image x is 0.
 
     Args:
-        x: (B, C, H, W), floating point.
-        weight: (B, k * k, s * s, H, W), k odd; dtype of x.
+        x: (B, C, H, W); float32, float64, float16 or bfloat16.
+        weight: (B, k * k, s * s, H, W), k odd; dtype and device of x.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        (B, C, s * H, s * W).
+        (B, C, s * H, s * W), with the dtype of x. Under autocast x and weight are cast to its
+        dtype, as a convolution's are.
 
     Raises:
-        ValueError: the shape of `weight` does not fit.
+        ValueError: the shape or device of `weight` does not fit.
+        TypeError: a dtype is not supported, or differs between x and weight.
     """
+    check_dense(x)
+    check_dense(weight, "weight")
     x, weight = autocast(x.device.type, x, weight)
+    check_dtypes(x, _TOLERANCES, weight=weight)
+    if x.dim() != 4:
+        raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
     B, _, H, W = x.shape
-    k, s = math.isqrt(weight.shape[1]), math.isqrt(weight.shape[2])
+    k, s = (math.isqrt(n) for n in (*weight.shape, 0, 0, 0)[1:3])
     if weight.shape != (B, k * k, s * s, H, W) or k % 2 == 0 or s == 0:
         raise ValueError(
             f"weight: expected shape (B, k * k, s * s, H, W), k odd, for x (B, C, H, W) of shape "
@@ -147,9 +164,7 @@ OPERATOR = declare(
             "cuda": compiled(_register("cuda"), ("cuda",), CODE["cuda"]),
         },
         samples=_samples,
-        tolerances={
-            torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3
-        },
+        tolerances=_TOLERANCES,
         cost=_cost,
         benchmark=Benchmark(axis="batch size", sizes=(8, 32), sample=_benchmark),
     )

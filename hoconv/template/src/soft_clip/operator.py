@@ -15,7 +15,14 @@ from torch import Tensor
 from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.implementations import resolve
 from hoconv.jit import Library, triton
-from hoconv.registration import compiled, define, register_gradient
+from hoconv.registration import (
+    autocast,
+    check_dense,
+    check_dtypes,
+    compiled,
+    define,
+    register_gradient,
+)
 from soft_clip import triton_kernel
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -24,19 +31,31 @@ CODE = {
     "cuda": Library("soft_clip", [KERNELS / "soft_clip.cu"], device="cuda"),
 }
 _library = torch.library.Library("soft_clip", "FRAGMENT")
+_TOLERANCES = {
+    torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2
+}  # fmt: skip
 
 
 def soft_clip(x: Tensor, limit: Tensor, *, impl: str = "auto") -> Tensor:
     """limit tanh(x / limit), for each channel.
 
     Args:
-        x: (B, C, ...), floating point.
-        limit: (C), positive; dtype of x.
+        x: (B, C, ...); float32, float64, float16 or bfloat16.
+        limit: (C), positive; dtype and device of x.
         impl: ``"auto"``, ``"reference"``, ``"cpp"``, ``"triton"`` or ``"cuda"``.
 
+    Returns:
+        As x. Under autocast x and limit are cast to its dtype, as a convolution's are.
+
     Raises:
-        ValueError: the shape of `limit` is not (C).
+        ValueError: the shape of `limit` is not (C), or its device is not that of x.
+        TypeError: a dtype is not supported, or differs between x and limit.
     """
+    # Kernels read memory as these checks say: an argument that you add needs its own.
+    check_dense(x)
+    check_dense(limit, "limit")
+    x, limit = autocast(x.device.type, x, limit)
+    check_dtypes(x, _TOLERANCES, limit=limit)
     if x.dim() < 2 or limit.shape != x.shape[1:2]:
         raise ValueError(
             f"limit: expected shape (C) for x (B, C, ...), got {tuple(limit.shape)} for x "
@@ -129,9 +148,7 @@ OPERATOR = declare(
             "cuda": compiled(_cuda, ("cuda",), CODE["cuda"]),
         },
         samples=_samples,
-        tolerances={
-            torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2
-        },
+        tolerances=_TOLERANCES,
         cost=_cost,
         benchmark=Benchmark(axis="batch size", sizes=(8, 64), sample=_benchmark),
     )

@@ -12,6 +12,9 @@ _BLOCK = 1024  # elements of a program
 
 def soft_clip(x: Tensor, limit: Tensor) -> Tensor:
     """Launches the kernel; x (B, C, ...) and limit (C) are on a GPU."""
+    torch._check(limit.shape == x.shape[1:2], lambda: "limit: expected shape (C)")
+    torch._check(limit.device == x.device, lambda: "limit: expected the device of x")
+    torch._check_type(limit.dtype == x.dtype, lambda: "limit: expected the dtype of x")
     x, limit = x.contiguous(), limit.contiguous()
     out = torch.empty_like(x)
     if x.numel():

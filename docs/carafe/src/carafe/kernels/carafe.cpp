@@ -23,6 +23,10 @@ struct Sizes {
         k(std::lround(std::sqrt(taps))),
         s(std::lround(std::sqrt(subpixels))) {}
 
+  std::vector<int64_t> image() const { return {B, C, H, W}; }
+  std::vector<int64_t> weights() const { return {B, k * k, s * s, H, W}; }
+  std::vector<int64_t> larger() const { return {B, C, s * H, s * W}; }
+
   int64_t x(int64_t b, int64_t c, int64_t i) const { return ((b * C + c) * H + i) * W; }
   int64_t weight(int64_t b, int64_t tap, int64_t pq, int64_t i) const {
     return (((b * k * k + tap) * s * s + pq) * H + i) * W;
@@ -38,6 +42,14 @@ struct Sizes {
     for (int64_t j = std::max<int64_t>(0, -d); j < std::min(W, W - d); ++j) f(j);
   }
 };
+
+// Checks an argument that is read by a bare pointer: it has the dtype and device of `like`.
+void check(const Tensor& t, const Tensor& like, const std::vector<int64_t>& sizes,
+           const char* name) {
+  hoconv::check_alike(t, like, name);
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), t.sizes().begin(), t.sizes().end()), name,
+                  ": its shape does not fit the others");
+}
 
 // Calls f(b, row, sums) for every row of a result, on several threads; `sums` are W zeros.
 template <typename A, typename F>
@@ -55,7 +67,9 @@ Tensor carafe(const Tensor& x, const Tensor& weight) {
   hoconv::check_floating(x, "x");
   const Tensor in = torch::stable::contiguous(x), by = torch::stable::contiguous(weight);
   const Sizes n(x, weight.size(1), weight.size(2), x.size(2), x.size(3));
-  Tensor out = torch::stable::new_empty(in, {n.B, n.C, n.s * n.H, n.s * n.W});
+  check(x, x, n.image(), "x");
+  check(weight, x, n.weights(), "weight");
+  Tensor out = torch::stable::new_empty(in, n.larger());
   hoconv::dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
     using A = hoconv::acc_t<T>;
@@ -82,7 +96,9 @@ Tensor grad_x(const Tensor& grad, const Tensor& weight) {
   hoconv::check_floating(grad, "grad");
   const Tensor in = torch::stable::contiguous(grad), by = torch::stable::contiguous(weight);
   const Sizes n(grad, weight.size(1), weight.size(2), weight.size(3), weight.size(4));
-  Tensor out = torch::stable::new_empty(in, {n.B, n.C, n.H, n.W});
+  check(grad, grad, n.larger(), "grad");
+  check(weight, grad, n.weights(), "weight");
+  Tensor out = torch::stable::new_empty(in, n.image());
   hoconv::dispatch_floating(grad, [&](auto zero) {
     using T = decltype(zero);
     using A = hoconv::acc_t<T>;
@@ -111,7 +127,10 @@ Tensor grad_x(const Tensor& grad, const Tensor& weight) {
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size) {
   hoconv::check_floating(grad, "grad");
   const Tensor in = torch::stable::contiguous(grad), by = torch::stable::contiguous(x);
-  const Sizes n(x, size[1], size[2], size[3], size[4]);
+  const Sizes n(x, size.at(1), size.at(2), size.at(3), size.at(4));
+  check(x, grad, n.image(), "x");
+  check(grad, grad, n.larger(), "grad");
+  STD_TORCH_CHECK(size == n.weights(), "size: expected (B, k * k, s * s, H, W)");
   Tensor out = torch::stable::new_empty(in, size);
   hoconv::dispatch_floating(grad, [&](auto zero) {
     using T = decltype(zero);

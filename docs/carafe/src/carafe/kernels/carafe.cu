@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -20,6 +21,10 @@ struct Sizes {
         W(width),
         k(std::lround(std::sqrt(taps))),
         s(std::lround(std::sqrt(subpixels))) {}
+
+  std::vector<int64_t> image() const { return {B, C, H, W}; }
+  std::vector<int64_t> weights() const { return {B, k * k, s * s, H, W}; }
+  std::vector<int64_t> larger() const { return {B, C, s * H, s * W}; }
 
   __device__ bool inside(int64_t i, int64_t j) const { return i >= 0 && i < H && j >= 0 && j < W; }
   __device__ int64_t x(int64_t b, int64_t c, int64_t i, int64_t j) const {
@@ -84,6 +89,14 @@ __global__ void compute(Sizes n, const T* a, const T* b, T* to, int64_t size) {
   if (at < size) to[at] = hoconv::narrow<T>(Sum::template sum<A>(n, a, b, at));
 }
 
+// Checks an argument that is read by a bare pointer: it has the dtype and device of `like`.
+void check(const Tensor& t, const Tensor& like, const std::vector<int64_t>& sizes,
+           const char* name) {
+  hoconv::check_alike(t, like, name);
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), t.sizes().begin(), t.sizes().end()), name,
+                  ": its shape does not fit the others");
+}
+
 template <typename Sum>
 Tensor launch(const Sizes& n, const Tensor& a, const Tensor& b, const std::vector<int64_t>& size) {
   hoconv::check_floating(a, "x");
@@ -106,16 +119,24 @@ Tensor launch(const Sizes& n, const Tensor& a, const Tensor& b, const std::vecto
 
 Tensor carafe(const Tensor& x, const Tensor& weight) {
   const Sizes n(x, weight.size(1), weight.size(2), x.size(2), x.size(3));
-  return launch<Forward>(n, x, weight, {n.B, n.C, n.s * n.H, n.s * n.W});
+  check(x, x, n.image(), "x");
+  check(weight, x, n.weights(), "weight");
+  return launch<Forward>(n, x, weight, n.larger());
 }
 
 Tensor grad_x(const Tensor& grad, const Tensor& weight) {
   const Sizes n(grad, weight.size(1), weight.size(2), weight.size(3), weight.size(4));
-  return launch<GradX>(n, grad, weight, {n.B, n.C, n.H, n.W});
+  check(grad, grad, n.larger(), "grad");
+  check(weight, grad, n.weights(), "weight");
+  return launch<GradX>(n, grad, weight, n.image());
 }
 
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size) {
-  return launch<GradWeight>(Sizes(x, size[1], size[2], size[3], size[4]), grad, x, size);
+  const Sizes n(x, size.at(1), size.at(2), size.at(3), size.at(4));
+  check(x, grad, n.image(), "x");
+  check(grad, grad, n.larger(), "grad");
+  STD_TORCH_CHECK(size == n.weights(), "size: expected (B, k * k, s * s, H, W)");
+  return launch<GradWeight>(n, grad, x, size);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(carafe, CUDA, m) {

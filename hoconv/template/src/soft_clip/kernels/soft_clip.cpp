@@ -11,6 +11,8 @@ using hoconv::Tensor;
 
 Tensor soft_clip(const Tensor& x, const Tensor& limit) {
   hoconv::check_floating(x, "x");
+  hoconv::check_alike(limit, x, "limit");  // its dtype and device are those of x
+  STD_TORCH_CHECK(limit.dim() == 1 && limit.size(0) == x.size(1), "limit: expected shape (C)");
   const Tensor in = torch::stable::contiguous(x), by = torch::stable::contiguous(limit);
   Tensor out = torch::stable::empty_like(in);
   const int64_t channels = x.size(1), planes = x.size(0) * channels;

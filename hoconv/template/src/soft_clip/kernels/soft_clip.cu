@@ -17,6 +17,8 @@ __global__ void clip(const T* from, const T* limits, T* to, int64_t size, int64_
 
 Tensor soft_clip(const Tensor& x, const Tensor& limit) {
   hoconv::check_floating(x, "x");
+  hoconv::check_alike(limit, x, "limit");
+  STD_TORCH_CHECK(limit.dim() == 1 && limit.size(0) == x.size(1), "limit: expected shape (C)");
   const Tensor in = torch::stable::contiguous(x), by = torch::stable::contiguous(limit);
   Tensor out = torch::stable::empty_like(in);
   if (x.numel() == 0) return out;
