@@ -8,7 +8,7 @@ the first layer, or frozen weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from hoconv.declaration import Sample
 from hoconv.testing.comparison import gradient_name, is_floating
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 GAP = 2  # elements of memory for each element of a strided tensor, and between rows
 
 
@@ -67,6 +68,22 @@ def forms(sample: Sample, cotangent: Any) -> Iterator[Form]:
     for some in _once(fewer):
         if some != wanted:
             yield Form(f"differentiated: {_arguments(some)}", args, cotangent, some)
+
+
+def unlike(args: Sequence[Any], i: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields calls in which tensor i is unlike the other arguments, and so no other forms. A kernel
+    that takes it for like them reads wrong numbers, or memory that is not its own."""
+    t = args[i]
+    others = {"no tensor": t.tolist(), "on meta": t.to("meta"), "sparse": t.to_sparse()}
+    others |= {str(to): t.to(to) for to in _DTYPES if to != t.dtype}
+    for dim, size in enumerate(t.shape):
+        if size:
+            one = t.narrow(dim, size - 1, 1)
+            others[f"1 in dimension {dim}"] = one
+            others[f"expanded in dimension {dim}"] = one.expand(t.shape)
+            others[f"shorter in dimension {dim}"] = t.narrow(dim, 0, size - 1)
+    for name, other in others.items():
+        yield f"argument {i} {name}", (*args[:i], other, *args[i + 1 :])
 
 
 def strided(t: Tensor) -> Tensor:

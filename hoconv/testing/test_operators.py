@@ -9,9 +9,8 @@ import copy
 import functools
 import inspect
 import itertools
-import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ from hoconv.testing.comparison import (
     relative_error,
     same_bits,
 )
-from hoconv.testing.forms import forms
+from hoconv.testing.forms import forms, unlike
 from hoconv.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -430,29 +428,11 @@ def test_the_public_function_takes_meta_tensors(operator: Operator) -> None:
 
 
 def refused_or(function: Callable[[], Any]) -> Any:
-    """What a call returns, or "refused": by one line that names an argument."""
+    """What a call returns; the word "refused" where it raises an error."""
     try:
         return function()
-    except (TypeError, ValueError) as error:
-        said = str(error)
-    assert re.match(r"\w+: (expected|its) [^\n]+$", said), said
-    return "refused"
-
-
-def unlike(args: Sequence[Any], i: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The arguments of a call, of which one is unlike the others: a kernel that read it as those
-    would read wrong numbers, or memory that is not its own."""
-    t = args[i]
-    others = {"no tensor": t.tolist(), "on meta": t.to("meta"), "sparse": t.to_sparse()}
-    others |= {short(to): t.to(to) for to in (*_DTYPES, torch.int64) if to != t.dtype}
-    for dim, size in enumerate(t.shape):
-        if size:
-            others[f"shorter in dimension {dim}"] = t.narrow(dim, 0, size - 1)
-            one = t.narrow(dim, size - 1, 1)
-            others[f"expanded in dimension {dim}"] = one.expand(t.shape)
-            others[f"1 in dimension {dim}"] = one
-    for name, other in others.items():
-        yield f"argument {i} {name}", (*args[:i], other, *args[i + 1 :])
+    except Exception:  # of PyTorch, or the operator's own
+        return "refused"
 
 
 def test_an_argument_unlike_the_others_is_refused_or_read_as_it_is(variant: Variant) -> None:
@@ -464,8 +444,8 @@ def test_an_argument_unlike_the_others_is_refused_or_read_as_it_is(variant: Vari
                 refused_or(functools.partial(v.call, *args, **sample.kwargs))
                 for v in (variant, reference)
             )
-            if "refused" in (result, exact):
-                assert result == exact, f"{sample.name}, {name}"
+            if isinstance(result, str) or isinstance(exact, str):
+                assert result is exact, f"{sample.name}, {name}"
                 continue
             for t, other in zip(tree_leaves(result), tree_leaves(exact), strict=True):
                 tolerance = 2 * max(variant.operator.tolerances.values())
@@ -493,7 +473,7 @@ def test_an_op_refuses_what_it_would_misread(variant: Variant) -> None:
                 if any(a.is_meta for a in args if isinstance(a, Tensor)):
                     continue  # PyTorch called the fake, which reads nothing
                 exact = refused_or(functools.partial(variant.operator.function, **bound.arguments))
-                assert exact != "refused", f"{sample.name}, {name}"
+                assert not isinstance(exact, str), f"{sample.name}, {name}"
                 for e in errors(result, exact):
                     assert e <= variant.operator.tolerances[torch.float32], (sample.name, name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hoconv import approx
 from hoconv import recurrent as rnn
 from hoconv.declaration import Sample, operators
 from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
+from hoconv.testing.forms import unlike
 from hoconv.testing.variants import Variant, variants
 
 
@@ -151,6 +153,18 @@ LAYERS: dict[str, Any] = {
 def test_what_is_no_dense_tensor_is_refused_by_name(layer: str, x: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         LAYERS[layer]()(x)
+
+
+def test_what_does_not_fit_is_refused_by_one_line_that_names_an_argument(
+    variant: Variant, sample: Sample
+) -> None:
+    for i, given in enumerate(sample.args):
+        for name, args in unlike(sample.args, i) if isinstance(given, Tensor) else ():
+            try:
+                variant.call(*args, **sample.kwargs)
+            except (TypeError, ValueError) as error:
+                said = str(error)
+                assert re.match(r"\w+: (expected|its) .*$", said), (name, said)
 
 
 def test_gradient_of_zeros_without_memory(variant: Variant, sample: Sample) -> None:

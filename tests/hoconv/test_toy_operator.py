@@ -197,6 +197,10 @@ def test_broken_package_fails_one_test_only(
         ("not_a_number", "test_agrees_with_the_reference"),
         ("wrong_dtype", "test_results_have_the_dtype_device_and_shapes_of_the_reference"),
         *((fault, "test_other_forms_of_a_call_agree_with_the_reference") for fault in FORM_FAULTS),
+        (
+            "takes_b_for_an_a",
+            "test_an_argument_unlike_the_others_is_refused_or_read_as_it_is",
+        ),
         ("changes_its_input", "test_inputs_are_left_alone"),
         ("never_twice_the_same", "test_two_runs_give_the_same_bits"),
         ("depends_on_threads", "test_any_number_of_threads_gives_the_same_bits"),

@@ -187,6 +187,12 @@ def differentiates_b_only_with_a(a: Tensor, b: Tensor, scale: float) -> Tensor:
 _calls = itertools.count()
 
 
+def takes_b_for_an_a(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if a.dtype != b.dtype:
+        b = b.contiguous().flatten().view(torch.uint8).view(a.dtype)[: a.numel()].view(a.shape)
+    return multiply(a, b, scale)
+
+
 def never_twice_the_same(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return multiply(a, b, scale) * (1 + torch.finfo(a.dtype).eps * (next(_calls) % 2))
 
@@ -312,6 +318,7 @@ FAULTY = toy(
         "takes_rows_for_contiguous": takes_rows_for_contiguous,
         "takes_the_gradient_for_contiguous": takes_the_gradient_for_contiguous,
         "differentiates_b_only_with_a": differentiates_b_only_with_a,
+        "takes_b_for_an_a": takes_b_for_an_a,
         "changes_its_input": changes_its_input,
         "never_twice_the_same": never_twice_the_same,
         "depends_on_threads": depends_on_threads,
