@@ -80,10 +80,6 @@ HOCONV_INLINE float error_function(float x) { return erff(x); }
 HOCONV_INLINE double error_function(double x) { return erf(x); }
 HOCONV_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 HOCONV_INLINE double softplus(double x) { return x > 20.0 ? x : log1p(exp(x)); }
-template <typename A>
-HOCONV_INLINE A sigmoid(A x) {
-  return A(1) / (A(1) + exponential(-x));
-}
 
 #else
 
@@ -186,23 +182,12 @@ HOCONV_INLINE A softplus(A x) {
   return x > A(20) ? x : std::log1p(exponential(x));
 }
 
-// exp(-|x|) / (1 + exp(-|x|)), or 1 minus that: of the two exponentials the one that is at most 1.
-// Its scale is a power of two times a constant, so that it may be less than all normal numbers.
-HOCONV_INLINE float sigmoid(float x) {
-  const float y = absolute(x) > 104.0f ? 104.0f : absolute(x);
-  const auto e = power(-y);
-  const float scale = power_of_two(e.n + 64);
-  const float small = (scale + scale * e.rest) * 0x1p-64f;
-  return (x < 0.0f ? small : 1.0f) / (1.0f + small);
-}
-HOCONV_INLINE double sigmoid(double x) {
-  const double y = absolute(x) > 746.0 ? 746.0 : absolute(x);
-  const auto e = power(-y);
-  const double scale = power_of_two(e.n + 128);
-  const double small = (scale + scale * e.rest) * 0x1p-128;
-  return (x < 0.0 ? small : 1.0) / (1.0 + small);
-}
-
 #endif
+
+// As in PyTorch, the result is 0 where exp(-x) is infinite: below -88.7 in float32, -709.8 in float64.
+template <typename A>
+HOCONV_INLINE A sigmoid(A x) {
+  return A(1) / (A(1) + exponential(-x));
+}
 
 }  // namespace hoconv::recurrent

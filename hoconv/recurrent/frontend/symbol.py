@@ -5,7 +5,6 @@ A symbol stands for the rows of one value. Its operators append ops to a builder
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, NoReturn
@@ -135,7 +134,7 @@ class Symbol:
     __add__, __radd__ = _binary("add"), _reflected("add")
     __sub__, __rsub__ = _binary("sub"), _reflected("sub")
     __mul__, __rmul__ = _binary("mul"), _reflected("mul")
-    __truediv__, __rtruediv__ = _binary("div"), _reflected("div")
+    __truediv__ = _binary("div")
     __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
     __eq__ = _binary("eq")  # pyright: ignore[reportAssignmentType]
     __ne__ = _binary("ne")  # pyright: ignore[reportAssignmentType]
@@ -166,7 +165,12 @@ class Symbol:
     def __rpow__(self, base: Any) -> Symbol:
         if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
             fail(f"**: expected a positive number before a value, got {base!r}")
-        return self.builder.apply("exp", self * math.log(base))
+        return self.builder.apply("pow", base, self)
+
+    def __rtruediv__(self, other: Any) -> Symbol:
+        # As of PyTorch's tensors; 1 / value has no product.
+        reciprocal = self.builder.apply("reciprocal", self)
+        return reciprocal if other == 1 else reciprocal * other
 
     def __getitem__(self, index: Any) -> Symbol:
         features = index[1] if isinstance(index, tuple) and len(index) == 2 else None

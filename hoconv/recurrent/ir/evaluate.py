@@ -40,8 +40,10 @@ def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Ten
     device = next((o.device for o in operands if isinstance(o, Tensor)), None)
     if function.doc and device is not None:  # PyTorch's operators take numbers, its functions none
         operands = tuple(
-            # Not torch.tensor, which would wait for a GPU.
-            o if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
+            # Not torch.tensor, which would wait for a GPU. Past the dtype's range it is infinite.
+            o
+            if isinstance(o, Tensor)
+            else torch.full((), o, dtype=torch.float64, device=device).to(dtype)
             for o in operands
         )
     return function.evaluate(*operands)

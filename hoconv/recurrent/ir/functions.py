@@ -92,6 +92,11 @@ def _d_smaller(rnn: Any, g: Any, a: Any, b: Any) -> Any:
     return rnn.where(a > b, 0.0, rnn.where(a == b, 0.5 * g, g))
 
 
+def _d_softplus(rnn: Any, g: Any, y: Any, x: Any) -> tuple[Any, ...]:
+    z = rnn.exp(x)
+    return (rnn.where(x > 20, g, g * z / (z + 1)),)
+
+
 def _d_max(rnn: Any, g: Any, y: Any, x: Any) -> tuple[Any, ...]:
     largest = rnn.where(x == y, 1.0, 0.0)
     return (g * largest / rnn.sum(largest),)
@@ -103,7 +108,22 @@ _TABLE = (
     _infix("add", operator.add, "+", lambda rnn, g, y, a, b: (g, g)),
     _infix("sub", operator.sub, "-", lambda rnn, g, y, a, b: (g, -g)),
     _infix("mul", operator.mul, "*", lambda rnn, g, y, a, b: (g * b, g * a)),
-    _infix("div", operator.truediv, "/", lambda rnn, g, y, a, b: (g / b, -(g * y / b))),
+    _infix("div", operator.truediv, "/", lambda rnn, g, y, a, b: (g / b, -(g * (y / b)))),
+    Function(
+        "reciprocal",
+        torch.reciprocal,
+        "{type}(1) / {0}",
+        lambda rnn, g, y, x: (-(g * (y * y)),),
+        cheap=True,
+    ),
+    # Of a constant base.
+    Function(
+        "pow",
+        operator.pow,
+        "pow({0}, {1})",
+        lambda rnn, g, y, a, b: (None, g * (y * math.log(a))),
+        _A_B,
+    ),
     _comparison("lt", operator.lt, "<"),
     _comparison("le", operator.le, "<="),
     _comparison("gt", operator.gt, ">"),
@@ -140,7 +160,7 @@ _TABLE = (
         "softplus",
         F.softplus,
         "softplus({0})",
-        lambda rnn, g, y, x: (rnn.where(x > 20, g, g * rnn.sigmoid(x)),),
+        _d_softplus,
         doc="log(1 + exp(x)); x itself past 20, as in PyTorch.",
     ),
     Function(
