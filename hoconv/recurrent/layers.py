@@ -60,7 +60,8 @@ class RNN(FixedAttributes):
 
     Raises:
         CellError: the cell leaves the language.
-        TypeError, ValueError: an argument or option out of its range.
+        TypeError, ValueError: an argument or option out of its range; states whose sizes differ
+            between layers.
     """
 
     operator = OPERATOR
@@ -114,6 +115,8 @@ class RNN(FixedAttributes):
         for layer in range(num_layers):
             # A copy: changing an option later, for example a list, does not change the layer.
             bound = copy.deepcopy(cell.bind(size, hidden_size, options))
+            if self.runs:
+                _check_states(self.runs[0][0], bound, layer)
             traced = _trace(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 runs.append((bound, suffix))
@@ -422,6 +425,19 @@ class _Traced:
     training: str
     draws: bool
     output_size: int
+
+
+def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
+    """Checks that a layer has states of the sizes of layer 0: those of all layers are stacked."""
+    for name, size in bound.state_sizes.items():
+        if size != (expected := first.state_sizes[name]):
+            raise ValueError(
+                f"num_layers: the state {name!r} of the cell {bound.name} has as many features as "
+                f"the layer has inputs, {expected} in layer 0 and {size} in layer {layer}; "
+                f"expected the same in all: give it a size of its own, as in @rnn.cell(state={{{name!r}: "
+                f"'hidden_size'}}), let the cell's output have {expected} features in all "
+                f"directions together, or make an RNN of one layer for each"
+            )
 
 
 def _trace(cell: BoundCell) -> _Traced:

@@ -478,3 +478,40 @@ def test_checkpoints_of_activations(impl: str) -> None:
         return made(x)[0]
 
     same(grads(lambda: checkpoint(run, use_reentrant=False)), grads(run))
+
+
+@rnn.cell(state={"memory": "input_size"})
+def remembers_inputs(x: Any, memory: Any, *, outputs: int | None = None) -> Any:
+    memory = rnn.tanh(memory + x)
+    return memory if outputs is None else rnn.linear("out", memory, size=outputs), {
+        "memory": memory
+    }
+
+
+def test_states_whose_sizes_differ_between_layers_are_refused_when_it_is_made() -> None:
+    said = (
+        r"num_layers: the state 'memory' of the cell remembers_inputs has as many features as the "
+        r"layer has inputs, 3 in layer 0 and {} in layer 1; expected the same in all: [^\n]+$"
+    )
+    for sizes, options in ((5, {"outputs": 5}), (6, {"bidirectional": True})):
+        with pytest.raises(ValueError, match=said.format(sizes)):
+            rnn.RNN(remembers_inputs, 3, 4, num_layers=2, **options)
+    for options in ({}, {"outputs": 3}):
+        _, state = rnn.RNN(remembers_inputs, 3, 4, 2, impl="reference", **options)(torch.ones(2, 3))
+        assert isinstance(state, Tensor)
+        assert state.shape == (2, 3)
+
+
+@rnn.cell(state=("h",))
+def as_wide_as_inputs(x: Any, h: Any, *, input_size: int) -> Any:
+    h = rnn.tanh(rnn.linear("in", x, h) + rnn.sum(rnn.parameter("scale", x) * x))
+    return rnn.cat(x, rnn.linear("out", h, size=input_size)), {"h": h}
+
+
+def test_all_else_may_be_as_wide_as_the_inputs_of_a_layer() -> None:
+    layer = rnn.RNN(as_wide_as_inputs, 2, 3, 2, bidirectional=True, impl="reference")
+    output, state = layer(torch.ones(4, 2, 2), lengths=[4, 3])
+    assert isinstance(state, Tensor)
+    assert isinstance(output, Tensor)
+    assert (output.shape, state.shape) == ((4, 2, 2 * 4 * 4), (4, 2, 3))
+    assert layer.scale_l1.shape == (8,)
