@@ -76,12 +76,12 @@ def multiply(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 @torch.library.custom_op("hoconv_toy::multiply", mutates_args=())
 def registered(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(a).copy_(a * b * scale)
+    return torch.empty_like(a * b).copy_(a * b * scale)
 
 
 @registered.register_fake
 def _fake(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(a)
+    return torch.empty_like(a * b)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -216,12 +216,12 @@ def product_and_sum(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]
 @torch.library.custom_op("hoconv_toy::product_and_sum", mutates_args=())
 def registered_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     product, total = product_and_sum(a, b, scale)
-    return torch.empty_like(a).copy_(product), torch.empty_like(a).copy_(total)
+    return torch.empty_like(product).copy_(product), torch.empty_like(total).copy_(total)
 
 
 @registered_pair.register_fake
 def _fake_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a), torch.empty_like(a)
+    return torch.empty_like(a * b), torch.empty_like(a + b)
 
 
 def _differentiate_pair(ctx: Any, d_product: Tensor, d_sum: Tensor) -> tuple[Any, ...]:
@@ -257,12 +257,12 @@ def second_output_never_the_same(a: Tensor, b: Tensor, scale: float) -> Any:
 
 @torch.library.custom_op("hoconv_toy::multiply_once", mutates_args=())
 def registered_once(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(a).copy_(a * b * scale)
+    return torch.empty_like(a * b).copy_(a * b * scale)
 
 
 @registered_once.register_fake
 def _fake_once(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(a)
+    return torch.empty_like(a * b)
 
 
 @torch.library.custom_op("hoconv_toy::backward_once", mutates_args=())
