@@ -435,8 +435,8 @@ def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
                 f"num_layers: the state {name!r} of the cell {bound.name} has as many features as "
                 f"the layer has inputs, {expected} in layer 0 and {size} in layer {layer}; "
                 f"expected the same in all: give it a size of its own, as in "
-                f"@rnn.cell(state={{{name!r}: 'hidden_size'}}), let the cell's output have {expected} "
-                f"features in all directions together, or make an RNN of one layer for each"
+                f"@rnn.cell(state={{{name!r}: 'hidden_size'}}), let the outputs of all directions "
+                f"together have {expected} features, or make an RNN of one layer for each"
             )
 
 

@@ -483,9 +483,8 @@ def test_checkpoints_of_activations(impl: str) -> None:
 @rnn.cell(state={"memory": "input_size"})
 def remembers_inputs(x: Any, memory: Any, *, outputs: int | None = None) -> Any:
     memory = rnn.tanh(memory + x)
-    return memory if outputs is None else rnn.linear("out", memory, size=outputs), {
-        "memory": memory
-    }
+    output = memory if outputs is None else rnn.linear("out", memory, size=outputs)
+    return output, {"memory": memory}
 
 
 def test_states_whose_sizes_differ_between_layers_are_refused_when_it_is_made() -> None:
