@@ -482,7 +482,9 @@ def test_an_op_refuses_what_it_would_misread(variant: Variant) -> None:
 def test_autocast_gives_what_the_reference_gives(variant: Variant) -> None:
     """Forward and backward, also where autocast has cast some arguments before the call."""
     reference = Variant(variant.operator, "reference", variant.device)
-    tolerance = 2 * max(variant.operator.tolerances.values())
+    # Gradients of half-precision arguments are rounded to it, whatever the operator computes in.
+    rounding = torch.finfo(torch.bfloat16).eps
+    tolerance = 2 * max(rounding, *variant.operator.tolerances.values())
     sample = small_samples(variant, torch.float32, 300)[-1]
     positions = tensor_positions(sample)
     for cast in ([], positions, *([i] for i in positions)):
