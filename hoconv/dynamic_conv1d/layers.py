@@ -121,7 +121,8 @@ class _Conv1d(FixedAttributes):
         return F.dropout(weight, self.weight_dropout) if self._drops() else weight
 
     def _drops(self) -> bool:
-        return self.training and self.weight_dropout > 0
+        # In this order: a graph of torch.compile is of one mode if it has read the mode.
+        return self.weight_dropout > 0 and self.training
 
     def _padding(self) -> int:
         _check_padding(self.padding)
