@@ -71,11 +71,11 @@ def recurrent(
         TypeError: a dtype is not supported, or differs from x's.
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, *tensors = _check(x, tensors, cell, hidden_size)
-    call = _call(x, tensors, cell, hidden_size, schedule, reverse)
+    x, *others = _check(x, tensors, cell, hidden_size)
+    call = _call(x, others, cell, hidden_size, schedule, reverse)
     name = resolve("recurrent", impl, x.device.type, call.plan, call.program)
     run = OPERATOR.implementations[name].function
-    return run(x, tensors, cell, hidden_size, schedule, reverse)
+    return run(x, others, cell, hidden_size, schedule, reverse)
 
 
 def _check(x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int) -> tuple[Tensor, ...]:
@@ -85,8 +85,8 @@ def _check(x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int) ->
         raise ValueError(f"x: expected (T, B, I), T and I at least 1, got shape {tuple(x.shape)}")
     states = _bind(cell, x.shape[2], hidden_size).state_sizes
     names, shapes, _ = _trace(cell, x.shape[2], hidden_size)
-    expected = {state: (x.shape[1], n) for state, n in states.items()}
-    expected |= zip(names, shapes, strict=True)
+    expected: dict[str, tuple[int, ...]] = dict(zip(names, shapes, strict=True))
+    expected = {state: (x.shape[1], n) for state, n in states.items()} | expected
     if len(tensors) != len(expected):
         raise ValueError(
             f"tensors: expected {len(expected)} ({', '.join(expected)}), got {len(tensors)}"

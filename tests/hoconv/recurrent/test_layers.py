@@ -492,11 +492,13 @@ def test_states_whose_sizes_differ_between_layers_are_refused_when_it_is_made() 
         r"num_layers: the state 'memory' of the cell remembers_inputs has as many features as the "
         r"layer has inputs, 3 in layer 0 and {} in layer 1; expected the same in all: [^\n]+$"
     )
-    for sizes, options in ((5, {"outputs": 5}), (6, {"bidirectional": True})):
+    refused: list[tuple[int, dict[str, Any]]] = [(5, {"outputs": 5}), (6, {"bidirectional": True})]
+    for sizes, options in refused:
         with pytest.raises(ValueError, match=said.format(sizes)):
             rnn.RNN(remembers_inputs, 3, 4, num_layers=2, **options)
-    for options in ({}, {"outputs": 3}):
-        _, state = rnn.RNN(remembers_inputs, 3, 4, 2, impl="reference", **options)(torch.ones(2, 3))
+    for outputs in (None, 3):
+        made = rnn.RNN(remembers_inputs, 3, 4, 2, impl="reference", outputs=outputs)
+        _, state = made(torch.ones(2, 3))
         assert isinstance(state, Tensor)
         assert state.shape == (2, 3)
 
