@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.captions import CaptionSet, Vocabulary
 from datamodules.coco.detection import DetectionSet
-from datamodules.coco.files import KINDS, Files
+from datamodules.coco.files import KINDS, Files, FolderFiles
 from datamodules.coco.folder import FolderBatch, SplitSet, batches_of
 from datamodules.coco.on_device import DeviceSet, DeviceSets, TaskSet
 from datamodules.coco.pixels import Images
@@ -160,7 +160,7 @@ class COCO(pl.LightningDataModule):
         files = (
             Files(Path(data_dir).resolve() / "coco", str(year), given)
             if folder is None
-            else Files(Path(folder).resolve(), given=given)
+            else FolderFiles(Path(folder).resolve(), given, whole=val_share is not None)
         )
         published = folder is None and not given
         self.splits = Splits(

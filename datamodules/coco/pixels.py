@@ -110,10 +110,10 @@ class Images:
         return digest.hexdigest()
 
     def _no_image_error(self, what: str) -> DataNotFoundError:
+        first = self.folder / str(self.annotations.file_names[0])
         return DataNotFoundError(
             f"none of the {len(self.annotations):,} images that {self.annotations.path} names "
-            f"{what} in {self.folder}; data.train_images and data.val_images say where those of "
-            "your own data are; `python scripts/prepare_data.py coco` downloads COCO's"
+            f"{what}; the first that was tried is {first}"
         )
 
     def _decode(self, index: int) -> Tensor:

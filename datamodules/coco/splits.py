@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from datamodules.coco.annotations.boxes import Boxes
 from datamodules.coco.annotations.captions import Captions
+from datamodules.coco.annotations.file import Annotations
 from datamodules.coco.annotations.instances import Instances
 from datamodules.coco.annotations.objects import Objects
-from datamodules.coco.files import SPLITS, Files
+from datamodules.coco.files import SPLITS, Files, SplitFiles
 from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.images import DataNotFoundError
+
+A = TypeVar("A", Boxes, Captions, Instances)
+B = TypeVar("B", Boxes, Instances)
 
 
 class Splits:
@@ -51,6 +56,7 @@ class Splits:
         self.keep = keep
         self.expected_categories = expected_categories
         self.names: tuple[str, ...] = ("train",) if divided else SPLITS
+        self._annotations: dict[tuple[type[Annotations], SplitFiles], Any] = {}
 
     @property
     def num_categories(self) -> int:
@@ -61,28 +67,37 @@ class Splits:
         return self.boxes(split) if self.task == "detection" else self.instances(split)
 
     def instances(self, split: str) -> Instances:
-        instances = Instances(self.files.annotations(self.task, split), self.cache_dir)
-        self._require_known_categories(split, instances)
-        return instances
+        return self._require_known_categories(split, self._read(Instances, split))
 
     def boxes(self, split: str) -> Boxes:
-        boxes = Boxes(self.files.annotations(self.task, split), self.cache_dir)
-        self._require_known_categories(split, boxes)
-        return boxes
+        return self._require_known_categories(split, self._read(Boxes, split))
 
     def captions(self, split: str) -> Captions:
-        return Captions(self.files.annotations(self.task, split), self.cache_dir)
+        return self._read(Captions, split)
 
     def images(self, split: str) -> Images:
         annotations = self.captions(split) if self.task == "captions" else self.objects(split)
-        return Images(
-            self.files.images(split), annotations, self.image_size, self.cache_dir, self.keep
-        )
+        files = self.files.find(self.task, split)
+        try:
+            return Images(files.images, annotations, self.image_size, self.cache_dir, self.keep)
+        except DataNotFoundError as error:
+            raise DataNotFoundError(f"{error}; {files.mend_images}") from error
 
     def label_maps(self, split: str) -> LabelMaps:
         return LabelMaps(self.instances(split), self.image_size, self.cache_dir, self.keep)
 
-    def _require_known_categories(self, split: str, read: Objects) -> None:
+    def _read(self, kind: type[A], split: str) -> A:
+        """Returns an annotation file; it is read once."""
+        files = self.files.find(self.task, split)
+        if (kind, files) not in self._annotations:
+            try:
+                read = kind(files.annotations, self.cache_dir, folder=files.images)
+            except DataNotFoundError as error:
+                raise DataNotFoundError(f"{error}; {files.mend_annotations}") from error
+            self._annotations[kind, files] = read
+        return self._annotations[kind, files]
+
+    def _require_known_categories(self, split: str, read: B) -> B:
         expected = self.expected_categories
         if expected is not None and len(read.categories) != expected:
             raise DataNotFoundError(
@@ -91,6 +106,7 @@ class Splits:
             )
         if split != "train":
             _require_same_categories(self.objects("train"), read)
+        return read
 
 
 def _require_same_categories(train: Objects, other: Objects) -> None:

@@ -72,6 +72,15 @@ def decode(path: Path, *, upright: bool = False) -> Tensor:
     return _File(path, upright).decode()
 
 
+def read_size(path: Path) -> tuple[int, int]:
+    """Returns H and W of an image as it is stored in its file, which is not decoded.
+
+    Raises:
+        UnreadableImageError: the file is missing, empty, of another format or too large.
+    """
+    return _File(path, upright=False).size
+
+
 def decode_on(
     device: torch.device, paths: Iterable[Path], *, upright: bool = False
 ) -> Iterator[Tensor | UnreadableImageError]:
@@ -127,7 +136,7 @@ class _File:
             raise UnreadableImageError("the file is empty")
         size = find_size(self._contents)
         self._plain = size is not None
-        height, width = size or (self._image.height, self._image.width)
+        self.size = height, width = size or (self._image.height, self._image.width)
         self.pixels = height * width
         if self.pixels > MAX_PIXELS:
             raise UnreadableImageError(

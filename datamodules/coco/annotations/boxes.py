@@ -46,8 +46,8 @@ class ImageBoxes(NamedTuple):
 class Boxes(Objects):
     """An annotation file of boxes. Category i has the class i; there is none for the background."""
 
-    def __init__(self, path: Path, cache_dir: Path) -> None:
-        super().__init__(path, load_packed(path, "boxes", cache_dir, _pack_boxes))
+    def __init__(self, path: Path, cache_dir: Path, *, folder: Path | None = None) -> None:
+        super().__init__(path, load_packed(path, "boxes", cache_dir, _pack_boxes, folder))
 
     @property
     def most(self) -> int:

@@ -16,18 +16,18 @@ from datamodules.coco.annotations.file import (
     ImageRecords,
     Skips,
     describe,
-    encode_text,
     load_packed,
     offsets,
     require_some,
 )
+from datamodules.coco.annotations.names import encode_text
 
 
 class Captions(Annotations):
     """An annotation file of sentences that describe the images."""
 
-    def __init__(self, path: Path, cache_dir: Path) -> None:
-        super().__init__(path, load_packed(path, "captions", cache_dir, _pack_captions))
+    def __init__(self, path: Path, cache_dir: Path, *, folder: Path | None = None) -> None:
+        super().__init__(path, load_packed(path, "captions", cache_dir, _pack_captions, folder))
 
     def of_image(self, index: int) -> list[str]:
         return [self.text(annotation) for annotation in self.annotations_of(index)]
@@ -58,7 +58,9 @@ def _pack_captions(
         captions = []
         for annotation in sorted(annotations[number], key=lambda a: a["id"]):
             text = annotation.get("caption")
-            if encode_text(text) is None:
+            if "caption" not in annotation:
+                skips["there is no caption"].append(describe(annotation, image))
+            elif encode_text(text) is None:
                 skips["the caption is not a text"].append(describe(annotation, image))
             elif text := text.strip():
                 captions.append(text.encode())

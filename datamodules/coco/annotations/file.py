@@ -5,30 +5,38 @@ N images.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from datamodules.coco.annotations.habits import normalise
+from datamodules.coco.annotations.names import Found, find_all, show
 from datamodules.images import DataNotFoundError
 from datamodules.reading.cache import Entry, find_or_make
-from datamodules.reading.decoding import MAX_PIXELS
+from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, read_size
 from datamodules.reading.skipped import DamagedError, Skipped
+from datamodules.reading.threads import in_threads
 
-FORMAT = 5  # version of the packed arrays; part of their key in the cache
-MAX_NAME, MAX_PATH = 255, 4095  # bytes: Linux has no longer names of files, and no longer paths
+FORMAT = 6  # version of the packed arrays; part of their key in the cache
+SHOWN_KEYS = 5  # of a file in another format
 
 
 class Annotations:
     """An annotation file: its images, ordered by id, and the annotations of each.
 
+    Its kinds take the path of the file, the folder of the cache, and that of the images: see
+    `load_packed`.
+
     Attributes:
         path: the file.
         ids: (N,) int64.
-        file_names: (N,) str.
+        file_names: (N,) str, relative to the folder of the images.
         sizes: (N, 2) int32, H and W.
         skipped: reason -> names of the images and annotations that were left out.
     """
@@ -71,8 +79,21 @@ ImageRecords = dict[int, dict[str, Any]]  # by id, ascending
 Pack = Callable[[dict[str, Any], ImageRecords, dict[int, list[Any]], Skips], dict[str, Any]]
 
 
-def load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
-    """Returns the packed arrays of an annotation file; reads the file where the cache has none."""
+def load_packed(
+    path: Path, kind: str, cache_dir: Path, pack: Pack, folder: Path | None = None
+) -> Entry:
+    """Returns the packed arrays of an annotation file; reads the file where the cache has none.
+
+    The files that its images are depend on what is in their folder too. So their names are kept
+    first, by themselves, and the rest for the files that these names mean now.
+
+    Args:
+        folder: of the images; None where every size is in the annotation file, and names are taken
+            as they are.
+
+    Raises:
+        DataNotFoundError: the file cannot be read, or nothing in it can be used.
+    """
     try:
         stat = path.stat()
     except OSError as error:
@@ -83,11 +104,15 @@ def load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
         "size": stat.st_size,
         "modified_ns": stat.st_mtime_ns,
     }
+    read = functools.cache(lambda: _read_json(path))  # at most once, and not kept
 
-    def write(folder: Path) -> None:
-        file = _read_json(path)
-        skips = Skips()
-        images = _check_images(file, skips)
+    def write_names(entry: Path) -> None:
+        names = [_get_name_and_sized(image) for image in get_list(read(), "images")]
+        (entry / "names.json").write_text(json.dumps(names))
+
+    def write(entry: Path) -> None:
+        file, skips = read(), Skips()
+        images = _check_images(file, found, folder, skips)
         arrays = {
             "ids": np.array(list(images), np.int64),
             "file_names": [image["file_name"] for image in images.values()],
@@ -95,88 +120,142 @@ def load_packed(path: Path, kind: str, cache_dir: Path, pack: Pack) -> Entry:
             **pack(file, images, _group_annotations(file, images, skips), skips),
         }
         for name, array in arrays.items():
-            np.save(folder / name, array)
-        (folder / "skipped.json").write_text(json.dumps(skips, indent=1))
+            np.save(entry / name, array)
+        (entry / "skipped.json").write_text(json.dumps(skips, indent=1))
 
-    def write_or_explain(folder: Path) -> None:
-        try:
-            write(folder)
-        except DamagedError as error:
-            raise DataNotFoundError(
-                f"{path} is damaged ({error}); mend it or put a whole file in its place, such as "
-                "one of https://cocodataset.org/#download"
-            ) from error
+    try:
+        names = find_or_make(cache_dir, "names", source, write_names).json("names")
+        found = find_all([name for name, _ in names], folder)
+        files = _hash_files(found, [sized for _, sized in names], folder)
+        return find_or_make(cache_dir, kind, source | {"files": files}, write)
+    except DamagedError as error:
+        raise DataNotFoundError(f"{path}: {error}") from error
 
-    return find_or_make(cache_dir, kind, source, write_or_explain)
+
+def _get_name_and_sized(image: Any) -> tuple[Any, bool]:
+    """Returns the file name of an image, any value, and whether its size need not be looked up."""
+    if not isinstance(image, dict):
+        return None, True
+    return image.get("file_name"), image.get("height") is not None is not image.get("width")
+
+
+def _hash_files(found: Sequence[Found], sized: Sequence[bool], folder: Path | None) -> str:
+    """Returns a hash of what decides about the images: their files, and what these are like where
+    their sizes are looked up."""
+    digest = hashlib.sha256()
+    for of_image, known in zip(found, sized, strict=True):
+        looked_up = None
+        if not known and folder is not None and of_image.problem is None:
+            try:
+                stat = (folder / of_image.name).stat()
+                looked_up = stat.st_size, stat.st_mtime_ns
+            except OSError:  # it is missing
+                looked_up = ()
+        digest.update(repr((*of_image, looked_up)).encode())
+    return digest.hexdigest()
 
 
 def _unreadable_file_error(path: Path, error: OSError) -> DataNotFoundError:
-    return DataNotFoundError(
-        f"{path} cannot be read ({error.strerror}); data.folder or data.train_annotations and "
-        "data.val_annotations name data of your own; `python scripts/prepare_data.py coco` "
-        "downloads COCO, and HOCONV_DATA_DIR names the folder whose sub-folder coco holds it"
-    )
+    return DataNotFoundError(f"{path} cannot be read ({error.strerror})")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Returns a file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark."""
     try:
         file = json.loads(path.read_bytes())
     except OSError as error:
         raise _unreadable_file_error(path, error) from error
     except RecursionError as error:
         raise DamagedError("its values are nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"not text in UTF-8 or UTF-16 (byte {error.start})") from error
     except ValueError as error:
         raise DamagedError(f"not JSON: {error}") from error
     if not isinstance(file, dict):
-        raise DamagedError("not a JSON object")
+        raise DamagedError(
+            f"it holds {'a list' if isinstance(file, list) else show(file)}, and COCO's format an "
+            'object with "images" and "annotations"'
+        )
+    normalise(file)
     return file
 
 
 def get_list(file: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(part := file.get(name), list) or not part:
-        raise DamagedError(f"{name}: missing, empty or not a list")
+    if name not in file:
+        keys = ", ".join(map(json.dumps, list(file)[:SHOWN_KEYS])) or "nothing"
+        raise DamagedError(f'it has no "{name}" but {keys}, so it is not in COCO\'s format')
+    if not isinstance(part := file[name], list):
+        raise DamagedError(f'"{name}" is {show(part)}, not a list')
+    if not part:
+        raise DamagedError(f'"{name}" is an empty list')
     return part
 
 
-def _check_images(file: dict[str, Any], skips: Skips) -> ImageRecords:
+def _check_images(
+    file: dict[str, Any], found: Sequence[Found], folder: Path | None, skips: Skips
+) -> ImageRecords:
     """Returns the images of a file that can be used, by id."""
     entries = get_list(file, "images")
     ids = Counter(map(get_id, entries))
+    unsized = _look_up_sizes(entries, found, folder)
     images = {}
-    for index, image in enumerate(entries):
-        if reason := _find_problem(image, ids):
-            skips[reason].append(f"images[{index}]")
+    for index, (image, of_image) in enumerate(zip(entries, found, strict=True)):
+        if problem := _find_problem(image, of_image, ids) or unsized.get(index):
+            reason, detail = problem
+            skips[reason].append(f"images[{index}] ({detail})")
         else:
-            images[image["id"]] = image
+            images[image["id"]] = image | {"file_name": of_image.name}
     require_some("images", len(images), skips)
     return dict(sorted(images.items()))
 
 
-def _find_problem(image: Any, ids: Counter[int | None]) -> str | None:
-    """Returns why an image cannot be used, or None."""
-    if (number := get_id(image)) is None:
-        return "the id of the image is not a 64-bit integer"
+def _look_up_sizes(
+    entries: Sequence[Any], found: Sequence[Found], folder: Path | None
+) -> dict[int, tuple[str, str]]:
+    """Fills in sizes from the files of images; returns why not, by index."""
+    unsized = [
+        index
+        for index, (image, of_image) in enumerate(zip(entries, found, strict=True))
+        if not _get_name_and_sized(image)[1] and of_image.problem is None
+    ]
+    if folder is None:
+        return {index: ("the height or width is missing", found[index].name) for index in unsized}
+
+    def look_up(row: int) -> tuple[str, str] | None:
+        path, image = folder / found[unsized[row]].name, entries[unsized[row]]
+        try:
+            size = read_size(path)
+        except UnreadableImageError as error:
+            return f"the annotation file lacks its height or width, and {error}", str(path)
+        for key, length in zip(("height", "width"), size, strict=True):
+            if image.get(key) is None:
+                image[key] = length
+        return None
+
+    problems = in_threads(look_up, len(unsized), "Looking up sizes") if unsized else ()
+    return {index: problem for index, problem in zip(unsized, problems) if problem is not None}
+
+
+def _find_problem(image: Any, of_image: Found, ids: Counter[int | None]) -> tuple[str, str] | None:
+    """Returns why an image cannot be used, and what the file says; None where it can."""
+    if not isinstance(image, dict):
+        return "the image is not an object", show(image)
+    number = get_id(image)
+    if number is None:
+        return "the id of the image is not a whole number of 64 bits", f"id {show(image.get('id'))}"
     if ids[number] > 1:
-        return "several images have the same id"
-    if not _is_file_name(image.get("file_name")):
-        return "the image has no valid file name"
+        return "several images have the same id", f"id {number}"
+    if of_image.problem is not None:
+        return of_image.problem, of_image.detail
     height, width = image.get("height"), image.get("width")
+    if height is None or width is None:
+        return None  # it was looked up in vain
+    size = f"{show(width)} x {show(height)}"
     if type(height) is not int or type(width) is not int or height < 1 or width < 1:
-        return "the height or width is not a positive integer"
+        return "the height or width is not a positive whole number", size
     if height * width > MAX_PIXELS:
-        return f"the image has more than {MAX_PIXELS:,} pixels"
+        return f"the image has more than {MAX_PIXELS:,} pixels", size
     return None
-
-
-def _is_file_name(text: Any) -> bool:
-    """Whether it names a file in a folder or in folders inside that one, and no other file."""
-    name = encode_text(text)
-    if not name or len(name) > MAX_PATH or name.startswith(b"/"):
-        return False
-    parts = name.split(b"/")
-    return parts[-1] not in (b"", b".") and all(
-        part != b".." and len(part) <= MAX_NAME for part in parts
-    )
 
 
 def _group_annotations(
@@ -185,14 +264,16 @@ def _group_annotations(
     """Returns the annotations of each image, by the id of the image."""
     annotations: dict[int, list[Any]] = {number: [] for number in images}
     for index, annotation in enumerate(get_list(file, "annotations")):
-        if get_id(annotation) is None:
-            skips["the id of the annotation is not a 64-bit integer"].append(
-                f"annotations[{index}]"
-            )
-        elif type(image := annotation.get("image_id")) is not int or image not in images:
-            skips["its image is not in the file or was skipped"].append(describe(annotation))
-        else:
+        if not isinstance(annotation, dict):
+            skips["the annotation is not an object"].append(f"annotations[{index}]")
+            continue
+        image = annotation.get("image_id")
+        if type(image) is int and image in images:
             annotations[image].append(annotation)
+        else:
+            skips["its image is not in the file or was skipped"].append(
+                f"{describe(annotation)} (image_id {show(image)})"
+            )
     return annotations
 
 
@@ -205,15 +286,6 @@ def require_some(what: str, kept: int, skips: Skips) -> None:
 def get_id(entry: Any) -> int | None:
     number = entry.get("id") if isinstance(entry, dict) else None
     return number if type(number) is int and abs(number) < 2**63 else None
-
-
-def encode_text(text: Any) -> bytes | None:
-    """Returns a text in UTF-8; None where it is not text, or holds a zero or half of a surrogate
-    pair, which the arrays cannot hold."""
-    try:
-        return text.encode() if isinstance(text, str) and "\0" not in text else None
-    except UnicodeEncodeError:
-        return None
 
 
 def describe(annotation: dict[str, Any], image: dict[str, Any] | None = None) -> str:

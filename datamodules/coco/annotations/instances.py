@@ -27,8 +27,8 @@ class Instances(Objects):
     """An annotation file of instance masks. Category i has the class i + 1; class 0 is the
     background."""
 
-    def __init__(self, path: Path, cache_dir: Path) -> None:
-        super().__init__(path, load_packed(path, "instances", cache_dir, _pack_instances))
+    def __init__(self, path: Path, cache_dir: Path, *, folder: Path | None = None) -> None:
+        super().__init__(path, load_packed(path, "instances", cache_dir, _pack_instances, folder))
 
     def label_runs(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the classes of an image's pixels as runs, column by column: where each ends,

@@ -116,7 +116,7 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         ([[1, 2, 3, 4, 5, 6, 7]], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, 4, 5, "6"]], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, 4, 5, True]], 3, "a polygon is not a list of x and y"),
-        ([1, 2, 3, 4, 5, 6], 3, "a polygon is not a list of x and y"),
+        ([[1, 2], [3, 4], [5, 6, 7]], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, float("nan"), 5, 6]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, 1e9]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, float("inf")]], 3, "a polygon is far outside the image"),
@@ -156,12 +156,12 @@ def test_a_damaged_instance_is_left_out_by_name(split, tmp_path, segmentation, c
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("id", "1", "the id of the annotation is not a 64-bit integer"),
-        ("id", 2**64, "the id of the annotation is not a 64-bit integer"),
         ("image_id", [1], "its image is not in the file or was skipped"),
+        ("image_id", "one", "its image is not in the file or was skipped"),
         ("category_id", [3], "the category is not one of the file's"),
-        ("category_id", 3.0, "the category is not one of the file's"),
-        ("iscrowd", "0", "iscrowd is neither 0 nor 1"),
+        ("category_id", 3.5, "the category is not one of the file's"),
+        ("category_id", "cat", "the category is not one of the file's"),
+        ("iscrowd", "no", "iscrowd is neither 0 nor 1"),
     ],
 )
 def test_a_damaged_annotation_is_left_out_by_name(split, tmp_path, key, value, reason):
@@ -173,26 +173,29 @@ def test_a_damaged_annotation_is_left_out_by_name(split, tmp_path, key, value, r
     skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
     ((found, (name,)),) = skipped.items()
     assert found == reason
-    assert name == "annotations[1]" if key == "id" else name.startswith(f"annotation {damaged}")
+    assert name.startswith(f"annotation {damaged}")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("id", None, "the id of the image is not a 64-bit integer"),
-        ("id", True, "the id of the image is not a 64-bit integer"),
+        ("id", None, "the id of the image is not a whole number of 64 bits"),
+        ("id", "one", "the id of the image is not a whole number of 64 bits"),
+        ("id", 2**64, "the id of the image is not a whole number of 64 bits"),
+        ("id", True, "the id of the image is not a whole number of 64 bits"),
         ("id", 100, "several images have the same id"),
         ("file_name", None, "the image has no valid file name"),
         ("file_name", "../val2017/1.jpg", "the image has no valid file name"),
-        ("file_name", "/1.jpg", "the image has no valid file name"),
+        ("file_name", "a/../1.jpg", "the image has no valid file name"),
+        ("file_name", "/", "the image has no valid file name"),
         ("file_name", "a/.", "the image has no valid file name"),
         ("file_name", "a\0", "the image has no valid file name"),
         ("file_name", "\ud800", "the image has no valid file name"),
         ("file_name", 300 * "a", "the image has no valid file name"),
-        ("height", 0, "the height or width is not a positive integer"),
-        ("height", -8, "the height or width is not a positive integer"),
-        ("width", 10.5, "the height or width is not a positive integer"),
-        ("width", float("nan"), "the height or width is not a positive integer"),
+        ("height", 0, "the height or width is missing"),
+        ("height", -8, "the height or width is not a positive whole number"),
+        ("width", 10.5, "the height or width is not a positive whole number"),
+        ("width", float("nan"), "the height or width is not a positive whole number"),
         ("height", 2**31, "the image has more than 134,217,728 pixels"),
         ("height", 10**30, "the image has more than 134,217,728 pixels"),
     ],
@@ -207,7 +210,8 @@ def test_a_damaged_image_is_left_out_by_its_place(split, tmp_path, kind, key, va
     split.write()
     read = (Instances if kind == "instances" else Captions)(split.file(kind), tmp_path / "cache")
     of_one_id = (key, value) == ("id", 100)
-    assert read.skipped[reason] == (["images[0]"] if of_one_id else []) + ["images[1]"]
+    names = [name.split(" (")[0] for name in read.skipped[reason]]
+    assert names == (["images[0]"] if of_one_id else []) + ["images[1]"]
     assert len(read.skipped["its image is not in the file or was skipped"]) == 1 + of_one_id
     left = [image["file_name"] for image in split.images[2:] + split.images[: 1 - of_one_id]]
     assert read.file_names.tolist() == left
@@ -219,27 +223,27 @@ def test_a_polygon_of_a_huge_image_is_refused_before_memory_is_taken(split, tmp_
     split.images[0] |= {"height": 60_000, "width": 60_000}
     split.instance(image, (1 + several) * rectangle(0, 0, 59_000, 59_000))
     split.write()
-    with pytest.raises(DataNotFoundError, match=r"is damaged .*more than 134,217,728 pixels"):
+    with pytest.raises(
+        DataNotFoundError, match=r"\(60000 x 60000\): .* more than 134,217,728 pixels"
+    ):
         Instances(split.file("instances"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
     ("categories", "reason"),
     [
-        (None, "categories: missing, empty or not a list"),
-        ([], "categories: missing, empty or not a list"),
+        (None, '"categories" is None, not a list'),
+        ([], '"categories" is an empty list'),
         ([{"id": 3}], r"the name of categories\[0\] is not a text of 1 to 255 bytes"),
         ([{"id": 3, "name": None}], r"the name of categories\[0\] is not a text"),
         ([{"id": 3, "name": "\ud800"}], r"the name of categories\[0\] is not a text"),
+        ([{"id": "c", "name": "cat"}], r"the id of categories\[0\] is 'c', not a whole number"),
+        (2 * [{"id": 3, "name": "cat"}], r"the id of categories\[1\], 3, is not unique"),
+        ([None], r"the id of categories\[0\] is None, not a whole number"),
         (
-            [{"id": "3", "name": "cat"}],
-            r"the id of categories\[0\] is not a 64-bit integer or not unique",
+            [{"id": 3, "name": "cat"}, {"id": 5, "name": "cat"}],
+            "the categories 3 and 5 are both named 'cat', and can be one class or two",
         ),
-        (
-            2 * [{"id": 3, "name": "cat"}],
-            r"the id of categories\[1\] is not a 64-bit integer or not unique",
-        ),
-        ([None], r"the id of categories\[0\] is not a 64-bit integer or not unique"),
         ([{"id": i, "name": f"{i}"} for i in range(255)], "255 categories, more than 254"),
         ([{"id": i, "name": f"{i}"} for i in range(300)], "300 categories, more than 254"),
     ],
@@ -249,7 +253,7 @@ def test_damaged_categories_make_a_damaged_file(split, tmp_path, categories, rea
     split.write()
     path = split.file("instances")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"categories": categories}))
-    with pytest.raises(DataNotFoundError, match=f"is damaged .*{reason}"):
+    with pytest.raises(DataNotFoundError, match=reason):
         Instances(path, tmp_path / "cache")
 
 
@@ -268,7 +272,9 @@ def test_an_instance_of_no_image_is_left_out(split, tmp_path):
     lost = split.instance(77, rectangle(1, 1, 2, 2))
     label_map(split, tmp_path)
     skipped = Instances(split.file("instances"), tmp_path / "cache").skipped
-    assert skipped == {"its image is not in the file or was skipped": [f"annotation {lost}"]}
+    assert skipped == {
+        "its image is not in the file or was skipped": [f"annotation {lost} (image_id 77)"]
+    }
 
 
 @pytest.mark.parametrize("name", ["./1.jpg", "a//b/1.jpg"])
@@ -276,7 +282,8 @@ def test_a_file_name_may_be_written_in_other_ways(split, tmp_path, name):
     split.instance(split.image(height=HEIGHT, width=WIDTH), rectangle(1, 1, 2, 2))
     split.images[0]["file_name"] = name
     split.write()
-    assert Instances(split.file("instances"), tmp_path / "cache").file_names.tolist() == [name]
+    instances = Instances(split.file("instances"), tmp_path / "cache")
+    assert instances.file_names.tolist() == [name.replace("./", "").replace("//", "/")]
 
 
 def test_images_are_in_the_order_of_their_ids(split, tmp_path):
@@ -329,17 +336,14 @@ def test_a_damaged_file_is_named(split, tmp_path, kind, damage):
     path.write_text(damage(path.read_text()))
     read = Instances if kind == "instances" else Captions
     for _ in range(2):  # nothing of it is kept
-        with pytest.raises(DataNotFoundError, match=f"{path} is damaged .*; mend it or put"):
+        with pytest.raises(DataNotFoundError, match=f"^{path}: .+"):
             read(path, tmp_path / "cache")
 
 
-def test_a_missing_file_is_named_with_what_to_do(split, tmp_path):
-    with pytest.raises(DataNotFoundError) as caught:
-        Instances(split.file("instances"), tmp_path / "cache")
-    message = str(caught.value)
-    assert str(split.file("instances")) in message
-    assert "prepare_data.py" in message
-    assert "HOCONV_DATA_DIR" in message
+def test_a_missing_file_is_named(split, tmp_path):
+    path = split.file("instances")
+    with pytest.raises(DataNotFoundError, match=f"^{path} cannot be read .No such file"):
+        Instances(path, tmp_path / "cache")
 
 
 def test_captions_keep_their_image_and_empty_ones_are_left_out(split, tmp_path):

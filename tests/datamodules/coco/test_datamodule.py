@@ -142,6 +142,18 @@ def test_no_image_at_all_is_an_error(both, load, gone):
         load()
 
 
+@pytest.mark.parametrize("gone", ["annotations", "train2017"])
+def test_only_what_is_missing_of_coco_can_be_downloaded(both, load, tmp_path, gone):
+    for path in [*(tmp_path / "data" / "coco" / gone).iterdir()]:
+        path.write_text("[]")
+    with pytest.raises(DataNotFoundError) as caught:
+        load()
+    assert "`python scripts/prepare_data.py coco` downloads COCO" in str(caught.value)
+    with pytest.raises(DataNotFoundError) as caught:
+        load(train_images=tmp_path / "data" / "coco" / "train2017")
+    assert "download" not in str(caught.value)
+
+
 def test_other_categories_than_coco_s_are_an_error(both, tmp_path):
     data = COCO(tmp_path / "data", "segmentation", 8, 4, tmp_path / "cache")
     with pytest.raises(DataNotFoundError, match=r"has 2 categories, expected 80"):
