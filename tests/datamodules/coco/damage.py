@@ -1,8 +1,8 @@
 """Files with damage at random, read in a process of their own: what is wrong is said, and nothing
 else happens.
 
-``python -m tests.datamodules.coco.damage {images,annotations} FIRST COUNT`` reads those of COUNT
-seeds from FIRST on. A crash leaves the last seed on stdout.
+``python -m tests.datamodules.coco.damage {images,annotations,folders} FIRST COUNT`` reads those of
+COUNT seeds from FIRST on. A crash leaves the last seed on stdout.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ import copy
 import faulthandler
 import functools
 import json
+import os
+import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
+from PIL import Image
 
+from datamodules.coco import COCO
 from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.annotations.instances import Instances
 from datamodules.coco.annotations.objects import IGNORE
+from datamodules.coco.datamodule import TASKS
 from datamodules.images import DataNotFoundError
 from datamodules.reading import decoding
 from datamodules.reading.decoding import UnreadableImageError, decode
 from datamodules.reading.skipped import Skipped
 from tests.datamodules.coco import pictures
 from tests.datamodules.coco.files import Split, rectangle
+from tests.own_data import write_coco
 
 Damage = Callable[[np.random.Generator, bytearray], Any]
 
@@ -192,10 +199,9 @@ def read_annotations(generator: np.random.Generator, folder: Path) -> str:
         try:
             found, skipped = contents(kind, path, Path(cache_dir))
         except DataNotFoundError as error:
-            what, reason = str(error).split(" (", 1)
-            if what != f"{path} is damaged":
+            if not str(error).startswith(f"{path}: ") or "\n" in str(error):
                 raise
-            return "is damaged: " + reason.split(";")[0].split(": ")[0]
+            return "error: " + str(error).removeprefix(f"{path}: ").split(";")[0].split(": ")[0]
     if len(damaged) == 1 and damaged[0][0] in ("images", "annotations"):
         same = [name for name, said in as_it_was(kind, folder).items() if found.get(name) == said]
         assert len(same) >= 1, "damage to one entry is none to more than two images"
@@ -209,7 +215,142 @@ def as_it_was(kind: str, folder: Path) -> dict[str, Any]:
     return contents(kind, path, folder / kind)[0]
 
 
-READ = {"images": read_image, "annotations": read_annotations}
+# Folders of data of people's own
+
+
+def rename_key(generator: np.random.Generator, file: Any) -> None:
+    """Gives a value another key."""
+    keys = [path for path in paths_in(file) if isinstance(path[-1], str)]
+    if keys:
+        *path, key = keys[generator.integers(len(keys))]
+        parent = at(file, tuple(path))
+        parent[generator.choice(["Id", "label", "path", "coco_url", "file_name"])] = parent.pop(key)
+
+
+def retype(generator: np.random.Generator, file: Any) -> None:
+    """Writes all numbers of one key in another way, as a tool does."""
+    keys = ("id", "image_id", "category_id", "width", "height", "iscrowd")
+    key = keys[generator.integers(len(keys))]
+    change = (str, float, lambda n: f" {n}.0", lambda n: None, lambda n: -1, lambda n: n / 3)[
+        generator.integers(6)
+    ]
+    for path in list(paths_in(file)):
+        if path[-1] == key and type(number := at(file, path)) is int:
+            at(file, path[:-1])[key] = change(number)
+
+
+def rename_files(generator: np.random.Generator, file: Any) -> None:
+    """Writes all names of files in another way, or some names in others."""
+    ways = (
+        lambda name: f"images\\{name}", lambda name: f"./{name}", lambda name: f"/home/ada/{name}",
+        lambda name: f"https://example.com/{name}?x=1", quote, lambda name: f"train/{name}",
+        lambda name: f"../{name}", lambda name: f"0a1b2c3d-{name}", lambda name: name.upper(),
+        lambda name: f"{name}/", os.path.basename, lambda name: name * 20, lambda name: "1.jpg",
+    )  # fmt: skip
+    same = generator.random() < 0.6
+    way = ways[generator.integers(len(ways))]
+    for path in list(paths_in(file)):
+        if path[-1] == "file_name" and isinstance(name := at(file, path), str):
+            at(file, path[:-1])["file_name"] = way(name)
+            way = way if same else ways[generator.integers(len(ways))]
+
+
+def keep_few(generator: np.random.Generator, file: Any) -> None:
+    """Leaves none or one of the entries of a list."""
+    lists = [key for key, part in file.items() if isinstance(part, list)]
+    if lists:
+        key = lists[generator.integers(len(lists))]
+        file[key] = file[key][: generator.integers(2)]
+
+
+CHANGES = (damage_value, damage_value, rename_key, retype, rename_files, keep_few)
+ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-32", "cp1252", "cp037")
+
+
+def move_something(generator: np.random.Generator, folder: Path) -> None:
+    """Renames, removes, empties or doubles a file or folder."""
+    paths = sorted(folder.rglob("*"))
+    path = paths[generator.integers(len(paths))]
+    names = ("train", "val", "valid", "images", "data", "labels.json", "Train", "gone")
+    target = path.with_name(names[generator.integers(len(names))])
+    how = generator.integers(4)
+    if how == 0 and not target.exists():
+        path.rename(target)
+    elif how == 1 and not target.exists():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, target)
+    elif path.is_dir():
+        shutil.rmtree(path)
+        if how == 2:
+            path.write_text("")
+    else:
+        path.unlink()
+        if how == 2:
+            path.mkdir()
+
+
+def read_task(task: str, folder: Path, cache_dir: Path, options: dict[str, Any]) -> str:
+    """Returns "read" where all that is not used was counted, or what is wrong in one line."""
+    try:
+        data = COCO(folder, task, 8, 2, cache_dir, folder=folder, min_count=1, **options)
+        data.prepare_data()
+        data.setup("fit")
+    except DataNotFoundError as error:
+        (line,) = str(error).splitlines()
+        return line.split("; ")[0].replace(f"{folder}", "").split(": ")[-1]
+    for of_stage in data._sets.values():
+        require_whole(of_stage)
+    if not all(map(len, data._sets.values())):
+        return "read, and nothing counts"
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        batches = list(loader)
+        assert batches
+        assert all(len(batch[0]) == len(batch[1]) > 0 for batch in batches)
+    return "read"
+
+
+def require_whole(data: Any) -> None:
+    """Compares a set with its files: every image is used or counted, with its size."""
+    images, annotations = data.images, data.images.annotations
+    said = json.loads(annotations.path.read_bytes())["images"]
+    left_out = [name for names in annotations.skipped.values() for name in names]
+    count = sum(name.startswith("images[") for name in left_out)
+    assert len(said) == count + len(annotations)
+    assert len(annotations) >= len(images.usable) > 0
+    assert set(data.numbers.tolist()) <= set(images.usable.tolist())
+    for number in images.usable.tolist():
+        path = images.folder / str(annotations.file_names[number])
+        assert path.resolve().is_relative_to(images.folder)
+        with Image.open(path) as picture:
+            assert (picture.height, picture.width) == tuple(annotations.sizes[number].tolist())
+
+
+def read_folder(generator: np.random.Generator, folder: Path) -> str:
+    """Reads a folder with damage for each task; what was said of it."""
+    data = folder / "data"
+    shutil.rmtree(data, ignore_errors=True)
+    write_coco(write_coco(data, "train", int(generator.integers(1, 4))), "val", 2)
+    files = sorted(data.glob("annotations/*.json"))
+    for _ in range(generator.choice([1, 1, 2, 4])):
+        path = files[generator.integers(len(files))]
+        if (how := generator.random()) < 0.75:
+            file = json.loads(path.read_bytes())
+            CHANGES[generator.integers(len(CHANGES))](generator, file)
+            text = json.dumps(file, ensure_ascii=generator.random() < 0.5)
+            path.write_text(text, errors="surrogatepass")
+        elif how < 0.85:
+            text = path.read_text()
+            path.write_text(text, ENCODINGS[generator.integers(len(ENCODINGS))], errors="replace")
+            break
+        else:
+            move_something(generator, data)
+            break
+    options = {"val_share": 0.5} if generator.random() < 0.3 else {}
+    said = [read_task(task, data, folder / "cache", options) for task in TASKS]
+    shutil.rmtree(folder / "cache", ignore_errors=True)
+    return " | ".join(said)
+
+
+READ = {"images": read_image, "annotations": read_annotations, "folders": read_folder}
 
 
 def main(kind: str, first: int, count: int) -> None:
