@@ -5,7 +5,6 @@ N images, A annotations, H height, W width.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,4 +114,4 @@ def _pack_box(
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 2**31
+    return type(value) in (int, float) and abs(value) < 2**31  # NaN is not

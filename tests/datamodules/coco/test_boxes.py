@@ -47,6 +47,8 @@ def test_boxes_are_as_the_file_has_them(split, tmp_path):
         ({"bbox": None}, "the box is not a list of x, y, width and height"),
         ({"bbox": [1, 2, 3]}, "the box is not a list of x, y, width and height"),
         ({"bbox": [1, 2, 3, float("nan")]}, "the box is not a list of x, y, width and height"),
+        ({"bbox": [1, 2, 3, 10**400]}, "the box is not a list of x, y, width and height"),
+        ({"area": 10**400}, "the area is not a number from 0 on"),
         ({"bbox": [1, 2, 3, True]}, "the box is not a list of x, y, width and height"),
         ({"bbox": [1, 2, 0, 4]}, "the width or height of the box is not positive"),
         ({"bbox": [1, 2, 3, -4]}, "the width or height of the box is not positive"),
