@@ -15,6 +15,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from tests.datamodules.coco import exporters
 from tests.own_data import COLOURS, write_classes, write_coco, write_picture
 
 SHORT = (
@@ -42,6 +43,17 @@ def class_names(checkpoint: Path) -> list[str]:
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def test_data_as_other_tools_write_it(run, tmp_path, cached):
+    exporters.roboflow(tmp_path / "parts")
+    folder = f"data.folder={tmp_path / 'parts'}"
+    checkpoint = checkpoint_of(run("experiment=coco_segmentation", folder, cached, *LOADED))
+    assert class_names(checkpoint) == ["background", *exporters.CLASSES]
+    predicted = run("mode=predict", f"ckpt={checkpoint}", "trainer=cpu", "impl=reference")
+    assert {row["image"] for row in rows(predicted.folder / "masks.csv")} == {
+        path.name for path in (tmp_path / "parts" / "valid").glob("*.png")
+    }
 
 
 def test_segmentation_with_categories_of_one_s_own(run, tmp_path, cached):

@@ -22,6 +22,7 @@ from torchvision.transforms.v2 import functional as F
 
 from datamodules.coco.annotations.file import Annotations
 from datamodules.coco.annotations.instances import Instances
+from datamodules.coco.annotations.names import one_line
 from datamodules.images import DataNotFoundError
 from datamodules.memory import send
 from datamodules.reading.cache import Entry, find_or_make
@@ -97,9 +98,12 @@ class Images:
         found: dict[str, os.stat_result] = {}
         for inside in sorted({os.path.dirname(name) for name in names}):
             folder = self.folder / inside
-            for file in os.scandir(folder) if folder.is_dir() else ():
-                if file.is_file():  # no broken links
-                    found[os.path.join(inside, file.name)] = file.stat()
+            try:
+                for file in os.scandir(folder) if folder.is_dir() else ():
+                    if file.is_file():  # no broken links
+                        found[os.path.join(inside, file.name)] = file.stat()
+            except PermissionError as error:
+                raise DataNotFoundError(f"{folder} cannot be read ({error.strerror})") from error
         digest = hashlib.sha256()
         if found.keys().isdisjoint(names):
             raise self._no_image_error("is there")
@@ -110,7 +114,7 @@ class Images:
         return digest.hexdigest()
 
     def _no_image_error(self, what: str) -> DataNotFoundError:
-        first = self.folder / str(self.annotations.file_names[0])
+        first = one_line(str(self.folder / str(self.annotations.file_names[0])))
         return DataNotFoundError(
             f"none of the {len(self.annotations):,} images that {self.annotations.path} names "
             f"{what}; the first that was tried is {first}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from datamodules.coco.annotations.habits import normalise
-from datamodules.coco.annotations.names import Found, find_all, show
+from datamodules.coco.annotations.names import Found, find_all, one_line, show
 from datamodules.images import DataNotFoundError
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, read_size
@@ -129,7 +129,7 @@ def load_packed(
         files = _hash_files(found, [sized for _, sized in names], folder)
         return find_or_make(cache_dir, kind, source | {"files": files}, write)
     except DamagedError as error:
-        raise DataNotFoundError(f"{path}: {error}") from error
+        raise DataNotFoundError(f"{path}: {one_line(str(error))}") from error
 
 
 def _get_name_and_sized(image: Any) -> tuple[Any, bool]:

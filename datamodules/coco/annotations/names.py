@@ -159,6 +159,11 @@ def encode_text(text: Any) -> bytes | None:
         return None
 
 
+def one_line(text: str) -> str:
+    """Returns a text with escapes for what would break a line, as a file's name may hold."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def show(value: Any) -> str:
     """Returns a value as the annotation file has it, for a message of one line."""
     text = repr(value)

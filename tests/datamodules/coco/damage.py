@@ -245,7 +245,8 @@ def rename_files(generator: np.random.Generator, file: Any) -> None:
         lambda name: f"images\\{name}", lambda name: f"./{name}", lambda name: f"/home/ada/{name}",
         lambda name: f"https://example.com/{name}?x=1", quote, lambda name: f"train/{name}",
         lambda name: f"../{name}", lambda name: f"0a1b2c3d-{name}", lambda name: name.upper(),
-        lambda name: f"{name}/", os.path.basename, lambda name: name * 20, lambda name: "1.jpg",
+        lambda name: f"{name}/", lambda name: f"a\n{name}", os.path.basename,
+        lambda name: name * 20, lambda name: "1.jpg",
     )  # fmt: skip
     same = generator.random() < 0.6
     way = ways[generator.integers(len(ways))]

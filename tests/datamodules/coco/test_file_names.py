@@ -151,6 +151,25 @@ def test_the_first_path_that_was_tried_is_named(tmp_path):
     assert f"the first that was tried is {path}; data.train_images names" in message
 
 
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
+
+    def refuse(path: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    said = f"^{folder}/train/line 1 cannot be read .Permission denied.; data.train_images names"
+    with pytest.raises(DataNotFoundError, match=said):
+        load(tmp_path)
+
+
+def test_a_name_of_two_lines_is_told_in_one(tmp_path):
+    folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
+    write(folder / "annotations/instances_train.json", "x\n1.png", "x\n2.png")
+    with pytest.raises(DataNotFoundError, match=r"^[^\n]*/train/x\\n1.png; [^\n]*$"):
+        load(tmp_path)
+
+
 # Sizes
 
 
