@@ -49,8 +49,8 @@ class COCO(pl.LightningDataModule):
     It reads ``{train,val}/*`` and ``annotations/{instances,captions}_{train,val}.json`` in
     `folder`, or what other tools write there, or MS COCO in its published layout,
     ``{train,val}<year>/*.jpg`` and ``annotations/{instances,captions}_{train,val}<year>.json`` in
-    ``data_dir/coco``. It writes nothing there. The images of val both validate and test: COCO's test annotations are not public.
-    An image is resized to a square as a whole, nothing is cut off.
+    ``data_dir/coco``. It writes nothing there. The images of val both validate and test: COCO's
+    test annotations are not public. An image is resized to a square as a whole, nothing is cut off.
 
     Batches are :class:`SegmentationBatch`, :class:`DetectionBatch` or :class:`CaptionBatch`, images
     float32, normalised with ImageNet's mean and standard deviation. Predictions are made for the

@@ -131,7 +131,10 @@ class FolderFiles(Files):
             folders = [self._choose(IMAGES, name) for name in NAMES[split]]
             return annotations, next(filter(Path.is_dir, folders), folders[0])
         if not self.root.is_dir():
-            raise DataNotFoundError(f"data.folder: there is no folder {self.root}")
+            raise DataNotFoundError(
+                f"data.folder: there is no folder {self.root}; name one, or the files by "
+                f"data.{split}_annotations and data.{split}_images"
+            )
         found = self._find_all(LAYOUTS, kind, split)
         if (exact := super()._look_up(kind, split, None)[0]) in found:
             return exact, found[exact]

@@ -37,11 +37,12 @@ def read_categories(file: dict[str, Any]) -> dict[int, str]:
     """
     categories: dict[int, dict[str, Any]] = {}
     for index, category in enumerate(get_list(file, "categories")):
-        number = get_id(category)
+        if not isinstance(category, dict):
+            raise DamagedError(f"categories[{index}] is {show(category)}, not an object")
+        number, said = get_id(category), show(category.get("id"))
         if number is None:
-            said = category.get("id") if isinstance(category, dict) else category
             raise DamagedError(
-                f"the id of categories[{index}] is {show(said)}, not a whole number of 64 bits"
+                f"the id of categories[{index}] is {said}, not a whole number of 64 bits"
             )
         if number in categories:
             raise DamagedError(f"the id of categories[{index}], {number}, is not unique")

@@ -239,7 +239,7 @@ def test_a_polygon_of_a_huge_image_is_refused_before_memory_is_taken(split, tmp_
         ([{"id": 3, "name": "\ud800"}], r"the name of categories\[0\] is not a text"),
         ([{"id": "c", "name": "cat"}], r"the id of categories\[0\] is 'c', not a whole number"),
         (2 * [{"id": 3, "name": "cat"}], r"the id of categories\[1\], 3, is not unique"),
-        ([None], r"the id of categories\[0\] is None, not a whole number"),
+        ([None], r"categories\[0\] is None, not an object"),
         (
             [{"id": 3, "name": "cat"}, {"id": 5, "name": "cat"}],
             "the categories 3 and 5 are both named 'cat', and can be one class or two",

@@ -299,7 +299,7 @@ def test_what_was_looked_for_is_named(tmp_path):
     assert "annotations/instances_{split}.json, annotations/{split}.json" in message
     assert "{split} being one of val, val2017" in message
     assert "\n" not in message
-    with pytest.raises(DataNotFoundError, match=r"data.folder: there is no folder .*/nowhere$"):
+    with pytest.raises(DataNotFoundError, match=r"data.folder: there is no folder .*/nowhere; "):
         load(tmp_path, folder=tmp_path / "nowhere")
 
 
