@@ -115,8 +115,8 @@ class RNN(FixedAttributes):
         for layer in range(num_layers):
             # A copy: changing an option later, for example a list, does not change the layer.
             bound = copy.deepcopy(cell.bind(size, hidden_size, options))
-            if self.runs:
-                _check_states(self.runs[0][0], bound, layer)
+            if runs:
+                _check_states(runs[0][0], bound, layer)
             traced = _trace(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 runs.append((bound, suffix))
