@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing import exported, workers
-from fuzzing.commands import cells, operators
+from fuzzing.commands import cells, operators, sequences
 from fuzzing.verdicts import BAD
 from fuzzing.workers import Outcome
 from rich.console import Console
@@ -41,11 +41,12 @@ from hoconv.commands import add_out_option, count, record, write_json
 from hoconv.tables import show
 
 # Name -> module, and its line in the help. A module has METHOD; add_options; keys, which returns
-# the keys of the cases; label, a part of the file's name; row, which names the row of a key; and
-# run, which runs the case of a key.
+# the keys of the cases; label, a part of the file's name; row, which names the row of a key; run,
+# which runs the case of a key; and, where it differs, SECONDS, the most that a case may take.
 COMMANDS = {
     "operators": (operators, "calls, gradients, transforms and export of the operators"),
     "cells": (cells, "recurrent cells drawn from the whole language"),
+    "sequences": (sequences, "random operations on one layer, warm against cold"),
 }
 
 
@@ -99,7 +100,8 @@ def _outcomes(command: Any, keys: list[Any], folder: Path, jobs: int, bar: Progr
     """
     saved: dict[str, Outcome] = {}
     task = bar.add_task("cases", total=len(keys))
-    for outcome in workers.run(command.run, keys, folder, jobs):
+    seconds = getattr(command, "SECONDS", workers.SECONDS)
+    for outcome in workers.run(command.run, keys, folder, jobs, seconds):
         if outcome.verdict.kind == "exported":
             saved[outcome.verdict.why] = outcome
             continue

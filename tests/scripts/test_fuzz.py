@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hoconv
 from hoconv.declaration import Implementation, operators
 from hoconv.dynamic_conv1d import operator as dynamic_conv1d
 from hoconv.dynamic_conv1d import reference
@@ -24,6 +26,7 @@ sys.path.append(str(SCRIPTS))
 fuzz = importlib.import_module("fuzz")
 cases = importlib.import_module("fuzzing.cases")
 workers = importlib.import_module("fuzzing.workers")
+sequences = importlib.import_module("fuzzing.commands.sequences")
 BAD = importlib.import_module("fuzzing.verdicts").BAD
 SEED = 17
 
@@ -74,6 +77,41 @@ def test_a_wrong_derivative_of_a_cell_is_found(monkeypatch: pytest.MonkeyPatch) 
         for number in range(12)
     ]
     assert "wrong" in verdicts
+
+
+@pytest.mark.parametrize("layer", ["HighOrderConv2d", "LightweightConv1d", "LSTM"])
+def test_a_sequence_with_a_fixed_seed(layer: str) -> None:
+    # A compiler takes seconds for one sequence of a recurrent layer.
+    impl = "reference" if layer == "LSTM" else "cpp"
+    key = sequences.Key(layer, impl, "cpu", SEED, 0, (), ("compiled", "compiled_autograd"))
+    verdict = sequences.run(key, Path(), lambda description: None)
+    assert verdict.kind == "equal", verdict.why
+
+
+def test_a_layer_that_remembers_its_first_call_is_found(monkeypatch) -> None:
+    found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+    forward = hoconv.LightweightConv1d.forward
+
+    def remembering(self: Any, x: Tensor) -> Tensor:
+        now = self.softmax
+        self.softmax = found.setdefault(self, now)
+        try:
+            return forward(self, x)
+        finally:
+            self.softmax = now
+
+    monkeypatch.setattr(hoconv.LightweightConv1d, "forward", remembering)
+    verdicts = (
+        sequences.run(
+            sequences.Key("LightweightConv1d", "reference", "cpu", SEED, number),
+            Path(),
+            lambda description: None,
+        )
+        for number in range(50)
+    )
+    verdict = next(v for v in verdicts if v.kind == "wrong" and "layer.softmax = " in v.why)
+    assert "warm and cold: " in verdict.why
+    assert verdict.why.count("\n") < 8  # shrunk: how it was made, two calls, what lies between
 
 
 def test_a_key_determines_its_case() -> None:
@@ -201,7 +239,7 @@ def test_tasks_after_a_crash_and_a_hang_still_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_this_process(monkeypatch) -> None:
-    def run(function, tasks, folder, jobs):
+    def run(function, tasks, folder, jobs, seconds=0.0):
         for task in tasks:
             descriptions: list[str] = []
             verdict = function(task, folder, descriptions.append)

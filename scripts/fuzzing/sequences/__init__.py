@@ -1,0 +1,1 @@
+"""Sequences of operations on one layer: what is drawn, done, and compared."""
