@@ -1,7 +1,7 @@
 """The ways to call a layer: modes of autograd, transforms, hooks on tensors, threads, compilers.
 
 A function of ``MODES`` takes a layer and a ``Call``, and returns results by name. ``PLAIN`` names
-the mode that gives the same results without what its own mode is about; that one computes the truth.
+the mode that gives the same results without what its own mode is about; it computes the truth.
 """
 
 from __future__ import annotations
@@ -572,14 +572,14 @@ def queries(layer: nn.Module, call: Call) -> Results:
 Mode = Callable[[nn.Module, Call], Results]
 # Mode -> its weight in draws.
 MODES: dict[Mode, float] = {
-    forward: 4, no_grad: 3, inference: 2, inference_inputs: 0.3, backward: 8, accumulate: 2, grad:
-    3, retain: 2, double: 2, batched: 1, functional: 2, func_grad: 1, func_jvp: 0.7, func_vmap: 0.7,
-    func_vmap_grad: 0.5, checkpoint_reentrant: 0.7, checkpoint_plain: 0.7, saved_hooks: 0.7,
-    saved_hooks_changing: 0.5, saved_on_cpu: 0.4, dispatch_mode: 0.5, dispatch_mode_seen: 0.4,
-    function_mode: 0.5, meta: 0.5, threads: 0.7, autocast: 1, autocast_forward: 0.7, compiled: 0.05,
-    compiled_autograd: 0.08, changed_between: 0.7, input_changed_between: 0.7, settings_between:
-    0.7, output_changed: 0.7, detached_twice: 1, chained: 1.5, anomaly: 0.4, steps: 0.6, queries:
-    0.4,
+    forward: 4, no_grad: 3, inference: 2, inference_inputs: 0.3, backward: 8, accumulate: 2,
+    grad: 3, retain: 2, double: 2, batched: 1, functional: 2, func_grad: 1, func_jvp: 0.7,
+    func_vmap: 0.7, func_vmap_grad: 0.5, checkpoint_reentrant: 0.7, checkpoint_plain: 0.7,
+    saved_hooks: 0.7, saved_hooks_changing: 0.5, saved_on_cpu: 0.4, dispatch_mode: 0.5,
+    dispatch_mode_seen: 0.4, function_mode: 0.5, meta: 0.5, threads: 0.7, autocast: 1,
+    autocast_forward: 0.7, compiled: 0.05, compiled_autograd: 0.08, changed_between: 0.7,
+    input_changed_between: 0.7, settings_between: 0.7, output_changed: 0.7, detached_twice: 1,
+    chained: 1.5, anomaly: 0.4, steps: 0.6, queries: 0.4,
 }  # fmt: skip
 PLAIN: dict[Mode, Mode] = {
     batched: one_by_one, func_vmap: func_loop, func_vmap_grad: func_loop_grad,

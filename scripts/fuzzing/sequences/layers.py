@@ -5,7 +5,6 @@ B batch, C channels, D directions, I input size, H hidden size, L layers, T time
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -278,7 +277,8 @@ def _steps(draw: Draw, made: Made, layer: Any) -> Arguments:
 def _recurrent_settings(impl: str) -> dict[str, tuple[Any, ...]]:
     return {"num_layers": (1, 2, 3), "bidirectional": (False, True), "dropout": (0.0, 0.5),
             "batch_first": (False, True), "schedule": ("auto", "auto", "fused"),
-            "input_size": (3, 4, 5), "hidden_size": (4, 6), "recompute": (False, False, True), "options": ({}, {"p": 0.5}),
+            "input_size": (3, 4, 5), "hidden_size": (4, 6), "recompute": (False, False, True),
+            "options": ({}, {"p": 0.5}),
             "impl": ("auto", "reference", impl)}  # fmt: skip
 
 
@@ -439,7 +439,3 @@ KINDS: dict[str, Callable[[Draw, str, str], Made]] = {
     "own": _own,
     "random": _random,
 }
-
-
-def redefine(made: Made, **changes: Any) -> Made:
-    return dataclasses.replace(made, **changes)
