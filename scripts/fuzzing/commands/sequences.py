@@ -99,5 +99,6 @@ def run(key: Key, folder: Path, tell: Callable[[str], None]) -> Verdict:
     kept, fault = sequence.shrink(*case, chosen, fault, _SHRINKING, key.without)
     tell(f"{key.layer}: {'; '.join(fault.said)}")
     numbers = " ".join(str(seeds.index(s)) for s in kept)
+    again = f"--layer {key.layer} --seed {key.seed} --case {key.number} --only {numbers}"
     lines = "".join(f"\n    {line}" for line in fault.said)
-    return Verdict("wrong", f"{fault.why}\n  --case {key.number} --only {numbers}{lines}")
+    return Verdict("wrong", f"{fault.why}\n  {again}{lines}")

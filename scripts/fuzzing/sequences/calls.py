@@ -159,7 +159,8 @@ def double(layer: nn.Module, call: Call) -> Results:
     leaves = _leaves(layer, given)
     cotangents = [c.requires_grad_() for c in call.cotangents(outputs)]
     first = _grad(outputs, leaves, cotangents, create_graph=True)
-    grads = [g for g in first.values() if g is not None]
+    # Zeros for those that an implementation leaves out, so that all get the same cotangents.
+    grads = [torch.zeros_like(leaves[k]) if g is None else g for k, g in first.items()]
     more = leaves | {f"d_cotangent {i}": c for i, c in enumerate(cotangents)}
     second = _grad(grads, more, call.cotangents(grads, 2)) if grads else {}
     return (

@@ -472,21 +472,6 @@ def attribute(world: World, draw: Draw) -> str:
     return f"layer.{name} = {value!r}"
 
 
-def runs(world: World, draw: Draw) -> str | None:
-    if len(getattr(world.layer, "runs", ())) < 2:
-        return None
-    layer, before = world.layer, world.layer.runs
-    layer.runs = draw.choice((before[::-1], [*before]))
-    world.foreign += 1
-
-    def mend() -> None:
-        layer.runs = before
-        world.foreign -= 1
-
-    world.mend.append(mend)
-    return "layer.runs = … for a call"
-
-
 def generator_attribute(world: World, draw: Draw) -> str | None:
     generator = getattr(world.layer, "generator", None)
     if not isinstance(generator, nn.Conv2d):
@@ -767,7 +752,7 @@ CHANGES: dict[Change, float] = {
     edit: 2, swap_data: 2, replace: 1.5, misshape: 1, reorder: 1, tie: 1, plain_tensor: 1,
     remove: 1, extra_parameter: 0.5, freeze: 2, freeze_all: 1.5, load: 1, hook_tensor: 0.7,
     parametrized: 1, unparametrized: 1, pruned: 1, unpruned: 1, hook: 3, global_hook: 1,
-    attribute: 6, runs: 0.5, generator_attribute: 1, method: 1.5, generator_forward: 1,
+    attribute: 10, generator_attribute: 1, method: 1.5, generator_forward: 1,
     subclass: 1.5, patch: 2.5, take_back: 12, submodule: 1.5, train: 2, flag: 0.7, convert: 1,
     deepcopy: 1, pickled: 0.7, share: 0.3, zero: 0.3, same_device: 0.3, reset: 0.5, option: 0.7,
     setting: 2,

@@ -20,7 +20,7 @@ from fuzzing.sequences import cells
 from hoconv import recurrent as rnn
 from hoconv.testing.random_cells import random_cell
 
-REPEATED = 0.6  # the share of calls with the first shape of the case, contiguous
+REPEATED = 0.75  # the share of calls with the first shape of the case, contiguous
 
 
 @dataclass
@@ -255,7 +255,7 @@ def _steps(draw: Draw, made: Made, layer: Any) -> Arguments:
         given = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
         text.append(f"packed {lengths}")
     kwargs: dict[str, Any] = {}
-    alone = draw.chance(0.6)
+    alone = draw.chance(0.75)
     if not alone and draw.chance(0.6):
         states = []
         for name, n in made.sizes["states"].items():
