@@ -234,6 +234,8 @@ def func_jvp(layer: nn.Module, call: Call) -> Results:
 
 
 def func_vmap(layer: nn.Module, call: Call) -> Results:
+    if _is_noisy(layer):  # vmap draws other numbers
+        return func_loop(layer, call)
     given = call.arguments()
     x = given.args[0].detach()
     xs = torch.stack((x, x * 0.5))
@@ -257,6 +259,8 @@ def func_loop(layer: nn.Module, call: Call) -> Results:
 
 
 def func_vmap_grad(layer: nn.Module, call: Call) -> Results:
+    if _is_noisy(layer):
+        return func_loop_grad(layer, call)
     given = call.arguments()
     x = given.args[0].detach()
     xs = torch.stack((x, x * 0.5))
@@ -382,7 +386,10 @@ def threads(layer: nn.Module, call: Call) -> Results:
         return no_threads(layer, call)
     found: dict[int, Results | BaseException] = {}
 
+    enabled = torch.is_grad_enabled()
+
     def work(index: int) -> None:
+        torch.set_grad_enabled(enabled)
         try:
             for _ in range(3):
                 given = call.arguments()

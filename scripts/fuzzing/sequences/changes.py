@@ -286,15 +286,20 @@ def remove(world: World, draw: Draw) -> str | None:
         return None
     owner, name, _ = found
     gone = draw.chance(0.5)
-    before = dict(owner._parameters)
+    p, later = owner._parameters[name], [*owner._parameters]
+    later = later[later.index(name) + 1 :]
     if gone:
         delattr(owner, name)
     else:
         setattr(owner, name, None)
 
     def mend() -> None:
-        owner._parameters.clear()
-        owner._parameters.update(before)
+        if parametrize.is_parametrized(owner, name):
+            return
+        owner._parameters[name] = p
+        for other in later:
+            if other in owner._parameters:
+                owner._parameters[other] = owner._parameters.pop(other)
 
     world.mend.append(mend)
     return f"del {name}" if gone else f"{name} = None"
@@ -552,25 +557,35 @@ def _overriding(base: type, name: str) -> Callable[..., Any]:
 
 
 def patch(world: World, draw: Draw) -> str:
-    """A method of a class replaced."""
+    """A method of the layer's class replaced."""
     name = draw.choice(_methods(type(world.layer)))
     owner = next(b for b in type(world.layer).__mro__ if name in vars(b))
-    targets = (
-        (owner, name), (owner, name), (nn.Conv2d, "forward"), (nn.Linear, "forward"),
-        (nn.Conv2d, "_conv_forward"), (nn.Module, "__call__"), (nn.Module, "_call_impl"),
-        (nn.Module, "__getattr__"),
-    )  # fmt: skip
-    kind, name = draw.choice(targets)
+    world.foreign += 1
+
+    def undo() -> None:
+        world.foreign -= 1
+
+    return _patched(world, owner, name, _altered(vars(owner)[name]), undo)
+
+
+def patch_pytorch(world: World, draw: Draw) -> str:
+    """A method of a class of PyTorch replaced."""
+    kind, name = draw.choice((
+        (nn.Conv2d, "forward"), (nn.Linear, "forward"), (nn.Conv2d, "_conv_forward"),
+        (nn.Module, "__call__"), (nn.Module, "_call_impl"),
+    ))  # fmt: skip
+    return _patched(world, kind, name, _altered(vars(kind)[name]), lambda: None)
+
+
+def _patched(
+    world: World, kind: type, name: str, new: Callable[..., Any], undone: Callable[[], None]
+) -> str:
     before = vars(kind)[name]
-    new = (lambda self, name: before(self, name)) if name == "__getattr__" else _altered(before)
     setattr(kind, name, new)
-    if kind is owner:
-        world.foreign += 1
 
     def undo() -> None:
         setattr(kind, name, before)
-        if kind is owner:
-            world.foreign -= 1
+        undone()
 
     return world.later(f"{kind.__name__}.{name} replaced by one that scales its result", undo)
 
@@ -752,8 +767,8 @@ CHANGES: dict[Change, float] = {
     edit: 2, swap_data: 2, replace: 1.5, misshape: 1, reorder: 1, tie: 1, plain_tensor: 1,
     remove: 1, extra_parameter: 0.5, freeze: 2, freeze_all: 1.5, load: 1, hook_tensor: 0.7,
     parametrized: 1, unparametrized: 1, pruned: 1, unpruned: 1, hook: 3, global_hook: 1,
-    attribute: 10, generator_attribute: 1, method: 1.5, generator_forward: 1,
-    subclass: 1.5, patch: 2.5, take_back: 12, submodule: 1.5, train: 2, flag: 0.7, convert: 1,
+    attribute: 10, generator_attribute: 1, method: 1.5, generator_forward: 1, subclass: 1.5,
+    patch: 2, patch_pytorch: 1.5, take_back: 12, submodule: 1.5, train: 2, flag: 0.7, convert: 1,
     deepcopy: 1, pickled: 0.7, share: 0.3, zero: 0.3, same_device: 0.3, reset: 0.5, option: 0.7,
     setting: 2,
 }  # fmt: skip
