@@ -212,7 +212,9 @@ def misshape(world: World, draw: Draw) -> str | None:
     """A parameter of another shape or dtype: to be refused."""
     if (found := world.parameter(draw)) is None:
         return None
-    _, name, p = found
+    owner, name, p = found
+    if isinstance(owner, parametrize.ParametrizationList):
+        return None  # PyTorch's weight_norm writes beyond its tensors
     before = p.data
     kind = draw.choice(("longer", "longer", "float16", "flat"))
     if kind == "longer" and p.dim():
