@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fuzzing.sequences import run as sequence
-from fuzzing.sequences.calls import MODES
 from fuzzing.sequences.changes import CHANGES
 from fuzzing.sequences.layers import KINDS
+from fuzzing.sequences.modes import MODES
 from fuzzing.verdicts import Verdict
 from hoconv.commands import add_device_option
 from hoconv.declaration import operators
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="the operations that run, with --case")  # fmt: skip
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME",
                         choices=[f.__name__ for f in (*MODES, *CHANGES)],
-                        help="operations left out, of calls.py and changes.py")  # fmt: skip
+                        help="operations left out, by the names of their functions")  # fmt: skip
     add_device_option(parser)
 
 

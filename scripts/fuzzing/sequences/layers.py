@@ -18,6 +18,7 @@ import hoconv
 from fuzzing.draw import Draw
 from fuzzing.sequences import cells
 from hoconv import recurrent as rnn
+from hoconv.recurrent.cells import elman
 from hoconv.testing.random_cells import random_cell
 
 REPEATED = 0.75  # the share of calls with the first shape of the case, contiguous
@@ -101,7 +102,7 @@ def leaf(draw: Draw, value: Tensor) -> Tensor:
 # Convolutions
 
 
-def _image(draw: Draw, made: Made, layer: nn.Module) -> Arguments:
+def _image(draw: Draw, made: Made, layer: Any) -> Arguments:
     name = next(iter(made.sizes))
     C = getattr(layer, name) if draw.chance(0.1) else made.sizes[name]
     B, H, W = (2, 5, 6) if draw.chance(REPEATED) else (
@@ -118,7 +119,7 @@ def _say(name: str, x: Tensor) -> str:
     return f"{name} {tuple(x.shape)}{kind}{strided}{free}"
 
 
-def _sequence(draw: Draw, made: Made, layer: nn.Module) -> Arguments:
+def _sequence(draw: Draw, made: Made, layer: Any) -> Arguments:
     C = layer.channels if draw.chance(0.1) else made.sizes["channels"]
     B, T = (2, 6) if draw.chance(REPEATED) else (draw.choice((0, 1, 1, 2, 3)), draw.integer(1, 9))
     x = leaf(draw, tensor_of(draw, made, layer, B, C, T))
@@ -301,7 +302,7 @@ def _shared_options(draw: Draw) -> dict[str, Any]:
 
 
 def _lstm(draw: Draw, impl: str, device: str) -> Made:
-    options = _shared_options(draw) | {
+    options: dict[str, Any] = _shared_options(draw) | {
         "bias": draw.chance(0.9),
         "proj_size": 2 * draw.chance(0.1),
     }
@@ -311,13 +312,13 @@ def _lstm(draw: Draw, impl: str, device: str) -> Made:
 
 
 def _gru(draw: Draw, impl: str, device: str) -> Made:
-    options = _shared_options(draw) | {"bias": draw.chance(0.9)}
+    options: dict[str, Any] = _shared_options(draw) | {"bias": draw.chance(0.9)}
     layer = rnn.GRU(4, 4, **options, impl=impl, dtype=torch.float64)
     return _made_recurrent(layer, _written("rnn.GRU", options, 4, 4), impl, device, define_gru)
 
 
 def _ready(draw: Draw, impl: str, device: str) -> Made:
-    cell = draw.choice((rnn.cells.elman, rnn.peephole_lstm, rnn.layernorm_lstm))
+    cell = draw.choice((elman, rnn.peephole_lstm, rnn.layernorm_lstm))
     options = _shared_options(draw)
     layer = rnn.RNN(cell, 4, 4, **options, impl=impl, dtype=torch.float64)
     return _made_recurrent(layer, _written("rnn.RNN", options, cell, 4, 4), impl, device)
@@ -325,7 +326,7 @@ def _ready(draw: Draw, impl: str, device: str) -> Made:
 
 def _own(draw: Draw, impl: str, device: str) -> Made:
     cell, given = draw.choice(cells.CELLS)
-    options = _shared_options(draw) | {k: v() for k, v in given.items()}
+    options: dict[str, Any] = _shared_options(draw) | {k: v() for k, v in given.items()}
     layer = rnn.RNN(cell, 3, 4, **options, impl=impl, dtype=torch.float64)
     return _made_recurrent(layer, _written("rnn.RNN", options, cell, 3, 4), impl, device)
 
@@ -368,9 +369,10 @@ def _define_recurrent(
     layer: Any, step: Callable[..., list[Tensor]], count: int, x: Any, state: Any = None,
     lengths: Any = None, reset: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    packed = x if isinstance(x, PackedSequence) else None
+    packed: PackedSequence | None = x if isinstance(x, PackedSequence) else None
     if packed is not None:
         x, lengths = pad_packed_sequence(packed)
+    assert isinstance(x, Tensor)
     single = x.dim() == 2
     turned = layer.batch_first and packed is None and not single
     x = x[:, None] if single else x.transpose(0, 1) if turned else x

@@ -18,19 +18,11 @@ import torch
 from torch import Tensor
 
 from fuzzing.draw import Draw
-from fuzzing.sequences.calls import (
-    ALONE,
-    MODES,
-    PLAIN,
-    Call,
-    Mode,
-    Results,
-    autocast,
-    autocast_forward,
-    func_jvp,
-)
-from fuzzing.sequences.changes import CHANGES, World
+from fuzzing.sequences.calls import Call, Results
+from fuzzing.sequences.changes import CHANGES
 from fuzzing.sequences.layers import make
+from fuzzing.sequences.modes import ALONE, MODES, PLAIN, Mode, autocast, autocast_forward, func_jvp
+from fuzzing.sequences.world import World
 
 LENGTH = 40
 _CALLS = 0.5  # the share of calls among the operations
