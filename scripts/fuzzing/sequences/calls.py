@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fuzzing.draw import Draw
 from fuzzing.sequences.layers import Arguments
 
-Results = dict[str, Tensor | str | None]
+Results = dict[str, Any]  # tensors, None for no gradient, and words
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def leaves_of(layer: nn.Module, given: Arguments) -> dict[str, Tensor]:
 
 def gradients(
     outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor], **options: Any
-) -> dict[str, Tensor | None]:
+) -> Results:
     used = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if not used or not leaves:
         return {}
@@ -114,7 +114,8 @@ def differentiate(
     used = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if used:
         with around or contextlib.nullcontext():
-            torch.autograd.backward(*zip(*used, strict=True))
+            some, their = zip(*used, strict=True)
+            torch.autograd.backward(some, their)
     for name, tensor in leaves_of(layer, given).items():
         found[name] = None if tensor.grad is None else tensor.grad.detach().clone()
     layer.zero_grad()

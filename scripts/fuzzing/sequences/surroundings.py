@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any
 
@@ -202,7 +203,7 @@ def compiled_autograd(layer: nn.Module, call: Call) -> Results:
     torch._dynamo.reset()
     try:
         compiler = torch.compile(backend="eager", dynamic=False)
-        around = torch._dynamo.compiled_autograd._enable(compiler)
+        around = importlib.import_module("torch._dynamo.compiled_autograd")._enable(compiler)
         return differentiate(layer, call, given, outputs, around)
     finally:
         torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,10 @@ def _own_parameters(layer: nn.Module) -> dict[str, Tensor]:
 def func_grad(layer: nn.Module, call: Call) -> Results:
     given = call.arguments()
     parameters = _own_parameters(layer)
-    of_parameters, of_x = torch.func.grad(_scalar(layer, call, given), (0, 1))(
+    found: Any = torch.func.grad(_scalar(layer, call, given), (0, 1))(
         parameters, given.args[0].detach()
     )
+    of_parameters, of_x = found
     return {"d_x": of_x, **{f"d_{n}": g for n, g in of_parameters.items()}}
 
 
@@ -59,7 +61,7 @@ def func_jvp(layer: nn.Module, call: Call) -> Results:
     parameters = _own_parameters(layer)
     tangents = dict(zip(parameters, call.cotangents([*parameters.values()], "t"), strict=True))
     x = given.args[0].detach()
-    value, tangent = torch.func.jvp(
+    value, tangent, *_ = torch.func.jvp(
         _scalar(layer, call, given), (parameters, x), (tangents, call.cotangents([x], "x")[0])
     )
     return {"value": value, "tangent": tangent}

@@ -30,14 +30,14 @@ class World:
 
     made: Made
     layer: Any
-    undo: dict[str, Callable[[], None]] = field(default_factory=dict)
+    undo: dict[str, Callable[[], object]] = field(default_factory=dict)
     mend: list[Callable[[], None]] = field(default_factory=list)
     tensor_hooks: list[tuple[Tensor, Any]] = field(default_factory=list)
     foreign: int = 0
     still: bool = False
     numbers: Any = field(default_factory=itertools.count)
 
-    def later(self, text: str, undo: Callable[[], None]) -> str:
+    def later(self, text: str, undo: Callable[[], object]) -> str:
         self.undo[f"{text} #{next(self.numbers)}"] = undo
         return text
 
