@@ -288,8 +288,8 @@ def submodule(world: World, draw: Draw) -> str | None:
         made = nn.Sequential(generator)
     elif kind == "identity":
         made = nn.Identity()
-    elif type(generator) not in (nn.Conv2d, nn.Linear):
-        return None
+    elif type(generator) not in (nn.Conv2d, nn.Linear) or "forward" in vars(generator):
+        return None  # a forward of the instance would still read the old module
     else:
         made = copy.copy(generator)  # shares the parameters
         made.__class__ = {
