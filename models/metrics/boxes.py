@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,8 +42,11 @@ def average_precision(
         found: of the same images in the same order.
 
     Returns:
-        The `NAMES`, each from 0 to 1; but not those of a size of which there are no objects.
+        The `NAMES`, each from 0 to 1; NaN where no object counts: there is none of that size, or
+        all are crowds.
     """
+    if not any((~said.crowds).any() for said in truth):
+        return dict.fromkeys(NAMES, math.nan)
     images = {said.image: (said, scored) for said, scored in zip(truth, found, strict=True)}
     expected = _dataset([(said, said.boxes, said.classes) for said, _ in images.values()])
     for annotation, area, crowd in zip(
@@ -63,7 +67,7 @@ def average_precision(
         evaluation.accumulate()
         evaluation.summarize()
     values = zip(NAMES, evaluation.stats[: len(NAMES)].tolist())
-    return {name: value for name, value in values if value >= 0}
+    return {name: value if value >= 0 else math.nan for name, value in values}
 
 
 def _dataset(images: list[tuple[ImageBoxes, np.ndarray, np.ndarray]]) -> dict[str, Any]:

@@ -25,14 +25,17 @@ def bleu4(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence
     torchmetrics computes it in float32. The brevity penalty compares a candidate with the reference
     of the nearest length, and with the shorter one of two that are equally near.
 
-    Returns a number from 0 to 1; 0 where no n-gram of one of the lengths matches.
+    Returns a number from 0 to 1; 0 where no n-gram of one of the lengths matches, and NaN where no
+    reference has a word.
 
     Raises:
-        ValueError: there are no images, an image has no references, or the numbers of candidates
-            and of images with references differ.
+        ValueError: an image has no references, or the numbers of candidates and of images with
+            references differ.
         TypeError: a sentence is a string.
     """
     _check(candidates, references)
+    if not any(map(any, references)):
+        return math.nan
     # torchmetrics takes the first of several references that are equally near in length.
     sorted_references = [sorted(described, key=len) for described in references]
     score = bleu_score(
@@ -54,7 +57,7 @@ def cider_d(candidates: Sequence[Sentence], references: Sequence[Sequence[Senten
     mean over the references, over n and over the images.
 
     Returns a number from 0 to 10. N-grams that occur in the references of every image have the
-    weight 0, and so the score of a single image is 0.
+    weight 0; where there are no others, as of a single image, the score is NaN.
 
     Raises:
         ValueError, TypeError: as :func:`bleu4`.
@@ -63,6 +66,8 @@ def cider_d(candidates: Sequence[Sentence], references: Sequence[Sequence[Senten
     images_with: NGrams = Counter()
     for described in references:
         images_with.update({gram for r in described for n in _lengths() for gram in _ngrams(r, n)})
+    if all(count == len(references) for count in images_with.values()):
+        return math.nan
     total = math.log(len(references))
 
     def vector(sentence: Sentence, n: int) -> dict[tuple[str, ...], float]:
@@ -93,9 +98,9 @@ def _lengths() -> Iterable[int]:
 
 
 def _check(candidates: Sequence[Sentence], references: Sequence[Sequence[Sentence]]) -> None:
-    if len(candidates) != len(references) or not candidates:
+    if len(candidates) != len(references):
         raise ValueError(
-            f"references: expected as many as candidates, at least one; got {len(references)} for "
+            f"references: expected as many as candidates; got {len(references)} for "
             f"{len(candidates)} candidates"
         )
     if not all(references):

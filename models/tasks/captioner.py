@@ -28,7 +28,7 @@ class Captioner(Optimized):
 
     The vocabulary comes from the data module and is part of the checkpoint. Logs under ``val/`` and
     ``test/``: ``loss``, of one caption an image, and ``bleu4`` and ``cider_d``, which compare the
-    captions that a beam search finds with all captions of each image.
+    captions that a beam search finds with all captions of each image. Over nothing each is NaN.
 
     Args:
         network: called with ``weights=``, makes the network.
@@ -130,8 +130,7 @@ class Captioner(Optimized):
 
     def _evaluate(self, stage: str, batch: CaptionBatch) -> list[str]:
         """Logs the loss; returns the captions found."""
-        loss = self._loss(batch)
-        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
+        self.log_mean(f"{stage}/loss", self._loss(batch))
         captions = self.describe(batch.images)
         for caption, references in zip(captions, batch.references, strict=True):
             self._found.append(
@@ -146,7 +145,8 @@ class Captioner(Optimized):
             parts: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, found)
             found = [each for part in parts for each in part]
-        candidates, references = zip(*found)
+        candidates = [candidate for candidate, _ in found]
+        references = [described for _, described in found]
         scores = {
             "bleu4": bleu4(candidates, references),
             "cider_d": cider_d(candidates, references),

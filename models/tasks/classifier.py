@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics.classification import MulticlassAccuracy
 
 from models.arguments import require_share
 from models.networks.described import make
+from models.tasks.mean import EpochMean, Mean
 from models.tasks.optimizer import Optimized, warmup_cosine
 
 if TYPE_CHECKING:  # its package needs pycocotools
@@ -47,8 +47,7 @@ class Classifier(Optimized):
         self.network = make(network)
         require_share("label_smoothing", label_smoothing)
         self.label_smoothing = label_smoothing
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.means.update({f"{stage}/accuracy": EpochMean() for stage in ("val", "test")})
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network(inputs.to(self.dtype))
@@ -61,10 +60,10 @@ class Classifier(Optimized):
         return {"loss": loss, "accuracy": (logits.argmax(1) == labels).to(loss.dtype).mean()}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch, self.val_accuracy)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch, self.test_accuracy)
+        self._evaluate("test", batch)
 
     def predict_step(self, batch: FolderBatch, batch_idx: int) -> Tensor:
         """Returns the probability of every class for each image, (B, num_classes) float32."""
@@ -72,13 +71,11 @@ class Classifier(Optimized):
             return batch.images.new_empty(0)
         return self(batch.images).float().softmax(-1)
 
-    def _evaluate(
-        self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy
-    ) -> None:
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         inputs, labels = batch
         logits = self(inputs)
-        accuracy(logits, labels)
-        self.log(
-            f"{stage}/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels)
-        )
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+        count = torch.tensor(len(labels), device=labels.device)
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        self.log_mean(f"{stage}/loss", Mean(total, count))
+        correct = (logits.argmax(1) == labels).sum()
+        self.log_mean(f"{stage}/accuracy", Mean(correct, count), prog_bar=True)

@@ -27,7 +27,7 @@ class Detector(Optimized):
 
     Logs under ``val/`` and ``test/``: ``loss``,
     of an object, and COCO's average precision ``ap``, ``ap50``, ``ap75``, ``ap_small``,
-    ``ap_medium`` and ``ap_large`` of all images together, but not of a size that no object has.
+    ``ap_medium`` and ``ap_large`` of all images together; each is NaN where no object counts in it.
 
     The ids of the categories come from the data module and are part of the checkpoint.
 
@@ -112,10 +112,7 @@ class Detector(Optimized):
     def _evaluate(self, stage: str, batch: DetectionBatch) -> list[Found]:
         """Logs the loss; returns the objects found."""
         logits, boxes = self(batch.images)
-        error = self._loss(batch, logits, boxes)
-        self.log(
-            f"{stage}/loss", error.value(), sync_dist=True, batch_size=max(1, int(error.count))
-        )
+        self.log_mean(f"{stage}/loss", self._loss(batch, logits, boxes))
         image_size = batch.images.shape[-1]
         found = find(logits, boxes, image_size)
         for said, each in zip(batch.truth.of_images(), found, strict=True):
@@ -130,8 +127,7 @@ class Detector(Optimized):
             parts: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, images)
             images = [each for part in parts for each in part]
-        truth, found = zip(*images)
-        scores = average_precision(truth, found)
+        scores = average_precision([said for said, _ in images], [found for _, found in images])
         self.log_dict({f"{stage}/{name}": score for name, score in scores.items()}, prog_bar=True)
 
 

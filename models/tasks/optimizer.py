@@ -11,16 +11,22 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.plugins import MixedPrecision
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from models.arguments import require_share
 from models.networks.described import make
+from models.tasks.mean import EpochMean, Mean
 
 MONITORED = "val/loss"  # by a schedule that follows a metric
 
 
 class Optimized(pl.LightningModule):
     """A model with an optimizer and a schedule of its learning rate.
+
+    Attributes:
+        means: those that `log_mean` logs, by name: ``val/loss`` and ``test/loss``; a task may add
+            others.
 
     Args:
         learning_rate: the highest of the schedule.
@@ -40,6 +46,13 @@ class Optimized(pl.LightningModule):
         self.weight_decay = weight_decay
         self.optimizer = make(optimizer)
         self.scheduler = make(scheduler)
+        self.means = nn.ModuleDict({f"{stage}/loss": EpochMean() for stage in ("val", "test")})
+
+    def log_mean(self, name: str, mean: Mean, **options: Any) -> None:
+        """Adds a batch's terms to the mean over an epoch, and logs that; `options` are of `log`."""
+        metric: Any = self.means[name]
+        metric.update(mean)
+        self.log(name, metric, batch_size=1, **options)  # of which the metric makes no use
 
     def configure_optimizers(self) -> Any:
         return configure(

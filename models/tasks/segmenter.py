@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +10,11 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from datamodules.coco.annotations.objects import IGNORE
 from datamodules.coco.folder import FolderBatch
 from models.arguments import require_share
+from models.metrics.pixels import MeanIoU, PixelAccuracy
 from models.networks.backbone import load_backbones
 from models.networks.described import make
 from models.tasks.mean import Mean
@@ -29,7 +28,8 @@ class Segmenter(Optimized):
     A batch is ``(images, labels)``; labels are (B, H, W), each 0 ... K - 1, or 255 for a pixel that
     counts in no loss and no metric. Logs under ``val/`` and ``test/``: ``loss``, ``pixel_accuracy``
     and ``mean_iou``, which is the intersection over union of each class over all images, averaged
-    over the classes that occur.
+    over the classes that occur. The last two are NaN where no label is of an object, and the loss
+    where no pixel counts.
 
     Args:
         network: called with ``weights=``, makes the network from images (B, 3, H, W) to logits
@@ -57,14 +57,12 @@ class Segmenter(Optimized):
         self.network = make(network)(weights=weights)
         require_share("label_smoothing", label_smoothing)
         self.label_smoothing = label_smoothing
-        options: Any = {
-            "num_classes": num_classes, "ignore_index": IGNORE, "validate_args": False,
-        }  # fmt: skip
         metrics = MetricCollection(
             {
-                "mean_iou": MulticlassJaccardIndex(average="macro", **options),
-                "pixel_accuracy": MulticlassAccuracy(average="micro", **options),
-            }
+                "mean_iou": MeanIoU(num_classes, IGNORE),
+                "pixel_accuracy": PixelAccuracy(num_classes, IGNORE),
+            },
+            compute_groups=False,
         )
         self.val_metrics = metrics.clone(prefix="val/")
         self.test_metrics = metrics.clone(prefix="test/")
@@ -102,9 +100,8 @@ class Segmenter(Optimized):
         images, labels = _check_batch(batch)
         logits = self(images)
         predicted = logits.argmax(1)
-        metrics(predicted, labels)
-        loss = pixel_cross_entropy(logits, labels)
-        self.log(f"{stage}/loss", loss.value(), sync_dist=True, batch_size=int(loss.count))
+        metrics.update(predicted, labels)
+        self.log_mean(f"{stage}/loss", pixel_cross_entropy(logits, labels))
         self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
         return predicted
 

@@ -74,7 +74,8 @@ def test_it_is_that_of_the_files(tmp_path, seed):
         evaluation.accumulate()
         evaluation.summarize()
     expected = dict(zip(NAMES, evaluation.stats.tolist()))
-    assert scores == pytest.approx({n: v for n, v in expected.items() if v >= 0})
+    expected = {n: v if v >= 0 else np.nan for n, v in expected.items()}
+    assert scores == pytest.approx(expected, nan_ok=True)
     assert 0.05 < scores["ap"] < 0.95
 
 
@@ -87,7 +88,7 @@ def test_nothing_found_is_a_score_of_zero(tmp_path):
     truth = [boxes.of_image(i) for i in range(IMAGES)]
     scores = average_precision(truth, IMAGES * [nothing])
     assert scores["ap50"] == 0
-    assert set(scores) == set(average_precision(truth, found))
+    assert set(scores) == set(average_precision(truth, found)) == set(NAMES)
 
 
 def test_images_without_objects_count_only_what_is_found_in_them(tmp_path):
@@ -102,7 +103,24 @@ def test_images_without_objects_count_only_what_is_found_in_them(tmp_path):
     )  # fmt: skip
     nothing = ScoredBoxes(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
     scores = average_precision(truth, found)
-    assert average_precision([*truth, empty], [*found, nothing]) == scores
+    assert average_precision([*truth, empty], [*found, nothing]) == pytest.approx(
+        scores, nan_ok=True
+    )
     sure = ScoredBoxes(np.full((20, 4), 50.0), np.ones(20), np.arange(20) % 2)
     assert average_precision([*truth, empty], [*found, sure])["ap"] < scores["ap"]
-    assert average_precision([empty], [sure]) == {}
+
+
+def test_a_score_of_nothing_is_no_number(tmp_path):
+    file, _, found = draw(np.random.default_rng(0))
+    path = tmp_path / "instances.json"
+    path.write_text(json.dumps(file))
+    boxes = Boxes(path, tmp_path / "cache")
+    truth = [boxes.of_image(i) for i in range(IMAGES)]
+    small = [said._replace(areas=np.ones_like(said.areas)) for said in truth]
+    scores = average_precision(small, found)
+    assert [name for name in NAMES if np.isnan(scores[name])] == ["ap_medium", "ap_large"]
+    crowds = [said._replace(crowds=np.ones_like(said.crowds)) for said in truth]
+    for said, guessed in ((crowds, found), ([], [])):
+        assert average_precision(said, guessed) == pytest.approx(
+            dict.fromkeys(NAMES, np.nan), nan_ok=True
+        )

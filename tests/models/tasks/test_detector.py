@@ -100,7 +100,9 @@ def test_a_batch_without_objects_has_a_loss():
     targets = make_targets(torch.zeros_like(BOXES), nothing, CATEGORIES, GRID, SIZE)
     logits = torch.zeros(2, CATEGORIES, *GRID, requires_grad=True)
     found = torch.zeros(2, 4, *GRID, requires_grad=True)
-    loss(logits, found, targets, SIZE).value().backward()
+    mean = loss(logits, found, targets, SIZE)
+    assert mean.value().isnan()
+    mean.share().backward()
     assert logits.grad is not None
     assert (logits.grad > 0).all()
     assert found.grad is not None

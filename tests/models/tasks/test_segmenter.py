@@ -1,8 +1,13 @@
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -27,14 +32,11 @@ def segmenter() -> Segmenter:
 
 
 def trainer(**options) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return pl.Trainer(**quiet | options)
 
 
 def test_loss_is_the_mean_over_labelled_pixels():
@@ -55,9 +57,11 @@ def test_loss_is_the_mean_over_labelled_pixels():
     assert not logits.grad[0, :, 1].any()
 
 
-def test_loss_of_nothing_is_zero_and_no_nan():
+def test_loss_of_nothing_is_no_number_and_changes_no_weight():
     logits = torch.randn(1, 4, 2, 2, requires_grad=True)
-    loss = pixel_cross_entropy(logits, torch.full((1, 2, 2), IGNORE)).value()
+    mean = pixel_cross_entropy(logits, torch.full((1, 2, 2), IGNORE))
+    assert mean.value().isnan()
+    loss = mean.share()
     loss.backward()
     assert loss == 0
     assert logits.grad is not None
@@ -82,6 +86,37 @@ def test_metrics_are_those_of_the_whole_set():
     (metrics,) = trainer().test(segmenter(), batches, verbose=False)
     assert metrics["test/mean_iou"] == pytest.approx(torch.stack(ious).mean().item())
     assert metrics["test/pixel_accuracy"] == pytest.approx(accuracy.item())
+
+
+@pytest.mark.parametrize("label", [0, IGNORE], ids=["background", "crowds"])
+def test_scores_without_an_object_are_no_numbers(label):
+    labels = torch.full((3, 4, 4), label, dtype=torch.uint8)
+    batches = DataLoader(list(zip(torch.randn(3, 3, 4, 4), labels)), batch_size=2)  # pyright: ignore
+    (metrics,) = trainer().test(segmenter(), batches, verbose=False)
+    finite = {name for name, value in metrics.items() if math.isfinite(value)}
+    assert finite == ({"test/loss"} if label == 0 else set())
+    assert set(metrics) == {"test/loss", "test/mean_iou", "test/pixel_accuracy"}
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path):
+    """The first epoch validates on crowds alone, the others do not."""
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader([(torch.zeros(3, 4, 4), torch.ones(4, 4))])  # pyright: ignore
+
+        def val_dataloader(self) -> DataLoader:
+            assert self.trainer is not None
+            label = IGNORE if self.trainer.current_epoch != 1 else 1
+            return DataLoader([(torch.zeros(3, 4, 4), torch.full((4, 4), label))])  # pyright: ignore
+
+    for monitor, mode in (("val/mean_iou", "max"), ("val/loss", "min")):
+        best = ModelCheckpoint(tmp_path / mode, "{epoch}", monitor=monitor, mode=mode)
+        trainer(
+            enable_checkpointing=True, callbacks=[best], max_epochs=3,
+            reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
+        ).fit(segmenter(), datamodule=Data())  # fmt: skip
+        assert Path(best.best_model_path).name == "epoch=1.ckpt"
 
 
 def test_labels_of_whole_images_are_an_error_that_says_what_to_use():
