@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 from torch import Tensor
 
+from datamodules.census import Counts
 from datamodules.memory import Batch, EvaluationBatches, LabelledImages, TrainingBatches
 from datamodules.placement import get_training_device, is_resident, require_known
 from datamodules.sampling import EvenBatches, Shuffle, get_rank
@@ -67,6 +68,16 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def setup(self, stage: str) -> None:
         self.splits = self.splits or self.load()
+
+    def census(self) -> dict[str, Counts]:
+        """Returns what counts in each split, after `setup`."""
+        of = {id(data): self._count(data) for data in self.splits.values()}
+        return {name: of[id(data)] for name, data in self.splits.items()}
+
+    def _count(self, data: LabelledImages) -> Counts:
+        found = set(data.labels.unique().tolist())
+        missing = [name for label, name in enumerate(self.class_names) if label not in found]
+        return Counts(len(data), len(data), "image", missing, fix="add some")
 
     def train_dataloader(self) -> TrainingBatches[Batch]:
         data = self._place("train")

@@ -157,6 +157,57 @@ def test_a_model_is_not_tested_on_other_classes(run, tmp_path, cached):
     assert f"class 1 of the model is {NAMES[1]!r}, of the data 'screw'" in line
 
 
+def write_cvat(folder: Path, *splits: str) -> None:
+    """As CVAT writes masks of a brush: run lengths, which it says with ``iscrowd: 1``."""
+    for split in splits:
+        path = folder / "annotations" / f"instances_{split}.json"
+        file = json.loads(path.read_text())
+        for said in file["annotations"]:
+            said["iscrowd"] = 1
+        path.write_text(json.dumps(file))
+
+
+@pytest.mark.filterwarnings("default:.*skipped, the file is missing")
+@pytest.mark.parametrize("task", ["segmentation", "detection"])
+def test_nothing_that_counts_is_one_line_before_training(run, tmp_path, cached, task):
+    folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
+    how = (f"experiment=coco_{task}", f"data.folder={folder}", cached, *LOADED)
+    write_cvat(folder, "val")
+    failed = run(*how)
+    assert failed.exit_code == 1
+    assert "train: 8 images, 8 objects\nval: 3 images, 0 objects, 3 ignored crowds, " in failed.out
+    (line,) = failed.err.splitlines()
+    assert "nothing counts in the data of val: 3 images, 0 objects, 3 ignored crowds" in line
+    assert "data.crowds=objects" in line
+    assert run(*how, "trainer.limit_val_batches=0", "trainer.limit_test_batches=0").exit_code == 0
+
+    write_cvat(folder, "train")
+    (line,) = run(*how).err.splitlines()
+    assert "nothing counts in the data of train: 8 images, 0 objects, 8 ignored crowds" in line
+    done = run(*how, "data.crowds=objects")
+    assert done.exit_code == 0, done.err
+    assert "val: 3 images, 3 objects\n" in done.out
+    score = {"segmentation": "test/mean_iou", "detection": "test/ap"}[task]
+    assert 0 <= done.results["metrics"][score] < 1
+
+    path = folder / "annotations" / "instances_val.json"
+    file = json.loads(path.read_text())
+    path.write_text(json.dumps(file | {"annotations": file["annotations"][:1]}))
+    (folder / "val" / file["images"][0]["file_name"]).unlink()
+    tested = run("mode=test", f"ckpt={checkpoint_of(done)}", *SHORT[:2])
+    _, line = tested.err.splitlines()
+    assert "nothing counts in the data of test: 2 images, 0 objects" in line
+    assert "train:" not in tested.out
+
+
+def test_a_folder_of_one_class_is_one_line(run, tmp_path, cached):
+    write_classes(tmp_path / "photos")
+    (tmp_path / "photos" / NAMES[1]).rename(tmp_path / "photos" / "@eaDir")
+    how = ("data=folder", "model=cnn", f"data.folder={tmp_path / 'photos'}", cached, *SHORT)
+    (line,) = run(*how, "data.val_share=0.5").err.splitlines()
+    assert f"photos has the folder of one class, {NAMES[0]}; a classifier needs two" in line
+
+
 @pytest.mark.parametrize(
     ("options", "fix"),
     [

@@ -17,6 +17,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
 from training import console, disk
+from training.callbacks.census import Census
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.configuration.instantiation import instantiate
 from training.folder import as_given
@@ -152,6 +153,7 @@ def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer
         options,
         logger=False,
         callbacks=[
+            Census(),
             console.make_progress(),
             EvaluatedLosses(),
             *make_callbacks(saved.config.callbacks),

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
+from training.callbacks.census import Census
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
@@ -76,6 +77,7 @@ def make_trainer(
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),
+            Census(),
             Feasible(),
             EvaluatedLosses(),
             make_epoch_checkpoints(run_dir, config.checkpoint),

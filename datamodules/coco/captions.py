@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datamodules.census import Counts
 from datamodules.coco import augmentation
-from datamodules.coco.annotations.captions import Captions
+from datamodules.coco.annotations.captions import Captions, split_words
 from datamodules.coco.pixels import Images
 from datamodules.reading.threads import FileSet
 
@@ -20,14 +20,6 @@ PAD, START, END, UNKNOWN = range(4)
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>", "<unk>")
 # T is a multiple of it, so that batches have few shapes: each costs a CUDA graph.
 LENGTH_STEP = 4
-
-
-def split_words(text: str) -> list[str]:
-    """Returns the words of a sentence in lower case, without punctuation.
-
-    An apostrophe within a word stays: ``A man's dog.`` is ``a``, ``man's``, ``dog``.
-    """
-    return re.findall(r"[^\W_]+(?:'[^\W_]+)*", text.lower())
 
 
 class Vocabulary:
@@ -50,6 +42,10 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.words)
+
+    def knows(self, text: str) -> bool:
+        """Whether a word of a sentence has a number of its own."""
+        return any(word in self._numbers for word in split_words(text))
 
     def encode(self, text: str) -> list[int]:
         """Returns the numbers of ``<start>``, the words of a sentence and ``<end>``."""
@@ -146,6 +142,16 @@ class CaptionSet(FileSet[CaptionItem]):
 
     def __len__(self) -> int:
         return len(self._annotations)
+
+    def census(self) -> Counts:
+        """Returns what counts in the images: their captions of which a word is known."""
+        numbers = np.unique(self.numbers.numpy())
+        known = [self.vocabulary.knows(text) for text in self.captions.texts(numbers)]
+        unknown = "caption{s} of unknown words alone"
+        return Counts(
+            len(numbers), sum(known), "caption", others={unknown: len(known) - sum(known)},
+            fix="describe an image, or make more words known with data.min_count=1",
+        )  # fmt: skip
 
     def __getitem__(self, item: int | tuple[int, int]) -> CaptionItem:
         index, seed = item if isinstance(item, tuple) else (item, None)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from datamodules.census import Counts
 from datamodules.coco.annotations.captions import Captions
+from datamodules.coco.annotations.objects import CROWDS
 from datamodules.coco.captions import CaptionSet, Vocabulary
 from datamodules.coco.detection import DetectionSet
 from datamodules.coco.files import KINDS, Files, FolderFiles
@@ -76,6 +78,8 @@ class COCO(pl.LightningDataModule):
         augment: whether training images are changed at random.
         test_split: ``val``, or ``train`` to test how well the training images were learnt.
         min_count: how often a word must occur in the training captions to be in the vocabulary.
+        crowds: what becomes of annotations that say ``iscrowd: 1``: ``"ignore"``, they count in no
+            loss and no score, as COCO defines; or ``"objects"``, where a file means no crowd.
         num_workers: processes that fetch batches of images that are not on the GPU; the batches do
             not depend on it. None: as many as this machine can use.
         seed: of the order of the training images and of their augmentation.
@@ -123,6 +127,7 @@ class COCO(pl.LightningDataModule):
         augment: bool = True,
         test_split: str = "val",
         min_count: int = 5,
+        crowds: str = "ignore",
         num_workers: int | None = 0,
         seed: int = 0,
         device: str = "auto",
@@ -136,6 +141,7 @@ class COCO(pl.LightningDataModule):
         for name, value, allowed in (
             ("year", year, YEARS),
             ("test_split", test_split, ("val", "train")),
+            ("crowds", crowds, CROWDS),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
@@ -170,6 +176,7 @@ class COCO(pl.LightningDataModule):
             Path(cache_dir).resolve(),
             keep=cache_images,
             divided=val_share is not None,
+            crowds=crowds,
             expected_categories=self.published_categories if published else None,
         )
         self.val_share = val_share
@@ -239,6 +246,11 @@ class COCO(pl.LightningDataModule):
         for stage, part in (("train", "train"), ("val", "val"), ("test", self.test_split)):
             split, numbers = parts[part]
             self._sets[stage] = self._make_set(split, images[split], numbers, stage == "train")
+
+    def census(self) -> dict[str, Counts]:
+        """Returns what counts in each set, after `setup`."""
+        counts = {stage: self._sets[stage].census() for stage in ("train", "val")}
+        return counts | {"test": counts[self.test_split]}
 
     def _make_set(self, split: str, images: Images, numbers: np.ndarray, train: bool) -> TaskSet:
         augment = self.augment and train

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datamodules.census import Counts
 from datamodules.coco import augmentation
 from datamodules.coco.annotations.boxes import Boxes, ImageBoxes
 from datamodules.coco.augmentation import CROWD, NOTHING
@@ -79,6 +80,10 @@ class DetectionSet(FileSet[DetectionItem]):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def census(self) -> Counts:
+        """Returns what counts in the images."""
+        return self.annotated.census(self.numbers.numpy(), self.images.image_size)
 
     def __getitem__(self, item: int | tuple[int, int]) -> DetectionItem:
         index, seed = item if isinstance(item, tuple) else (item, None)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datamodules.census import Counts
 from datamodules.coco import augmentation
 from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.reading.threads import FileSet
@@ -49,6 +50,10 @@ class SegmentationSet(FileSet[SegmentationBatch]):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def census(self) -> Counts:
+        """Returns what counts in the images."""
+        return self.label_maps.instances.census(self.numbers.numpy(), self.images.image_size)
 
     def __getitem__(self, item: int | tuple[int, int]) -> SegmentationBatch:
         index, seed = item if isinstance(item, tuple) else (item, None)

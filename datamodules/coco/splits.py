@@ -30,6 +30,7 @@ class Splits:
         cache_dir: the cache.
         keep: whether decoded images and label maps are kept there.
         divided: whether images of train validate, so that val has no files.
+        crowds: as of :class:`Objects`.
         expected_categories: how many an annotation file must have; None for any number.
 
     Raises:
@@ -47,6 +48,7 @@ class Splits:
         *,
         keep: bool,
         divided: bool,
+        crowds: str,
         expected_categories: int | None,
     ) -> None:
         self.files = files
@@ -54,6 +56,7 @@ class Splits:
         self.image_size = image_size
         self.cache_dir = cache_dir
         self.keep = keep
+        self.crowds = crowds
         self.expected_categories = expected_categories
         self.names: tuple[str, ...] = ("train",) if divided else SPLITS
         self._annotations: dict[tuple[type[Annotations], SplitFiles], Any] = {}
@@ -67,10 +70,12 @@ class Splits:
         return self.boxes(split) if self.task == "detection" else self.instances(split)
 
     def instances(self, split: str) -> Instances:
-        return self._require_known_categories(split, self._read(Instances, split))
+        read = self._read(Instances, split, crowds=self.crowds)
+        return self._require_known_categories(split, read)
 
     def boxes(self, split: str) -> Boxes:
-        return self._require_known_categories(split, self._read(Boxes, split))
+        read = self._read(Boxes, split, crowds=self.crowds)
+        return self._require_known_categories(split, read)
 
     def captions(self, split: str) -> Captions:
         return self._read(Captions, split)
@@ -86,12 +91,12 @@ class Splits:
     def label_maps(self, split: str) -> LabelMaps:
         return LabelMaps(self.instances(split), self.image_size, self.cache_dir, self.keep)
 
-    def _read(self, kind: type[A], split: str) -> A:
+    def _read(self, kind: type[A], split: str, **options: Any) -> A:
         """Returns an annotation file; it is read once."""
         files = self.files.find(self.task, split)
         if (kind, files) not in self._annotations:
             try:
-                read = kind(files.annotations, self.cache_dir, folder=files.images)
+                read = kind(files.annotations, self.cache_dir, folder=files.images, **options)
             except DataNotFoundError as error:
                 raise DataNotFoundError(f"{error}; {files.mend_annotations}") from error
             self._annotations[kind, files] = read

@@ -5,6 +5,7 @@ N images, A annotations, H height, W width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ from datamodules.coco.annotations.file import (
     ImageRecords,
     Skips,
     describe,
-    load_packed,
     offsets,
     require_some,
 )
 from datamodules.coco.annotations.objects import Objects, read_categories, read_category
 from datamodules.reading.skipped import DamagedError
+
+# The distance of the locations at which a detector finds an object, by default; it tells apart
+# smaller ones only where they are alone.
+LEAST_SIDE = 4
 
 
 class ImageBoxes(NamedTuple):
@@ -45,8 +49,10 @@ class ImageBoxes(NamedTuple):
 class Boxes(Objects):
     """An annotation file of boxes. Category i has the class i; there is none for the background."""
 
-    def __init__(self, path: Path, cache_dir: Path, *, folder: Path | None = None) -> None:
-        super().__init__(path, load_packed(path, "boxes", cache_dir, _pack_boxes, folder))
+    def __init__(
+        self, path: Path, cache_dir: Path, crowds: str = "ignore", *, folder: Path | None = None
+    ) -> None:
+        super().__init__(path, "boxes", cache_dir, _pack_boxes, _coordinates, crowds, folder)
 
     @property
     def most(self) -> int:
@@ -62,6 +68,17 @@ class Boxes(Objects):
             (height, width),
             *(self.packed[name][part] for name in ("boxes", "classes", "areas", "crowds")),
         )
+
+    def find_faint(self, image_size: int) -> dict[str, np.ndarray]:
+        sizes = self.sizes[self.images_of_annotations()][:, ::-1]
+        least = (self.packed["boxes"][:, 2:] * image_size / sizes).min(axis=1, initial=np.inf)
+        where = f"less than {LEAST_SIDE} pixels wide or high at {image_size} x {image_size}"
+        return {f"object{{s}} {where}": least < LEAST_SIDE}
+
+
+def _coordinates(annotation: dict[str, Any]) -> Iterator[Any]:
+    box = annotation.get("bbox")
+    yield from box if isinstance(box, list) else ()
 
 
 def _pack_boxes(
@@ -103,10 +120,14 @@ def _pack_box(
     x, y, width, height = box
     if width <= 0 or height <= 0:
         raise DamagedError("the width or height of the box is not positive")
-    if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
+    inside_x = min(x + width, image["width"]) - max(x, 0)
+    inside_y = min(y + height, image["height"]) - max(y, 0)
+    if inside_x <= 0 or inside_y <= 0:
         raise DamagedError("the box is outside the image")
+    if inside_x * inside_y < 1:
+        raise DamagedError("the box covers less than a pixel of the image")
     area = annotation.get("area")
-    if area is None:
+    if area is None or area == 0:  # some programs write it for what they do not compute
         area = width * height
     if not _is_number(area) or area < 0:
         raise DamagedError("the area is not a number from 0 on")

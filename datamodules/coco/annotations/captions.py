@@ -5,6 +5,7 @@ N images, A annotations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from datamodules.coco.annotations.file import (
     require_some,
 )
 from datamodules.coco.annotations.names import encode_text
+
+
+def split_words(text: str) -> list[str]:
+    """Returns the words of a sentence in lower case, without punctuation.
+
+    An apostrophe within a word stays: ``A man's dog.`` is ``a``, ``man's``, ``dog``.
+    """
+    return re.findall(r"[^\W_]+(?:'[^\W_]+)*", text.lower())
 
 
 class Captions(Annotations):
@@ -44,10 +53,6 @@ class Captions(Annotations):
         """Returns the file names of the images that have no caption."""
         return self.file_names[np.diff(self.packed["image_offsets"]) == 0].tolist()
 
-    def images_of_annotations(self) -> np.ndarray:
-        """Returns the index of the image that each caption describes, (A,) int64."""
-        return np.repeat(np.arange(len(self)), np.diff(self.packed["image_offsets"]))
-
 
 def _pack_captions(
     file: dict[str, Any], images: ImageRecords, annotations: dict[int, list[Any]], skips: Skips
@@ -62,10 +67,10 @@ def _pack_captions(
                 skips["there is no caption"].append(describe(annotation, image))
             elif encode_text(text) is None:
                 skips["the caption is not a text"].append(describe(annotation, image))
-            elif text := text.strip():
-                captions.append(text.encode())
+            elif split_words(text):
+                captions.append(text.strip().encode())
             else:
-                skips["the caption is empty"].append(describe(annotation, image))
+                skips["the caption has no word"].append(describe(annotation, image))
         texts += captions
         counts.append(len(captions))
     require_some("annotations", len(texts), skips)

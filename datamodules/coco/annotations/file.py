@@ -23,7 +23,7 @@ from datamodules.reading.decoding import MAX_PIXELS, UnreadableImageError, read_
 from datamodules.reading.skipped import DamagedError, Skipped
 from datamodules.reading.threads import in_threads
 
-FORMAT = 6  # version of the packed arrays; part of their key in the cache
+FORMAT = 7  # version of the packed arrays; part of their key in the cache
 SHOWN_KEYS = 5  # of a file in another format
 
 
@@ -65,6 +65,10 @@ class Annotations:
         """Returns the indices of an image's annotations."""
         first, end = self.packed["image_offsets"][index : index + 2]
         return range(int(first), int(end))
+
+    def images_of_annotations(self) -> np.ndarray:
+        """Returns the index of the image of each annotation, (A,) int64."""
+        return np.repeat(np.arange(len(self)), np.diff(self.packed["image_offsets"]))
 
 
 class Skips(defaultdict[str, list[str]]):

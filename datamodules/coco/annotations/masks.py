@@ -11,8 +11,8 @@ is its bits plus `FIRST_CODE`, and plus `MORE` in all but the last character of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from pycocotools import mask as rle_format
@@ -23,6 +23,7 @@ FIRST_CODE = ord("0")
 BITS = 5
 MORE, SIGN = 2**BITS, 2 ** (BITS - 1)  # more characters follow; the number is negative
 MAX_CHARACTERS = 6  # of a number: 30 bits; a difference of runs of up to 2^27 pixels has 29
+LINE_WIDTH = 1e-6  # pixels: points that are as near to a line are on it, but for rounding
 # Pixels in the outlines of all polygons of a mask. pycocotools sorts them, and allocates
 # OUTLINE_BYTES for each, at most 320 MiB here.
 MAX_OUTLINE = 2**22
@@ -87,7 +88,21 @@ def area(text: bytes, size: tuple[int, int]) -> int:
     return int(rle_format.area(mask))
 
 
-def compose(masks: Iterable[tuple[bytes, int]], pixels: int) -> tuple[np.ndarray, np.ndarray]:
+class Composed(NamedTuple):
+    """Masks drawn for an image, column by column.
+
+    Attributes:
+        ends: where each run of equal labels ends, (R,) int32, ascending up to the pixels.
+        labels: of the runs, (R,) uint8.
+        seen: how many pixels of each mask are behind no other, (M,) int64.
+    """
+
+    ends: np.ndarray
+    labels: np.ndarray
+    seen: np.ndarray
+
+
+def compose(masks: Sequence[tuple[bytes, int]], pixels: int) -> Composed:
     """Draws masks that `encode` returned for an image, the last in front, on a background of 0.
 
     It takes as long for a large image as for a small one with the same outlines.
@@ -95,19 +110,18 @@ def compose(masks: Iterable[tuple[bytes, int]], pixels: int) -> tuple[np.ndarray
     Args:
         masks: each with its label, 1 to 255.
         pixels: of the image.
-
-    Returns:
-        The runs of equal labels, column by column: where each ends, (R,) int32, ascending up to
-        `pixels`, and its label, (R,) uint8.
     """
-    bounds = [(decode_runs(text).cumsum(), label) for text, label in masks]
-    ends = np.unique(np.concatenate([[pixels], *(of_mask for of_mask, _ in bounds)]))
+    bounds = [decode_runs(text).cumsum() for text, _ in masks]
+    ends = np.unique(np.concatenate([[pixels], *bounds]))
     starts = np.concatenate(([0], ends[:-1]))
-    labels = np.zeros(len(ends), np.uint8)
-    for of_mask, label in bounds:
-        labels[np.searchsorted(of_mask, starts, side="right") % 2 == 1] = label
+    front = np.zeros(len(ends), np.int64)  # which mask, from 1 on
+    for number, of_mask in enumerate(bounds, start=1):
+        front[np.searchsorted(of_mask, starts, side="right") % 2 == 1] = number
+    seen = np.zeros(len(masks) + 1, np.int64)
+    np.add.at(seen, front, ends - starts)
+    labels = np.array([0, *(label for _, label in masks)], np.uint8)[front]
     last = np.append(labels[1:] != labels[:-1], True)
-    return ends[last].astype(np.int32), labels[last]
+    return Composed(ends[last].astype(np.int32), labels[last], seen[1:])
 
 
 def _require_sum(lengths: list[int], pixels: int) -> None:
@@ -123,23 +137,36 @@ def _encode_polygons(polygons: list[Any], height: int, width: int) -> bytes:
             or len(polygon) % 2
         ):
             raise DamagedError("a polygon is not a list of x and y")
-    polygons = [polygon for polygon in polygons if len(polygon) >= 6]
-    if not polygons:
-        raise DamagedError("no polygon has three points")
     bounds = np.array((width, height))
     outline = 0
+    drawn: list[list[float]] = []
     for polygon in polygons:
+        if len(polygon) < 6:
+            continue
         try:
             points = np.array(polygon, float).reshape(-1, 2)
         except OverflowError:  # an integer that is too large for a float
             points = np.array(np.nan)
         if not ((points >= -bounds) & (points <= 2 * bounds)).all():  # NaN fails too
             raise DamagedError("a polygon is far outside the image")
+        if _on_a_line(points):
+            continue
+        drawn.append(polygon)
         steps = np.abs(np.diff(points, axis=0, append=points[:1])).max(1)
         outline += int(steps.sum()) + len(steps)
+    if not drawn:
+        raise DamagedError("no polygon has three points that are on no line")
     if outline > MAX_OUTLINE:
         raise DamagedError(f"the mask's outline is longer than {MAX_OUTLINE:,} pixels")
     # Raises MemoryError where there is too little; pycocotools does not check its allocations.
     np.empty(OUTLINE_BYTES * outline + MERGED_BYTES * height * width, np.uint8)
-    mask: Any = rle_format.merge(rle_format.frPyObjects(polygons, height, width))
+    mask: Any = rle_format.merge(rle_format.frPyObjects(drawn, height, width))
     return mask["counts"]
+
+
+def _on_a_line(points: np.ndarray) -> bool:
+    """Whether points (n, 2) enclose nothing; a polygon that crosses itself does."""
+    x, y = (points - points[0]).T
+    far = np.argmax(np.hypot(x, y))
+    length = np.hypot(x[far], y[far])
+    return bool((np.abs(x[far] * y - y[far] * x) <= LINE_WIDTH * length).all())

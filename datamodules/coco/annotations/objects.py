@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from datamodules.coco.annotations.file import Annotations, get_id, get_list
+import numpy as np
+
+from datamodules.census import Counts
+from datamodules.coco.annotations.file import (
+    Annotations,
+    ImageRecords,
+    Pack,
+    Skips,
+    get_id,
+    get_list,
+    load_packed,
+)
 from datamodules.coco.annotations.names import MAX_NAME, encode_text, show
-from datamodules.reading.cache import Entry
 from datamodules.reading.skipped import DamagedError
 
 IGNORE = 255  # the label of pixels that count in no loss and no metric
 MAX_CATEGORIES = IGNORE - 1  # labels are bytes, and 0 is the background
 TOP = "none"  # the supercategory that Roboflow gives its group
+CROWDS = ("ignore", "objects")  # what becomes of annotations that say iscrowd: 1
+NOTHING_COUNTS = (
+    "annotate an object; where iscrowd: 1 says that a mask is of run lengths, as in files of CVAT, "
+    "and not that it is of a crowd, use data.crowds=objects"
+)
 
 
-class Objects(Annotations):
+class Objects(Annotations, ABC):
     """An annotation file of objects.
+
+    Args:
+        path: of the file.
+        kind: of the arrays that `pack` makes of it. Among them are, of each annotation that is
+            used, its image in `image_offsets`, its category in `classes`, by its index, and
+            `crowds`.
+        cache_dir: keeps them.
+        coordinates: of an annotation, any values.
+        crowds: one of `CROWDS`: a crowd counts nowhere, as COCO defines; or as one object.
+        folder: as of `load_packed`.
 
     Attributes:
         category_ids: those of the file, ascending.
         categories: the names in the same order.
     """
 
-    def __init__(self, path: Path, packed: Entry) -> None:
-        super().__init__(path, packed)
-        self.category_ids: list[int] = packed["category_ids"].tolist()
-        self.categories: list[str] = packed["categories"].tolist()
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        cache_dir: Path,
+        pack: Pack,
+        coordinates: Callable[[Any], Iterator[Any]],
+        crowds: str,
+        folder: Path | None,
+    ) -> None:
+        def pack_objects(
+            file: dict[str, Any],
+            images: ImageRecords,
+            annotations: dict[int, list[Any]],
+            skips: Skips,
+        ) -> dict[str, Any]:
+            every = list(chain.from_iterable(annotations.values()))
+            _require_pixels(chain.from_iterable(map(coordinates, every)))
+            for annotation in every if crowds == "objects" else ():
+                if annotation.get("iscrowd") == 1:
+                    annotation["iscrowd"] = 0
+            return pack(file, images, annotations, skips)
+
+        kind = kind if crowds == "ignore" else f"{kind}_of_crowds"
+        super().__init__(path, load_packed(path, kind, cache_dir, pack_objects, folder))
+        self.category_ids: list[int] = self.packed["category_ids"].tolist()
+        self.categories: list[str] = self.packed["categories"].tolist()
+
+    @abstractmethod
+    def find_faint(self, image_size: int) -> dict[str, np.ndarray]:
+        """Returns which annotations (A,) bool might be overlooked in images (S, S), and why: by a
+        phrase of :class:`Counts`."""
+
+    def census(self, numbers: np.ndarray, image_size: int) -> Counts:
+        """Returns the counts of the images of `numbers`, resized to (S, S)."""
+        images = self.images_of_annotations()
+        used = np.isin(images, numbers)
+        crowds = used & self.packed["crowds"]
+        objects = used & ~self.packed["crowds"]
+        of_class = np.bincount(self.packed["classes"][objects], minlength=len(self.categories))
+        faint = self.find_faint(image_size).items()
+        return Counts(
+            len(numbers),
+            int(objects.sum()),
+            "object",
+            [name for name, count in zip(self.categories, of_class) if not count],
+            {
+                "ignored crowd{s}": int(crowds.sum()),
+                "image{s} without an object": len(numbers) - len(np.unique(images[objects])),
+                **{phrase: int((objects & which).sum()) for phrase, which in faint},
+            },
+            NOTHING_COUNTS,
+        )
+
+
+def _require_pixels(coordinates: Iterator[Any]) -> None:
+    """Raises where all coordinates of a file are fractions of the image: those of a box may be its
+    corner or its centre, which nobody can tell."""
+    numbers = (value for value in coordinates if type(value) in (int, float))
+    first = next(numbers, None)
+    if first is not None and all(abs(value) <= 1 for value in chain([first], numbers)):
+        raise DamagedError(
+            "all coordinates are from 0 to 1, as fractions of the image; they must be in pixels: "
+            "multiply x by its width and y by its height"
+        )
 
 
 def read_categories(file: dict[str, Any]) -> dict[int, str]:

@@ -74,8 +74,8 @@ class Split:
                 "category_id": category,
                 "segmentation": segmentation,
                 "iscrowd": crowd,
-                "area": 1.0,
-                "bbox": [0, 0, 1, 1],
+                "area": 4.0,
+                "bbox": [0, 0, 2, 2],
             }
         )
         return number

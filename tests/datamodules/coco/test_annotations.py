@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pycocotools import mask as rle_format
 
@@ -52,6 +52,7 @@ def test_the_smaller_of_two_instances_is_in_front(tmp_path_factory, drawn):
         mask = np.zeros((HEIGHT, WIDTH), bool)
         mask[y : y + height, x : x + width] = True
         masks.append((mask, 1 if category == 3 else 2))
+    assume(any(x + width > 1 or y + height > 1 for x, y, width, height, _ in drawn))  # pixels
     expected = np.zeros((HEIGHT, WIDTH), np.uint8)
     for mask, label in sorted(masks, key=lambda m: -m[0].sum()):
         expected[mask] = label
@@ -112,7 +113,15 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         (rectangle(0, 0, 2, 2), 0, "the category is not one of the file's"),
         (None, 3, "there is no mask"),
         ([], 3, "there is no mask"),
-        ([[1, 2, 3, 4]], 3, "no polygon has three points"),
+        ([[1, 2, 3, 4]], 3, "no polygon has three points that are on no line"),
+        ([[1, 2, 3, 4, 5, 6]], 3, "no polygon has three points that are on no line"),
+        ([[0.1, 0.1, 0.3, 0.3, 0.7, 0.7]], 3, "no polygon has three points that are on no line"),
+        ([6 * [3]], 3, "no polygon has three points that are on no line"),
+        (rectangle(11, 1, 2, 2), 3, "the mask covers no pixel of the image"),
+        (rectangle(1, -4, 5, 3), 3, "the mask covers no pixel of the image"),
+        (rectangle(2.6, 2.6, 0.3, 0.3), 3, "the mask covers no pixel of the image"),
+        ({"size": [8, 10], "counts": [80]}, 3, "the mask covers no pixel of the image"),
+        ({"size": [8, 10], "counts": "`2"}, 3, "the mask covers no pixel of the image"),
         ([[1, 2, 3, 4, 5, 6, 7]], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, 4, 5, "6"]], 3, "a polygon is not a list of x and y"),
         ([[1, 2, 3, 4, 5, True]], 3, "a polygon is not a list of x and y"),
@@ -121,7 +130,11 @@ def test_several_polygons_are_one_instance(split, tmp_path):
         ([[1, 2, 3, 4, 5, 1e9]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, float("inf")]], 3, "a polygon is far outside the image"),
         ([[1, 2, 3, 4, 5, 10**400]], 3, "a polygon is far outside the image"),
-        ([75_000 * [-10, -8, 20, 16]], 3, "the mask's outline is longer than 4,194,304 pixels"),
+        (
+            [75_000 * [-10, -8, 20, 16, 0, 16]],
+            3,
+            "the mask's outline is longer than 4,194,304 pixels",
+        ),
         ("a mask", 3, "neither polygons nor run lengths"),
         ({"size": [8, 9], "counts": [72]}, 3, "the mask is not of the image's size"),
         ({"size": [8, 10], "counts": [10, 90]}, 3, "do not add up to the image"),
@@ -350,7 +363,7 @@ def test_captions_keep_their_image_and_empty_ones_are_left_out(split, tmp_path):
     first, second, third = split.image(), split.image(), split.image()
     split.caption(second, "Ein größerer Hund")
     split.caption(first, "a cat")
-    empty = split.caption(first, "  ")
+    empty = [split.caption(first, text) for text in ("  ", "...", "_ -!")]
     split.caption(second, "a dog")
     split.write()
     captions = Captions(split.file("captions"), tmp_path / "cache")
@@ -362,7 +375,9 @@ def test_captions_keep_their_image_and_empty_ones_are_left_out(split, tmp_path):
         names[third]: [],
     }
     assert captions.images_without() == [names[third]]
-    assert captions.skipped == {"the caption is empty": [f"annotation {empty} of {names[first]}"]}
+    assert captions.skipped == {
+        "the caption has no word": [f"annotation {n} of {names[first]}" for n in empty]
+    }
 
 
 def test_a_caption_that_is_no_text_is_left_out(split, tmp_path):

@@ -54,6 +54,8 @@ def test_boxes_are_as_the_file_has_them(split, tmp_path):
         ({"bbox": [1, 2, 3, -4]}, "the width or height of the box is not positive"),
         ({"bbox": [10, 2, 3, 4]}, "the box is outside the image"),
         ({"bbox": [-3, 2, 3, 4]}, "the box is outside the image"),
+        ({"bbox": [1, 2, 0.9, 0.9]}, "the box covers less than a pixel of the image"),
+        ({"bbox": [-3, 2, 3.1, 4]}, "the box covers less than a pixel of the image"),
         ({"area": -1}, "the area is not a number from 0 on"),
         ({"area": "large"}, "the area is not a number from 0 on"),
         ({"iscrowd": 2}, "iscrowd is neither 0 nor 1"),
@@ -75,10 +77,11 @@ def test_a_damaged_box_is_left_out_by_name(split, tmp_path, values, reason):
 def test_null_is_as_what_is_missing(split, tmp_path):
     annotate(split, split.image(), [1, 2, 3, 4])
     split.instances[-1] |= {"iscrowd": None, "area": None}
+    annotate(split, split.images[0]["id"], [1, 2, 5, 2], area=0)  # as it writes what it lacks
     boxes = read(split, tmp_path)
     assert boxes.skipped == {}
-    assert boxes.of_image(0).areas.tolist() == [12]
-    assert boxes.of_image(0).crowds.tolist() == [False]
+    assert boxes.of_image(0).areas.tolist() == [12, 10]
+    assert boxes.of_image(0).crowds.tolist() == [False, False]
 
 
 def test_a_batch_has_the_boxes_of_the_squares(both, load):
