@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from datamodules.augmented import AugmentedImages
+from datamodules.census import printable, shorten
 from datamodules.images import DataNotFoundError, ImageDataModule
 from datamodules.memory import Batch, LabelledImages, TrainingBatches
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import FORMATS, UnreadableImageError, decode
-from datamodules.reading.files import find_images
+from datamodules.reading.files import find_images, list_folders
 from datamodules.reading.pixels import normalise, resize
 from datamodules.reading.skipped import report
 from datamodules.reading.threads import in_threads
@@ -36,6 +37,7 @@ class ClassFolder(ImageDataModule):
     is ``folder/test/<class>`` where there is one, else it is the images that validate. An image is
     any JPEG, PNG, GIF or WebP file in the folder of a class or in folders inside it; it is turned
     upright as its EXIF says. One that cannot be read is left out, counted and named in a warning.
+    Files and folders that no user made, such as thumbnails, are passed over (`is_a_user_s`).
 
     Batches are ``(images, labels)``: (B, 3, S, S) float32, normalised with ImageNet's mean and
     standard deviation, and (B,) int64, numbers in the order of the names of the classes.
@@ -94,7 +96,15 @@ class ClassFolder(ImageDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:  # pyright: ignore
-        return tuple(_subfolders(self.folder / "train" if self.val_share is None else self.folder))
+        folder = self.folder / "train" if self.val_share is None else self.folder
+        names = tuple(_find_classes(folder))
+        if len(names) == 1:
+            raise DataNotFoundError(
+                f"{folder} has the folder of one class, {printable(names[0])}; a classifier needs "
+                "two: data.folder is the folder that holds train/<class> and val/<class>, or with "
+                "data.val_share=0.2 the one that holds <class>"
+            )
+        return names
 
     @property
     def num_classes(self) -> int:  # pyright: ignore
@@ -127,20 +137,16 @@ class ClassFolder(ImageDataModule):
         return normalise(images), labels
 
     def _require_every_class(self, train: LabelledImages) -> None:
-        """Raises an error where a class has no image to train on, or is the only one."""
+        """Raises an error where a class has no image to train on."""
         found = set(train.labels.tolist())
         folder = self.folder / "train" if self.val_share is None else self.folder
         for label, name in enumerate(self.class_names):
             if label not in found:
                 raise DataNotFoundError(
-                    f"there are no images ({', '.join(FORMATS)}) to train on in {folder / name}, "
-                    "the folder of a class; put some there or remove it"
+                    f"there are no images ({', '.join(FORMATS)}) to train on in "
+                    f"{printable(str(folder / name))}, the folder of a class; put some there or "
+                    "remove it"
                 )
-        if len(found) == 1:
-            raise DataNotFoundError(
-                f"{folder} has images of one class, {self.class_names[0]}; a classifier needs two: "
-                "data.folder is the folder that holds the folders of the classes"
-            )
 
     def _entries(self) -> dict[str, Entry]:
         if self.val_share is not None:
@@ -159,11 +165,11 @@ class ClassFolder(ImageDataModule):
         """Returns the images in the folders of the classes, with the label of each."""
         labels = {name: label for label, name in enumerate(self.class_names)}
         files: list[LabelledFile] = []
-        for name in _subfolders(folder):
+        for name in _find_classes(folder):
             if name not in labels:
                 raise DataNotFoundError(
-                    f"{folder / name} is a class that {self.folder / 'train'} has not; it has "
-                    f"{', '.join(labels)}"
+                    f"{printable(str(folder / name))} is a class that {self.folder / 'train'} has "
+                    f"not; it has {shorten(list(labels))}"
                 )
             files += [(path, labels[name]) for path in find_images(folder / name)]
         if not files:
@@ -179,11 +185,13 @@ class ClassFolder(ImageDataModule):
         validates = np.zeros(len(files), bool)
         for label in range(self.num_classes):
             members = generator.permutation(np.flatnonzero(labels == label))
-            validates[members[: round(share * len(members))]] = True
-        if not validates.any() or validates.all():
+            # At least one trains.
+            count = min(round(share * len(members)), max(0, len(members) - 1))
+            validates[members[:count]] = True
+        if not validates.any():
             raise DataNotFoundError(
                 f"data.val_share: {share} of the images of each class in {self.folder} leaves none "
-                f"to {'train on' if validates.all() else 'validate'}; set another"
+                "to validate; set another, or add images"
             )
         return {
             name: [file for file, chosen in zip(files, part) if chosen]
@@ -193,8 +201,7 @@ class ClassFolder(ImageDataModule):
     def _decoded(self, name: str, files: list[LabelledFile]) -> Entry:
         digest = hashlib.sha256()
         for path, label in files:
-            stat = path.stat()
-            identity = (str(path.relative_to(self.folder)), stat.st_size, stat.st_mtime_ns, label)
+            identity = str(path.relative_to(self.folder)), label, _modified(path)
             digest.update(repr(identity).encode())
         source = {"format": FORMAT, "image_size": self.image_size, "files": digest.hexdigest()}
         size = len(files) * 3 * self.image_size**2
@@ -229,11 +236,20 @@ class ClassFolder(ImageDataModule):
         if not labels:
             raise DataNotFoundError(
                 f"none of the {len(files):,} {name} images in {self.folder} can be decoded; "
-                f"{files[0][0]}: {next(iter(skipped))}"
+                f"{printable(str(files[0][0]))}: {next(iter(skipped))}"
             )
         images.flush()
         np.save(folder / "labels.npy", np.array(labels))
         (folder / "skipped.json").write_text(json.dumps(skipped, indent=1))
+
+
+def _modified(path: Path) -> tuple[int, int] | None:
+    """Returns a file's size and the time of its last change; None where it cannot be read."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _labelled_images(entry: Entry) -> LabelledImages:
@@ -243,12 +259,10 @@ def _labelled_images(entry: Entry) -> LabelledImages:
     return LabelledImages(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _subfolders(folder: Path) -> list[str]:
-    """Returns the names of the folders of classes, sorted; those that are hidden are none."""
-    if folder.is_dir():
-        found = (each.name for each in folder.iterdir() if each.is_dir())
-        if names := sorted(name for name in found if not name.startswith(".")):
-            return names
+def _find_classes(folder: Path) -> list[str]:
+    """Returns the names of the folders of classes, sorted."""
+    if names := list_folders(folder):
+        return names
     raise DataNotFoundError(
         f"there is no folder of a class in {folder}; put images into {folder}/<class>, or set "
         "data.folder; data.val_share=0.2 divides the images of data.folder/<class>"

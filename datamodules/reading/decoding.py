@@ -8,6 +8,7 @@ bits and with libjpeg-turbo too, in less time of a processor.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,7 +128,7 @@ class _File:
     """
 
     def __init__(self, path: Path, upright: bool) -> None:
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises where it may not look
             raise UnreadableImageError("the file is missing")
         self._upright = upright
         with _explained():
@@ -229,7 +230,8 @@ def _explained() -> Iterator[None]:
         raise UnreadableImageError(f"the file cannot be decoded (none of {names})") from error
     except Exception as error:  # Pillow raises errors of any kind for damaged files
         # Without the details of this file: equal reasons are counted.
-        reason = str(error).split(" (")[0]
+        of_system = isinstance(error, OSError) and error.strerror
+        reason = of_system or str(error).split(" (")[0]
         raise UnreadableImageError(f"the file cannot be decoded ({reason})") from error
 
 

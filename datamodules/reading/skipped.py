@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from pytorch_lightning.utilities import rank_zero_only
 
+from datamodules.census import printable
+
 SHOWN = 5  # names in a warning
 
 Skipped = Mapping[str, Sequence[str]]  # reason -> names of the images or annotations
@@ -24,7 +26,7 @@ class DamagedError(ValueError):
 def report(what: str, skipped: Skipped) -> None:
     """Warns once for each reason, with the count and the first names."""
     for reason, names in skipped.items():
-        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        shown = ", ".join(map(printable, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
         warnings.warn(
             f"{what}: {len(names)} skipped, {reason}: {shown}", SkippedWarning, stacklevel=2
         )

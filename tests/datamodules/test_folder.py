@@ -1,5 +1,6 @@
 """A folder of classes as data for a classifier."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from datamodules.augmented import AugmentedImages
+from datamodules.census import describe
 from datamodules.coco.augmentation import Crops
 from datamodules.folder import ClassFolder
 from datamodules.images import DataNotFoundError
@@ -140,7 +142,8 @@ def test_a_class_that_training_has_not_is_named(tmp_path, load):
 def test_folders_without_images_are_named(tmp_path, load):
     with pytest.raises(DataNotFoundError, match=r"there is no folder of a class"):
         load(tmp_path / "photos", val_share=0.2)
-    (tmp_path / "photos" / "bolt").mkdir(parents=True)
+    for name in NAMES:
+        (tmp_path / "photos" / name).mkdir(parents=True)
     with pytest.raises(DataNotFoundError, match=r"there are no images"):
         load(tmp_path / "photos", val_share=0.2)
     write_classes(tmp_path / "photos", 1)
@@ -171,7 +174,9 @@ def test_a_class_of_which_no_image_can_be_read_is_named(tmp_path, load):
 def test_folders_that_are_not_those_of_classes_are_named(tmp_path, load):
     for split in ("train", "val"):
         write_numbers(tmp_path / split, {"a": 3})
-    with pytest.raises(DataNotFoundError, match=r"train has images of one class, a; a classifier"):
+    with pytest.raises(DataNotFoundError, match=r"train has the folder of one class, a; a class"):
+        ClassFolder(tmp_path, 8, 4, tmp_path / "cache").num_classes  # noqa: B018
+    with pytest.raises(DataNotFoundError, match=r"train has the folder of one class, a; a class"):
         load(tmp_path)
     with pytest.raises(DataNotFoundError, match=r"data.val_share: expected null where there are"):
         load(tmp_path, val_share=0.5)
@@ -189,14 +194,65 @@ def test_pictures_beside_the_folders_of_classes_are_named(tmp_path, load):
 
 def test_what_is_hidden_is_no_picture(tmp_path, load):
     folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
-    copies = folder / "a" / ".ipynb_checkpoints"
-    write_numbers(folder / "a", {".ipynb_checkpoints": 2})
-    (copies / "0.png").rename(folder / "a" / "._0.png")
-    (folder / ".cache").mkdir()
-    (folder / "a" / ".DS_Store").write_bytes(b"")
+    systems = (
+        ".ipynb_checkpoints", "@eaDir", "__MACOSX", "lost+found", "#recycle", "$RECYCLE.BIN",
+        "System Volume Information", ".git",
+    )  # fmt: skip
+    for name in systems:  # as a class, in a class, and as Synology keeps thumbnails
+        for inside in (folder, folder / "a", folder / "a" / "0.png.d"):
+            write_numbers(inside, {name: 2})
+        write_numbers(folder / "b" / name, {"1.png": 2})
+    for name in ("._0.png", ".DS_Store", "Thumbs.db", "desktop.ini"):
+        (folder / "a" / name).write_bytes(b"")
     data = load(folder, val_share=0.5)
     assert [len(data.splits[split]) for split in ("train", "val")] == [2, 2]
     assert data.class_names == ("a", "b")
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
+    (folder / "a" / "gone.png").symlink_to("nowhere")
+    (folder / "a" / "itself.png").symlink_to("itself.png")
+    (folder / "c").symlink_to("c")
+    (folder / "a" / "loop").symlink_to(folder)
+    with pytest.warns(SkippedWarning, match=r"skipped, the file is missing: a/(gone|itself)\.png"):
+        data = load(folder, val_share=0.5)
+    assert data.class_names == ("a", "b")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_folders_that_cannot_be_read_are_named(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 2, "b": 2})
+    inside = folder / "a" / "inside"
+    inside.mkdir()
+    for path in (inside, folder):
+        path.chmod(0)
+        with pytest.raises(DataNotFoundError, match=r"cannot be read \(Permission denied\); make"):
+            load(folder, val_share=0.5)
+        path.chmod(0o700)
+    for name in ("a", "b"):
+        (folder / name / "0.png").chmod(0)
+    with pytest.warns(
+        SkippedWarning, match=r"2 skipped, .*Permission denied\): a/0\.png, b/0\.png"
+    ):
+        load(folder, val_share=0.9)
+
+
+def test_names_that_a_terminal_cannot_show_are_escaped(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 2, os.fsdecode(b"\xff"): 2, "b\n": 2})
+    (folder / os.fsdecode(b"\xff") / os.fsdecode(b"\xfe.png")).write_bytes(b"")
+    with pytest.warns(SkippedWarning, match=r"the file is empty: \\udcff/\\udcfe\.png"):
+        data = load(folder, val_share=0.5)
+    data.splits["val"].labels.zero_()
+    said = describe("val", data.census()["val"])
+    assert said == r"val: 3 images; classes without an image: b\n, \udcff"
+
+
+def test_every_class_keeps_an_image_to_train_on(tmp_path, load):
+    folder = write_numbers(tmp_path / "photos", {"a": 1, "b": 3})
+    data = load(folder, val_share=0.9)
+    assert data.splits["train"].labels.tolist() == [0, 1]
+    assert describe("val", data.census()["val"]) == "val: 2 images; classes without an image: a"
 
 
 @pytest.mark.parametrize("name", ["x.bmp", "x.tif", "x.TIFF", "x.ppm"])
