@@ -72,7 +72,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def census(self) -> dict[str, Counts]:
         """Returns what counts in each split, after `setup`."""
         of = {id(data): self._count(data) for data in self.splits.values()}
-        return {name: of[id(data)] for name, data in self.splits.items()}
+        return {name: of[id(self.splits[name])] for name in ("train", "val", "test")}
 
     def _count(self, data: LabelledImages) -> Counts:
         found = set(data.labels.unique().tolist())

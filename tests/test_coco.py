@@ -14,7 +14,7 @@ from training.capture import steps
 
 METRICS = {
     "segmentation": ("loss", "mean_iou", "pixel_accuracy"),
-    "detection": ("loss", "ap", "ap50", "ap75", "ap_small"),
+    "detection": ("loss", "ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"),
     "captions": ("loss", "bleu4", "cider_d"),
 }
 LAYERS = {"segmentation": 3, "detection": 1, "captions": 3}  # with implementations
@@ -66,6 +66,9 @@ def test_a_run_leaves_metrics_and_pictures(small, task):
     assert set(done.results["metrics"]) == {
         "train/loss", *(f"{stage}/{name}" for stage in ("val", "test") for name in METRICS[task]),
     }  # fmt: skip
+    if task == "detection":  # no object is large, and JSON has no NaN
+        assert done.results["metrics"]["test/ap_large"] == "nan"
+    assert "train: 512 images, " in done.out
     objective = OmegaConf.load(done.folder / "config.yaml").objective
     assert done.results["metrics"][objective] >= 0
     used = done.results["environment"]["implementations"]

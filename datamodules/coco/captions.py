@@ -148,10 +148,11 @@ class CaptionSet(FileSet[CaptionItem]):
         numbers = np.unique(self.numbers.numpy())
         known = [self.vocabulary.knows(text) for text in self.captions.texts(numbers)]
         unknown = "caption{s} of unknown words alone"
-        return Counts(
-            len(numbers), sum(known), "caption", others={unknown: len(known) - sum(known)},
-            fix="describe an image, or make more words known with data.min_count=1",
-        )  # fmt: skip
+        fix = (
+            "data.min_count=1 makes every word of train known" if known else "use described images"
+        )
+        others = {unknown: len(known) - sum(known)}
+        return Counts(len(numbers), sum(known), "caption", others=others, fix=fix)
 
     def __getitem__(self, item: int | tuple[int, int]) -> CaptionItem:
         index, seed = item if isinstance(item, tuple) else (item, None)

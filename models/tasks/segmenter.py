@@ -100,7 +100,7 @@ class Segmenter(Optimized):
         images, labels = _check_batch(batch)
         logits = self(images)
         predicted = logits.argmax(1)
-        metrics.update(predicted, labels)
+        metrics(predicted, labels)
         self.log_mean(f"{stage}/loss", pixel_cross_entropy(logits, labels))
         self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
         return predicted

@@ -27,9 +27,9 @@ IGNORE = 255  # the label of pixels that count in no loss and no metric
 MAX_CATEGORIES = IGNORE - 1  # labels are bytes, and 0 is the background
 TOP = "none"  # the supercategory that Roboflow gives its group
 CROWDS = ("ignore", "objects")  # what becomes of annotations that say iscrowd: 1
-NOTHING_COUNTS = (
-    "annotate an object; where iscrowd: 1 says that a mask is of run lengths, as in files of CVAT, "
-    "and not that it is of a crowd, use data.crowds=objects"
+ALL_CROWDS = (
+    "where iscrowd: 1 says that a mask is of run lengths, as in files of CVAT, and not that it is "
+    "of a crowd, use data.crowds=objects"
 )
 
 
@@ -102,7 +102,7 @@ class Objects(Annotations, ABC):
                 "image{s} without an object": len(numbers) - len(np.unique(images[objects])),
                 **{phrase: int((objects & which).sum()) for phrase, which in faint},
             },
-            NOTHING_COUNTS,
+            ALL_CROWDS if crowds.any() else "use images that are annotated",
         )
 
 
