@@ -95,7 +95,7 @@ def test_validation_has_the_statistics_of_the_first_process(tmp_path):
 
 
 def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> list[float]:
-    """Of three steps, the validation and the test, of the same global batch."""
+    """Of three steps, of the same global batch; then the scores of validation and test."""
     folder = tmp_path / str(devices)
     process = start(
         sys.executable, script, *overrides, "data=coco_tiny", "data.image_size=16",
@@ -107,7 +107,8 @@ def coco_losses(tmp_path: Path, script: str, devices: int, *overrides: str) -> l
     _, err = process.communicate()
     assert process.returncode == 0, err
     metrics = json.loads((folder / "results.json").read_text())["metrics"]
-    return [*losses(folder), metrics["val/loss"], metrics["test/loss"]]
+    scores = [metrics[name] for name in sorted(metrics) if name.startswith(("val/", "test/"))]
+    return [*losses(folder), *scores]
 
 
 @pytest.mark.slow

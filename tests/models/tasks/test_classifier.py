@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -69,12 +70,18 @@ def test_learns_and_reports_the_accuracy_of_the_whole_set(batches):
 
 def test_scores_of_no_sample_are_no_numbers():
     """A batch may be empty; what counts is the mean over all samples."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     model = Classifier(nn.Linear(2, 2), num_classes=2, learning_rate=0.5, weight_decay=0.0)
     some, none = ((torch.randn(n, 2), torch.zeros(n, dtype=torch.int64)) for n in (3, 0))
     for batches, finite in (([none], False), ([some, none], True)):
         (found,) = pl.Trainer(accelerator="cpu", **quiet).test(
-            model, DataLoader(batches, batch_size=None), verbose=False
+            model,
+            DataLoader(batches, batch_size=None),  # pyright: ignore
+            verbose=False,
         )
         assert set(found) == {"test/loss", "test/accuracy"}
         assert all(math.isfinite(value) == finite for value in found.values())
