@@ -17,8 +17,8 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
 from training import console, disk
-from training.callbacks.census import Census
 from training.callbacks.outcome.evaluated import EvaluatedLosses
+from training.census import Census
 from training.configuration.instantiation import instantiate
 from training.folder import as_given
 from training.implementations import show_implementations

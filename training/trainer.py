@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
-from training.callbacks.census import Census
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.hooks import OverriddenHooks
@@ -23,6 +22,7 @@ from training.callbacks.losses import LossRecord
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.outcome.feasible import Feasible
 from training.callbacks.statistics import FirstStatistics
+from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.instantiation import instantiate_as
 from training.configuration.kinds import check_kinds

@@ -5,10 +5,10 @@ import pytest
 from tests.datamodules.counted import coco, folders
 from tests.datamodules.counted.run import outcome
 
-SEEDS = 24
+SEEDS, LEAST = 24, 2  # of these so many are trained on
 
 
 @pytest.mark.parametrize("kind", [folders, coco])
 def test_what_counts_is_trained_on_and_nothing_has_no_score(kind):
     outcomes = [outcome(kind.train, seed) for seed in range(SEEDS)]
-    assert SEEDS // 4 < outcomes.count("trained") < SEEDS
+    assert LEAST < outcomes.count("trained") < SEEDS
