@@ -139,7 +139,7 @@ def _encode_polygons(polygons: list[Any], height: int, width: int) -> bytes:
             raise DamagedError("a polygon is not a list of x and y")
     bounds = np.array((width, height))
     outline = 0
-    drawn: list[list[float]] = []
+    drawn: list[Any] = []
     for polygon in polygons:
         if len(polygon) < 6:
             continue
