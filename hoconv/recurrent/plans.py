@@ -7,8 +7,10 @@ program needs neither the cell nor its module.
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.runtime.instructions import lower
 from hoconv.recurrent.schedule import Plan, plan_trace
+
+R = TypeVar("R")
 
 # The number of plans that a process keeps; it compiles older ones again.
 _KEPT = 256
@@ -73,6 +77,21 @@ def _parse(text: str) -> _Request:
     return _Request(dtype, schedule, {name: name in chosen for name in _OPTIONS}, cell)
 
 
+def _once(lock: threading.RLock, function: Callable[..., R]) -> Callable[..., R]:
+    """Returns a function that computes each result once, also where threads ask at the same time,
+    which functools.cache does not: what is compiled finds a program by its identity."""
+    kept: dict[Any, R] = {}
+
+    def find(*args: Any) -> R:
+        if args not in kept:
+            with lock:
+                if args not in kept:
+                    kept[args] = function(*args)
+        return kept[args]
+
+    return find
+
+
 class CompiledPlan:
     """A plan and its compiled loops.
 
@@ -88,26 +107,28 @@ class CompiledPlan:
         )
         self.names = tuple(d.name for d in self.plan.declarations)
         self.reverse = r.options["reverse"]
-        self.cuda_loop = functools.cache(self._cuda)
+        lock = threading.RLock()  # one result asks for others
+        # One of the plan's programs: ``inference``, ``forward`` or ``backward``.
+        self.program = _once(lock, self._program)
+        self.cuda_loop = _once(lock, self._cuda)
         # Of a program, as of `program`, and the same program in the other direction. They share
         # their values, so that one kernel can run both.
-        self.both = functools.cache(self._both)
-        self.hosts_of_both = functools.cache(self._host_both)
-        self._hosts = functools.cache(self._host)
+        self.both = _once(lock, self._both)
+        self.hosts_of_both = _once(lock, self._host_both)
+        self._hosts = _once(lock, self._host)
         self._compiled_hosts = functools.lru_cache(_KEPT)(self._compile_host)
         # Of a program, the same as it runs where threads of a CPU have many rows.
-        self._streamed = functools.cache(self._stream)
-        self._cpp_loops = functools.cache(self._cpp)
+        self._streamed = _once(lock, self._stream)
+        self._cpp_loops = _once(lock, self._cpp)
 
-    def program(self, which: str) -> Program:
-        """One of the plan's programs: ``inference``, ``forward`` or ``backward``."""
+    def _program(self, which: str) -> Program:
         return getattr(self.plan, which)
 
     def find(self, which: str, impl: str, x: Tensor) -> HostCode:
         """What runs one of the plan's programs.
 
         Args:
-            which: as of :meth:`program`.
+            which: as of `program`.
             x: (T, B, n).
 
         Raises:
@@ -120,7 +141,7 @@ class CompiledPlan:
         """What runs one of the plan's programs on a GPU with one call of C++; None if nothing does.
 
         Args:
-            which: as of :meth:`program`.
+            which: as of `program`.
         """
         return self._compiled_hosts(which, B, device)
 
@@ -148,7 +169,7 @@ class CompiledPlan:
         """Whether one kernel keeps the weights on the GPU of x, for its batch, in a program.
 
         Args:
-            which: as of :meth:`program`; with ``forward`` also in ``backward``.
+            which: as of `program`; with ``forward`` also in ``backward``.
             x: (T, B, n).
             directions: 2 for those of both directions.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.runtime import pages, products
 from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
-from hoconv.recurrent.schedule import plan
+from hoconv.recurrent.schedule import Plan, plan
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
@@ -396,3 +397,31 @@ def test_it_learns_to_remember() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_threads_that_ask_for_a_program_at_once_run_the_same_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop is found by the identity of its program, and since Python 3.12 threads that read a
+    cached property at once get different values: here every reading does."""
+    for name in ("forward", "backward"):
+        made_anew = getattr(Plan, name).func
+        monkeypatch.setattr(Plan, name, property(made_anew))
+    ours, x = rnn.GRU(3, 4, impl="cpp"), torch.randn(2, 3, 3)
+    with torch.no_grad():
+        expected = ours(x)[0]
+    found = []
+
+    def run() -> None:
+        output = ours(x)[0]
+        output.sum().backward()
+        found.append(output.detach())
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+    for output in found:
+        torch.testing.assert_close(output, expected)
