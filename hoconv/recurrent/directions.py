@@ -104,7 +104,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
         found = [[d_x, *d_parameters, *d_states] for d_x, d_states, d_parameters in again]
     else:
         read = [
-            read_backward(made, each, results, *of)
+            read_backward(made.text, each, results, *of)
             for each, results, of in zip(inputs, _halve(saved[n:]), given)
         ]
         found = _run(made, "backward", read)

@@ -20,7 +20,7 @@ from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.recurrent.plans import CompiledPlan, find_plan, find_read
 from hoconv.recurrent.runtime.clusters import current_stream, use
 from hoconv.recurrent.runtime.host import separate
 from hoconv.recurrent.runtime.interpret import interpret
@@ -144,15 +144,16 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     states, saved = saved[:n_states], saved[n_states:]
     parameters, saved = saved[:n_parameters], saved[n_parameters:]
     seed, *results = saved
-    made, inputs = find_plan(ctx.plan), Inputs(sequences, states, parameters, seed)
+    inputs = Inputs(sequences, states, parameters, seed)
     d_states = grads[len(grads) - n_states :]
     if torch.is_grad_enabled():
+        made = find_plan(ctx.plan)
         with without_autocast(sequences[0].device.type):
             d_x, d_initial, d_parameters = differentiate_again(
                 made, made.plan.definition, inputs, grads[0], d_states
             )
     else:
-        given = read_backward(made, inputs, results, grads[0], d_states)
+        given = read_backward(ctx.plan, inputs, results, grads[0], d_states)
         d_x, *found = compiled_op(*given, ctx.plan, "backward", ctx.impl)
         d_parameters, d_initial = found[:n_parameters], found[n_parameters:]
     d_sequences = [d_x, *(None for _ in sequences[1:])]
@@ -160,13 +161,14 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 def read_backward(
-    made: CompiledPlan, inputs: Inputs, results: Sequence[Tensor], d_output: Tensor | None,
+    plan: str, inputs: Inputs, results: Sequence[Tensor], d_output: Tensor | None,
     d_states: Sequence[Tensor | None],
 ) -> Inputs:  # fmt: skip
-    """What the program ``backward`` reads, given inputs and results of ``forward``."""
+    """Returns what the program ``backward`` of a plan reads, given what ``forward`` read and
+    returned."""
     d_output = torch.zeros_like(results[0]) if d_output is None else d_output
     known = (*inputs.sequences, *results, d_output)
-    sequences = [known[i] for i in made.read_backward]
+    sequences = [known[i] for i in find_read(plan)]
     states = [
         make_zeros(state, state.shape, state.dtype) if gradient is None else gradient
         for gradient, state in zip(d_states, inputs.states, strict=True)

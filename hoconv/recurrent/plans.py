@@ -96,12 +96,13 @@ class CompiledPlan:
     """A plan and its compiled loops.
 
     Attributes:
+        text: by which :func:`find_plan` finds it.
         names: the names of the cell's parameters, in the order in which the op takes them.
         reverse: whether the first step is the last of the sequence.
     """
 
     def __init__(self, text: str) -> None:
-        r = _parse(text)
+        self.text, r = text, _parse(text)
         self.plan: Plan = plan_trace(
             from_text(r.cell), getattr(torch, r.dtype), r.schedule, **r.options
         )
@@ -144,15 +145,6 @@ class CompiledPlan:
             which: as of `program`.
         """
         return self._compiled_hosts(which, B, device)
-
-    @functools.cached_property
-    def read_backward(self) -> list[int]:
-        """Where the sequences of ``backward`` are among those of ``forward``, its results and the
-        gradient of the output."""
-        forward = self.plan.forward
-        given = (*forward.sequences, *forward.results, ("d_output", None))
-        at = {name: i for i, (name, _) in enumerate(given)}
-        return [at[name] for name, _ in self.plan.backward.sequences]
 
     def prepare(self, which: str, impl: str, device_type: str) -> None:
         """Compiles the loop of a program.
@@ -232,6 +224,24 @@ def find_plan(text: str) -> CompiledPlan:
         ValueError: the text is of another version of hoconv.
     """
     return CompiledPlan(text)
+
+
+def find_read(text: str) -> tuple[int, ...]:
+    """Returns where the sequences of ``backward`` are among those of ``forward``, its results and
+    the gradient of the output. A constant to torch.compile, which traces a backward pass too."""
+    return _find_read_once(text)
+
+
+find_read._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.lru_cache(_KEPT)
+def _find_read_once(text: str) -> tuple[int, ...]:
+    made = find_plan(text)
+    forward, backward = made.program("forward"), made.program("backward")
+    given = (*forward.sequences, *forward.results, ("d_output", None))
+    at = {name: i for i, (name, _) in enumerate(given)}
+    return tuple(at[name] for name, _ in backward.sequences)
 
 
 def prepare(impl: str, device_type: str, text: str, which: str) -> None:

@@ -23,6 +23,8 @@ def call_one_by_one(
 ) -> Sequence[Tensor | None]:
     """Returns ``differentiate(*grads)``; calls it once for each of the gradients that
     torch.autograd.grad computes at once with is_grads_batched."""
+    if torch.compiler.is_compiling():  # it traces a backward pass of one gradient
+        return differentiate(*grads)
     for g in grads:  # a generator would take longer than all else here
         if g is not None and is_legacy_batchedtensor(g):
             break

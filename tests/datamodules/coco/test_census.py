@@ -95,11 +95,11 @@ def test_fractions_of_the_image_are_refused(both, load, task):
         for said in split.instances:
             said |= {"bbox": [0.5, 0.25, 0.5, 0.5], "segmentation": rectangle(0.5, 0.25, 0.5, 0.5)}
         split.write()
-    with pytest.raises(DataNotFoundError, match=r"train2017\.json .*fractions of the image"):
+    with pytest.raises(DataNotFoundError, match=r"train2017\.json: .*fractions of the image"):
         load(task)
     annotate(both["train"], both["train"].images[0]["id"], (1, 1, 2, 2))  # one is in pixels
     both["train"].write()
-    with pytest.raises(DataNotFoundError, match=r"val2017\.json .*fractions of the image"):
+    with pytest.raises(DataNotFoundError, match=r"val2017\.json: .*fractions of the image"):
         load(task)
 
 
