@@ -15,7 +15,7 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float | None:
-    """Runs one job, that of a command or one of a sweep; returns what a search maximises."""
+    """Runs one job, that of a command or one of a sweep; returns what a search improves."""
     return run_job(config)
 
 

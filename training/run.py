@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -82,7 +83,8 @@ def run_job(config: DictConfig) -> float | None:
     Whatever happens is in the folder's results.json; an error of the user's is one line on stderr,
     and the folder is added to `failed_jobs`.
 
-    Returns the metric that ``config.objective`` names, for a sweep that searches.
+    Returns the metric that ``config.objective`` names, for a sweep that searches; None where it is
+    not a number.
 
     Raises:
         SystemExit: the job was interrupted.
@@ -200,7 +202,7 @@ def _objective(config: DictConfig, results: Results) -> float | None:
         console.warn(
             f"objective: {config.objective!r} was not measured; a search needs one of {measured}"
         )
-    return found
+    return found if found is not None and math.isfinite(found) else None
 
 
 def _leave_process_group() -> None:

@@ -24,6 +24,7 @@ from training.callbacks.outcome.feasible import Feasible
 from training.callbacks.statistics import FirstStatistics
 from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
+from training.configuration.direction import missing_mode
 from training.configuration.instantiation import instantiate_as
 from training.configuration.kinds import check_kinds
 
@@ -127,7 +128,9 @@ def make_callbacks(described: Any) -> list[pl.Callback]:
     for name, description in described.items():
         if description is not None:
             kind = "the _target_ of a Lightning callback, or null to switch it off"
-            callbacks.append(instantiate_as(pl.Callback, f"callbacks.{name}", description, kind))
+            full = f"callbacks.{name}"
+            mode = missing_mode(full, description)
+            callbacks.append(instantiate_as(pl.Callback, full, description, kind, **mode))
     return callbacks
 
 

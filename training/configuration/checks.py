@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
+from training.configuration.direction import check_directions
 from training.configuration.moved import OVERRIDES
 from training.configuration.names import check_names
 
@@ -42,7 +44,7 @@ FLAGS = (
     "channels_last", "compile", "data.augment", "data.cache_images", "find_nan", "print_config",
     "tf32",
 )  # fmt: skip
-WORDS = {"unavailable": ("error", "skip")}
+WORDS = {"direction": ("maximize", "minimize"), "unavailable": ("error", "skip")}
 MAY_BE_NULL = (
     "data.num_workers", "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val",
     "trainer.max_epochs", "trainer.val_check_interval",
@@ -123,16 +125,8 @@ def check_config(config: DictConfig) -> None:
         MisconfigurationException: some value cannot be resolved, or is not what belongs there.
         CacheError, DataNotFoundError: the data that decides about one cannot be read.
     """
-    try:
+    with plain_errors():
         OmegaConf.to_container(config, resolve=True)
-    except InterpolationResolutionError as error:
-        cause: BaseException | None = error
-        while isinstance(cause, InterpolationResolutionError):
-            cause = cause.__context__
-        if isinstance(cause, DATA_ERRORS):  # of data that was asked for an attribute
-            raise cause from None
-        reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
-        raise MisconfigurationException(f"{error.full_key}: {reason}") from error
     for name, least in WHOLE_NUMBERS.items():
         _require(config, name, f"a whole number of at least {least}", _is_number(int, least))
     for name, least in NUMBERS.items():
@@ -147,6 +141,27 @@ def check_config(config: DictConfig) -> None:
         _require(config, name, "true or false", lambda value: isinstance(value, bool))
     for name, words in WORDS.items():
         _require(config, name, " or ".join(words), words.__contains__)
+    check_directions(config)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raises what a resolver raised, in place of OmegaConf's error about it.
+
+    Raises:
+        MisconfigurationException: a value cannot be resolved.
+        CacheError, DataNotFoundError: of data that was asked for an attribute.
+    """
+    try:
+        yield
+    except InterpolationResolutionError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, InterpolationResolutionError):
+            cause = cause.__context__
+        if isinstance(cause, DATA_ERRORS):  # of data that was asked for an attribute
+            raise cause from None
+        reason = str(error.msg).splitlines()[0].split("raised while resolving interpolation: ")[-1]
+        raise MisconfigurationException(f"{error.full_key}: {reason}") from error
 
 
 def _is_number(kinds: Any, least: int) -> Callable[[Any], bool]:

@@ -10,6 +10,7 @@ from hydra.types import RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.direction import direction, mode
 from training.configuration.instantiation import instantiate
 from training.folder import run_folder
 from training.implementations import label
@@ -28,13 +29,16 @@ def register() -> None:
     ``data`` declares, or what an object of it says where that is a property;
     ``${attribute:module.Class,x}`` is what a class declares; ``${run_folder:...}`` is
     :func:`training.folder.run_folder`; ``${label:${impl}}`` is
-    :func:`training.implementations.label`; ``${run_name:...}``, ``${title:...}`` and
+    :func:`training.implementations.label`; ``${direction:...}`` and ``${mode:...}`` are those of
+    :mod:`training.configuration.direction`; ``${run_name:...}``, ``${title:...}`` and
     ``${runs:...}`` are :func:`run_name`, :func:`title` and :func:`runs`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     OmegaConf.register_new_resolver("label", label, replace=True)
+    OmegaConf.register_new_resolver("direction", direction, replace=True)
+    OmegaConf.register_new_resolver("mode", mode, replace=True)
     OmegaConf.register_new_resolver("title", title, replace=True)
     OmegaConf.register_new_resolver("runs", runs, replace=True)
 

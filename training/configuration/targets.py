@@ -49,7 +49,7 @@ def _check_call(name: str, node: dict[Any, Any], arguments: Mapping[str, Any]) -
     target = node["_target_"]
     if "${" in target:  # what that is, is known later
         return
-    found = _locate(name, target)
+    found = locate(name, target)
     try:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):  # of C
@@ -73,7 +73,7 @@ def _check_call(name: str, node: dict[Any, Any], arguments: Mapping[str, Any]) -
     check_kinds(name, found, {key: node[key] for key in given})
 
 
-def _locate(name: str, target: str) -> Any:
+def locate(name: str, target: str) -> Any:
     """Returns what a ``_target_`` names.
 
     Raises:

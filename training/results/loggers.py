@@ -5,6 +5,7 @@ A logger's `continuation` holds the arguments with which a resumed run makes it 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import netrc
@@ -25,6 +26,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
 from training import console, disk
+from training.configuration.direction import direction
 from training.configuration.instantiation import instantiate_as
 from training.results.table import GrowingTable
 
@@ -152,15 +154,17 @@ class WandbRun(WandbLogger):
             self._lost = True
 
     def _best_of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """The best so far of the metrics of a validation: the least of a loss, else the greatest,
+        """The best so far of the metrics of a validation whose names say which way they improve,
         under ``best/``."""
         for name, value in metrics.items():
-            number = isinstance(value, int | float | Tensor) and math.isfinite(value)
-            if name.startswith("val/") and number:
-                best = min if name.endswith("loss") else max
-                self._best[f"best/{name}"] = best(
-                    float(value), self._best.get(f"best/{name}", float(value))
-                )
+            if not name.startswith("val/") or not isinstance(value, int | float | Tensor):
+                continue
+            number = float(value)
+            with contextlib.suppress(ValueError):  # by a name that says nothing
+                best = min if direction(name) == "minimize" else max
+                if math.isfinite(number):
+                    key = f"best/{name}"
+                    self._best[key] = best(number, self._best.get(key, number))
         found = {f"best/{name}" for name in metrics} & self._best.keys()
         return {name: self._best[name] for name in found}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from rich.table import Table
@@ -16,6 +18,8 @@ from rich.table import Table
 from hoconv.report.runs import Run, read, varied
 from hoconv.tables import print_table
 from training import console, disk
+from training.configuration.checks import plain_errors
+from training.configuration.direction import check_directions
 
 DIGITS = 6  # significant, of a number in the table
 MEASURED = {  # the columns of every sweep, and the names in results.json
@@ -26,8 +30,19 @@ MEASURED = {  # the columns of every sweep, and the names in results.json
 class SweepTable(Callback):
     """A Hydra callback: prints, at the end of a sweep, a row for each job with what was varied.
 
-    The process exits with 1 where a job did not finish, unless it was skipped.
+    The process exits with 1 where a job did not finish, unless it was skipped; and before the first
+    one where it is not known which way the objective improves.
     """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        sweeper = config.hydra.sweeper
+        try:
+            with plain_errors():
+                check_directions(config, sweeper)
+            _require_same_direction(sweeper, config.direction)
+        except MisconfigurationException as error:
+            console.show_problem("Error", str(error))
+            sys.exit(1)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -37,7 +52,7 @@ class SweepTable(Callback):
         objective = str(config.objective)
         rows = [_row(number, job, objective) for number, job in enumerate(jobs)]
         names = [name for name in varied([row["overrides"] for row in rows]) if name != "resume"]
-        best = _best(rows, objective, config.hydra.sweeper.get("direction"))
+        best = _best(rows, objective, config.direction)
         print_table(console.stdout(), _table(rows, names, objective, best))
         disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))
         disk.attempt(folder / "sweep.png", lambda: _draw(jobs, names, rows, folder / "sweep.png"))
@@ -58,14 +73,35 @@ class SweepTable(Callback):
             sys.exit(1)
 
 
-def _best(rows: list[dict[str, Any]], objective: str, direction: Any) -> int | None:
-    """The number of the job with the best value of the objective; None where nothing has one."""
-    found = {row["number"]: row[objective] for row in rows if row.get(objective) is not None}
-    found = {number: value for number, value in found.items() if isinstance(value, float)}
-    least = direction == "minimize" or (direction is None and objective.endswith("loss"))
+def _require_same_direction(sweeper: DictConfig, direction: str) -> None:
+    """Raises where a search continues one of the other direction, which Optuna would keep."""
+    if not sweeper.get("storage") or not sweeper.get("study_name"):
+        return
+    import optuna
+
+    try:
+        before = optuna.load_study(sweeper.study_name, sweeper.storage).direction.name.lower()
+    except KeyError:  # a new search
+        return
+    if before != direction:
+        raise MisconfigurationException(
+            f"hydra.sweeper.storage: the search in {sweeper.storage} is to {before}, and this one "
+            f"to {direction} its objective; begin another one"
+        )
+
+
+def _best(rows: list[dict[str, Any]], objective: str, direction: str) -> int | None:
+    """The number of the finished job with the best value of the objective; None where fewer than
+    two have one, which is a number."""
+    found = {
+        row["number"]: row[objective]
+        for row in rows
+        if row["status"] == "finished" and isinstance(row.get(objective), float)
+    }
+    found = {number: value for number, value in found.items() if math.isfinite(value)}
     if len(found) < 2:
         return None
-    return (min if least else max)(found, key=lambda number: found[number])
+    return (min if direction == "minimize" else max)(found, key=lambda number: found[number])
 
 
 def _table(rows: list[dict[str, Any]], names: list[str], objective: str, best: int | None) -> Table:
