@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"DIR: {folder} cannot be written ({error.strerror}); give another folder")
     print(f"{folder} has an operator, its kernels, a layer and a network. Next:")
-    print(f"  pip install -e {folder}\n  hoconv check {arguments.name}")
+    print(f"  pip install -e {shlex.quote(str(folder))}\n  hoconv check {arguments.name}")
     print(f"  hoconv test {arguments.name}\nIts README.md says how it trains.")
     return 0
 

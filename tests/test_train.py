@@ -241,7 +241,7 @@ def test_impl_may_name_an_operator_or_a_layer(run):
     ids=["name", "mapping", "long mapping"],
 )
 def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd, impl, name):
-    monkeypatch.setattr(training.configuration.resolvers, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)  # outputs/ is where the user stands
     monkeypatch.setattr(sys, "argv", ["train.py", f"impl={impl}", "logger=none", "mode=none"])
     assert run_command(train.main) == 1
     assert "mode: expected train, test, predict" in capfd.readouterr().err
@@ -253,7 +253,7 @@ def test_folders_are_named_after_the_implementation(monkeypatch, tmp_path, capfd
 
 @pytest.mark.parametrize("mode", ["test", "predict"])
 def test_folders_without_a_training_are_named_after_the_mode(monkeypatch, tmp_path, capfd, mode):
-    monkeypatch.setattr(training.configuration.resolvers, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)  # outputs/ is where the user stands
     monkeypatch.setattr(sys, "argv", ["train.py", f"mode={mode}"])
     assert run_command(train.main) == 1
     assert f"mode={mode} needs ckpt=" in capfd.readouterr().err
