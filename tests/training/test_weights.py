@@ -9,9 +9,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from PIL import Image
 from torch import Tensor, nn
 
 from training.callbacks.weights import InitialWeights
+from training.results.saved import Saved
 
 
 class Named(pl.LightningModule):
@@ -36,7 +38,8 @@ class Named(pl.LightningModule):
 
 
 def start(model: Named, of: Named) -> None:
-    weights = InitialWeights(Path("other.ckpt"), of.state_dict())
+    saved = Saved(Path("other.ckpt"), None, {}, None, of.state_dict())
+    weights = InitialWeights(saved, {"_target_": f"{__name__}.Named", "words": ["a", "b"]})
     pl.Trainer(
         callbacks=[weights], max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
@@ -48,5 +51,60 @@ def test_weights_of_the_same_words_are_loaded_and_of_others_are_refused() -> Non
     model, same, other = Named(["a", "b"]), Named(["a", "b"]), Named(["b", "a"])
     start(model, same)
     assert torch.equal(model.rows, same.rows)
-    with pytest.raises(MisconfigurationException, match="has another _extra_state than the model"):
+    with pytest.raises(MisconfigurationException, match="_extra_state, in weights of the same"):
         start(model, other)
+
+
+def folder_of_classes(folder: Path, *names: str) -> Path:
+    for split in ("train", "val"):
+        for label, name in enumerate(names):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(2):
+                grey = Image.new("L", (8, 8), 100 * label + 10 * number)
+                grey.save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def test_the_head_starts_anew_for_other_classes_of_the_same_number(run, tmp_path) -> None:
+    still = (
+        "trainer=cpu", "impl=reference", "logger=none", "data=folder", "model.network.width=2",
+        "data.image_size=16", "debug=fast", f"data.cache_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    first = folder_of_classes(tmp_path / "first", "cat", "dog")
+    other = folder_of_classes(tmp_path / "other", "bolt", "nut")
+    done = run(*still, f"data.folder={first}")
+    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    on_other = (*still, f"data.folder={other}", "model.learning_rate=0", f"ckpt={checkpoint}")
+    done = run(*on_other)
+    assert done.exit_code == 0, done.err
+    (line,) = [line for line in done.err.splitlines() if "ckpt" in line]
+    assert line == (
+        "Warning: ckpt: class 0 of the checkpoint is 'cat', of the data 'bolt': "
+        "network.classifier.weight, network.classifier.bias start anew"
+    )
+    before, after = (
+        torch.load(path, weights_only=True)["state_dict"]
+        for path in (checkpoint, *(done.folder / "checkpoints").iterdir())
+    )
+    same = {name: torch.equal(before[name], value) for name, value in after.items()}
+    assert same["network.features.0.weight"]
+    assert not same["network.classifier.weight"]
+
+
+def test_words_that_are_others_start_anew_and_the_rest_is_kept(run, tmp_path) -> None:
+    short = (
+        "experiment=coco_captions", "data=coco_tiny", "data.image_size=16", "debug=fast",
+        "trainer=cpu", "impl=reference", "data.batch_size=4", "model.network.width=4",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    done = run(*short)
+    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    contents = torch.load(checkpoint, weights_only=True)
+    words = contents["state_dict"]["_extra_state"]
+    words[-1], words[-2] = words[-2], words[-1]
+    torch.save(contents, tmp_path / "other.ckpt")
+    done = run(*short, f"ckpt={tmp_path / 'other.ckpt'}")
+    assert done.exit_code == 0, done.err
+    lines = [line for line in done.err.splitlines() if "start anew" in line]
+    assert len(lines) == 1
+    assert "has another _extra_state: network.embedding.weight, network.classifier" in lines[0]

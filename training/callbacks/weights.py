@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from training import console
+from training.configuration.instantiation import instantiate
+from training.results.saved import Saved, class_names, difference
+
+# Arguments of models that say how many classes they tell apart.
+COUNTS = ("num_categories", "num_classes")
+MOST_NAMED = 4  # weights, in a line
+ANOTHER = "another word"  # than any of a vocabulary, since it has a space
 
 
 class InitialWeights(pl.Callback):
     """Loads the weights that fit once the model is complete, and names those that do not.
 
+    Weights that stand for classes or words start anew where these are not the checkpoint's, even if
+    there are as many.
+
     Args:
-        path: of the checkpoint that they come from.
-        weights: its state dict.
+        start: the checkpoint that they come from.
+        described: the configuration of the model.
 
     Raises:
-        MisconfigurationException: when the fit starts: none of the weights fits, or all fit but
-            stand for something else, such as another vocabulary.
+        MisconfigurationException: when the fit starts: none of the weights fits; or they stand for
+            other classes or words, and nothing says which do.
     """
 
-    def __init__(self, path: Path, weights: Mapping[str, Any]) -> None:
-        self._path = path
-        self._weights = weights
+    def __init__(self, start: Saved, described: Any) -> None:
+        self._path = start.path
+        self._weights = start.state_dict
+        self._class_names = start.class_names
+        self._described = described
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = pl_module.state_dict()
@@ -37,29 +49,64 @@ class InitialWeights(pl.Callback):
             for name, value in self._weights.items()
             if isinstance(value, Tensor) and _shape(own.get(name)) == _shape(value)
         }
+        total = sum(isinstance(value, Tensor) for value in own.values())
+        if other := self._other_meaning(trainer, own):
+            found = self._heads(own)
+            heads = [name for name in found if name in fitting]
+            if not found and len(fitting) == total:
+                raise MisconfigurationException(
+                    f"ckpt: {other}, in weights of the same shapes, and the model, a "
+                    f"{type(pl_module).__name__}, has no argument {' or '.join(COUNTS)} that says "
+                    "which stand for them; train on the same data, or leave ckpt out"
+                )
+            fitting = {name: value for name, value in fitting.items() if name not in heads}
+            more = f", and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
+            if heads:
+                console.warn(f"ckpt: {other}: {', '.join(heads[:MOST_NAMED])}{more} start anew")
         if not fitting:
             raise MisconfigurationException(
                 f"ckpt: no weights of {self._path} fit the model, a {type(pl_module).__name__}; "
                 "give a checkpoint of the same network, or leave ckpt out"
             )
-        others = [name for name in own if not isinstance(own[name], Tensor)]
-        others = [name for name in others if not _same(own[name], self._weights.get(name))]
-        if others and len(fitting) == sum(isinstance(value, Tensor) for value in own.values()):
-            raise MisconfigurationException(
-                f"ckpt: {self._path} has another {' and '.join(others)} than the model, a "
-                f"{type(pl_module).__name__}, in weights of the same shapes: they would stand for "
-                "something else; train on the same data, or leave ckpt out"
-            )
         pl_module.load_state_dict(fitting, strict=False)
-        total = sum(isinstance(value, Tensor) for value in own.values())
         console.stdout().print(
             f"Starting from the weights of {self._path}: {len(fitting)} of {total} tensors",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
         for name in [*own, *(name for name in self._weights if name not in own)]:
-            if name not in fitting and not _same(own.get(name), self._weights.get(name)):
+            fits = _shape(own.get(name)) == _shape(self._weights.get(name)) is not None
+            if not fits and not _same(own.get(name), self._weights.get(name)):
                 console.warn(f"ckpt: {name}: {_describe(own, self._weights, name)}")
         self._weights = {}
+
+    def _other_meaning(self, trainer: Any, own: Mapping[str, Any]) -> str | None:
+        """Says how the checkpoint's classes or words differ; None where they are the same."""
+        before, now = self._class_names, class_names(trainer.datamodule)
+        if before is not None and now is not None:
+            return difference(before, now, "the checkpoint", "the data")
+        states = [name for name, value in own.items() if not isinstance(value, Tensor)]
+        states = [name for name in states if not _same(own[name], self._weights.get(name))]
+        return f"{self._path} has another {' and '.join(states)}" if states else None
+
+    def _heads(self, own: Mapping[str, Any]) -> list[str]:
+        """Returns the weights whose shapes another class or word would change."""
+        described = OmegaConf.to_container(OmegaConf.create(self._described), resolve=True)
+        larger = instantiate(OmegaConf.create(_with_one_more(described)))
+        words = own.get("_extra_state")
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            larger.set_extra_state([*words, ANOTHER])
+        found = larger.state_dict()
+        return [name for name in own if _shape(own[name]) != _shape(found.get(name))]
+
+
+def _with_one_more(described: Any) -> Any:
+    """Returns the configuration of a model of one class more."""
+    if not isinstance(described, dict):
+        return described
+    return {
+        name: value + 1 if name in COUNTS and isinstance(value, int) else _with_one_more(value)
+        for name, value in described.items()
+    }
 
 
 def _describe(own: Mapping[str, Any], saved: Mapping[str, Any], name: str) -> str:
