@@ -134,7 +134,7 @@ class TrainingBatches(Generic[T_co]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sampler.set_epoch(state["epoch"])
-        self._begin = state["batches"]
+        self._begin = state["batches"] % len(self)  # all: the next epoch begins
 
     def __iter__(self) -> Iterator[T_co]:
         self._done, self._begin = self._begin, 0

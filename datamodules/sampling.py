@@ -148,7 +148,7 @@ class TrainingLoader(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.batch_sampler.sampler.set_epoch(state["epoch"])
-        self._begin = state["batches"]
+        self._begin = state["batches"] % len(self)  # all: the next epoch begins
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.batch_sampler.sampler.epoch

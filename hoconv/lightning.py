@@ -43,8 +43,8 @@ class Throughput(pl.Callback):
     ``throughput/peak_memory_mb``         of 2**20 bytes: the most that PyTorch had allocated on the
                                           GPU when this was logged; on a CPU the most that the
                                           process had resident
-    ``time/train``, ``time/val``,         seconds since the fit began
-    ``time/total``
+    ``time/train``, ``time/val``,         seconds since the fit began, and of the fits that it
+    ``time/total``                        resumes
     ====================================  =======================================================
 
     Args:
@@ -71,6 +71,15 @@ class Throughput(pl.Callback):
         self.batch_size_fn = batch_size_fn or batch_size
         self.warmup_seconds = 0.0
         self._fit = _Interval()
+        self._before = {"train": 0.0, "val": 0.0}  # seconds of the fits that are resumed
+        self._fit_start, self._val_seconds = time.perf_counter(), 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        times = self._times()
+        return {name: times[f"time/{name}"] for name in self._before}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self._before = dict(state_dict)
 
     def summary(self) -> dict[str, float | None]:
         """All steps of the fit that are counted, together: their samples over their time is
@@ -99,9 +108,10 @@ class Throughput(pl.Callback):
         self._steps = 0
         self._logged_step = 0
         self._reported = 0.0
-        self._fit_start = time.perf_counter()
+        self._fit_start = time.perf_counter() - sum(self._before.values())
         self._val_start = 0.0
-        self._val_seconds = 0.0
+        self._val_seconds = self._before["val"]
+        self._before = {"train": 0.0, "val": 0.0}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._resume()

@@ -13,30 +13,36 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
+from training.callbacks.longer import GoesOn
 from training.callbacks.outcome.ending import why_ended
 from training.callbacks.outcome.feasible import explained, require_trained
 from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
 from training.configuration.instantiation import instantiate_as
+from training.folder import RESUMING
 from training.implementations import show_implementations
 from training.model import build
 from training.predict import missing_for_test
 from training.results.loggers import make_loggers
 from training.results.record import Results
-from training.results.saved import describe, read
+from training.results.saved import Saved, describe
 from training.trainer import make_trainer, notes_of
 
 
-def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | None:
+def fit_and_test(
+    config: DictConfig, run_dir: Path, results: Results, start: Saved | None
+) -> Path | None:
     """Fits, tests and fills in `results`; returns the path of the checkpoint that was tested.
 
     None where that could not be written: the weights of the last step are tested then.
+
+    Args:
+        start: from whose weights the fit starts, or with ``resume=true`` goes on.
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
-    start = None if config.ckpt is None else read(config.ckpt)
     data = instantiate_as(  # reads nothing yet
         pl.LightningDataModule,
         "data",
@@ -44,11 +50,15 @@ def fit_and_test(config: DictConfig, run_dir: Path, results: Results) -> Path | 
         "the _target_ of a pytorch_lightning.LightningDataModule",
     )
     model = build(config.model, config)
-    resumed, logged = find_newest(run_dir) if config.resume == "auto" else (None, [])
+    resumed, logged = find_newest(run_dir) if config.resume in RESUMING else (None, [])
     throughput, capture = Throughput(), CapturedSteps(config.capture)
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
-        callbacks.append(InitialWeights(start.path, start.state_dict))
+        if config.resume is True:
+            resumed = start.path
+            callbacks.append(GoesOn(start.path, run_dir))
+        else:
+            callbacks.append(InitialWeights(start, config.model))
     # Each checkpoint has it; to resolve the configuration takes longer than to write a small one.
     description = functools.cache(functools.partial(describe, config, results.identity, data))
     trainer = make_trainer(config, run_dir, callbacks, description)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
@@ -20,17 +22,20 @@ from yaml import YAMLError
 from training import console, disk
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.moved import renamed, upgrade
+from training.configuration.names import as_override
+from training.configuration.same import LONGER, require_same
 from training.lock import is_running
 
+RESUMING = ("auto", True)  # values of resume with which a run may go on
 CONFIG, RESULTS = "config.yaml", "results.json"  # in the folder of a run
 PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures
 
 
-def run_folder(resume: str | None, parent: str, name: str, *, _root_: Any) -> str:
-    """Chooses ``hydra.run.dir``. With ``resume=auto`` it is the newest folder in `parent` whose run
-    had the same overrides, did not finish, and has a checkpoint or is still going on; otherwise
-    ``parent/name``."""
-    if resume == "auto":
+def run_folder(resume: str | bool | None, parent: str, name: str, *, _root_: Any) -> str:
+    """Chooses ``hydra.run.dir``. With ``resume=auto`` or ``true`` it is the newest folder in
+    `parent` whose run had the same overrides, did not finish, and has a checkpoint or still runs;
+    otherwise ``parent/name``."""
+    if resume in RESUMING:
         wanted = _identity(as_given(_root_.hydra.overrides.task))
         for folder in sorted(Path(parent).glob("*"), reverse=True):
             if find_step_checkpoints(folder) or is_running(folder):
@@ -80,18 +85,21 @@ def begin(config: DictConfig, run_dir: Path) -> None:
     checkpoints unless this run resumes from them.
 
     Raises:
-        MisconfigurationException: `resume` is neither null nor auto; or the run to be resumed was
-            begun with another configuration, or with one that cannot be read.
+        MisconfigurationException: `resume` is neither null, auto nor true; or the run to be resumed
+            was begun with another configuration, or with one that cannot be read.
     """
-    if config.resume not in (None, "auto"):
-        raise MisconfigurationException(f"resume: expected null or auto, got {config.resume!r}")
-    path = run_dir / CONFIG
+    if config.resume not in (None, *RESUMING):
+        raise MisconfigurationException(
+            f"resume: expected null, auto or true, got {config.resume!r}"
+        )
     now = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    if config.resume == "auto" and find_step_checkpoints(run_dir):
-        _require_same(path, now)
+    if config.resume in RESUMING and find_step_checkpoints(run_dir):
+        _require_same(run_dir, now)
     elif config.mode == "train":
         discard(run_dir)
-    _write(now, path)
+        if config.resume == "auto" and HydraConfig.get().mode == RunMode.RUN:
+            _say_shorter(run_dir)
+    _write(now, run_dir / CONFIG)
 
 
 @rank_zero_only
@@ -121,23 +129,52 @@ def saved_config(run_dir: Path) -> Any:
         ) from error
 
 
-def _require_same(path: Path, now: Any) -> None:
+def _require_same(run_dir: Path, now: Any) -> None:
     try:
-        before = saved_config(path.parent)
+        before = saved_config(run_dir)
     except MisconfigurationException as error:
+        raise MisconfigurationException(f"resume: {error}, or leave resume out") from error
+    fix = f"{_train_longer(run_dir)} trains it longer; for another run, leave resume out"
+    require_same(before, now, f"the run in {run_dir}", fix)
+
+
+def _say_shorter(run_dir: Path) -> None:
+    """Says which run did the same as a new one, but for its length."""
+    wanted = _identity(as_given(HydraConfig.get().overrides.task))
+    for folder in sorted(run_dir.parent.glob("*"), reverse=True):
+        found = _identity(_record(folder).get("overrides", [])) if folder != run_dir else set()
+        differing = {text.partition("=")[0] for text in found ^ wanted}
+        if found and differing and differing <= {*LONGER}:
+            console.warn(
+                f"resume=auto: this is a new run, since that in {folder} had another "
+                f"{' and '.join(sorted(differing))}; {_train_longer(folder)} trains that one longer"
+            )
+            return
+
+
+def _train_longer(run_dir: Path) -> str:
+    """Returns the arguments that let a run go on for more epochs."""
+    kept = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    paths = kept or [path for _, path in find_step_checkpoints(run_dir)]
+    ckpt = shlex.quote(as_override("ckpt", str(paths[-1]))) if paths else "ckpt=<its checkpoint>"
+    return f"{ckpt} resume=true trainer.max_epochs=..."
+
+
+def is_finished(config: DictConfig, run_dir: Path) -> bool:
+    """Returns whether the run that a command would resume is over.
+
+    Raises:
+        MisconfigurationException: it is, and the command is for another one.
+    """
+    if config.resume not in RESUMING or _record(run_dir).get("status") != "finished":
+        return False
+    if config.resume == "auto" and config.mode == "train":
+        _require_same(run_dir, config)
+    elif config.resume is True and saved_config(run_dir).get("ckpt") != config.ckpt:
         raise MisconfigurationException(
-            f"resume=auto: {error}, or leave resume=auto out"
-        ) from error
-    before.resume = now.resume
-    if before != now:
-        raise MisconfigurationException(
-            f"resume=auto: the run in {path.parent} was begun with another configuration, which is "
-            f"in {path}; go on with that one, or leave resume=auto out"
+            f"hydra.run.dir: the run in {run_dir} is finished; choose another folder"
         )
-
-
-def is_finished(folder: Path) -> bool:
-    return _record(folder).get("status") == "finished"
+    return True
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -158,4 +195,5 @@ def as_given(overrides: Any) -> list[str]:
 
 
 def _identity(overrides: Iterable[str]) -> set[str]:
-    return {renamed(text) for text in overrides if not text.startswith("resume=")}
+    """Returns overrides in the names of today, but for the one that says to go on."""
+    return {renamed(text) for text in overrides if text != "resume=auto"}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_only
 
@@ -20,43 +18,38 @@ from training import console, disk
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.census import Census
 from training.configuration.instantiation import instantiate
-from training.folder import as_given
 from training.implementations import show_implementations
 from training.model import build
 from training.results.record import Results
-from training.results.saved import Saved, class_names, load_weights, read
+from training.results.saved import Saved, class_names, difference, load_weights
 from training.trainer import make_callbacks, new_trainer, notes_of
 
 OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
 
 
-def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
+def predict(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> Path:
     """Writes predictions into the folder of the run: of every image of ``config.input``, a folder
     or a file, or, where that is null, of what the data's `predict_dataloader` yields.
 
-    The model and the size of its images are those of the run that made ``config.ckpt``; the
-    implementation and the trainer are those of `config`. The model's callbacks write; where none of
-    them does, ``predictions.pt`` has the list of what its predict step returned. Returns the path
-    of the checkpoint.
+    The model's callbacks write; where none of them does, ``predictions.pt`` has the list of what
+    its predict step returned. Returns the path of the checkpoint.
+
+    Args:
+        config: that of the checkpoint, with what the command names.
 
     Raises:
-        MisconfigurationException: there is no such checkpoint, nothing describes its run, its
-            model has no predict step, or there is nothing to predict for.
+        MisconfigurationException: the weights are not those of the model, it has no predict step,
+            or there is nothing to predict for.
         DataNotFoundError: ``config.input`` holds no images.
     """
-    if config.ckpt is None:
-        raise MisconfigurationException(
-            "mode=predict needs ckpt=<a checkpoint of a run> and input=<a folder of images, or one>"
-        )
-    saved = read(config.ckpt)
-    model = _build(saved, config, results)
+    model = _build(saved, config)
     if type(model).predict_step is pl.LightningModule.predict_step:
         raise MisconfigurationException(
             f"ckpt: the model of {saved.path} is a {type(model).__name__}, which predicts nothing: "
             "it has no predict_step; define it"
         )
-    data = _to_predict(saved, config, results)
-    trainer = _make_trainer(config, saved, run_dir)
+    data = _to_predict(saved, config)
+    trainer = _make_trainer(config, run_dir)
     results.environment["implementations"] = show_implementations(model, trainer, data)
 
     written = any(isinstance(each, BasePredictionWriter) for each in _callbacks(trainer))
@@ -72,25 +65,22 @@ def predict(config: DictConfig, run_dir: Path, results: Results) -> Path:
     return saved.path
 
 
-def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
-    """Tests the weights of ``config.ckpt``, and fills in `results`; returns the path.
+def test(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> Path:
+    """Tests the weights of a checkpoint, and fills in `results`; returns its path.
 
-    Model and data are those of the run that made the checkpoint, but for what the command line says
-    of ``data``; the implementation and the trainer are those of `config`.
+    Args:
+        config: that of the checkpoint, with what the command names.
 
     Raises:
-        MisconfigurationException: there is no such checkpoint, nothing describes its run, or there
-            is no test step or no test data.
+        MisconfigurationException: the weights are not those of the model, the data has other
+            classes, or there is no test step or no test data.
     """
-    if config.ckpt is None:
-        raise MisconfigurationException("mode=test needs ckpt=<a checkpoint of a run>")
-    saved = read(config.ckpt)
     # As in training, and in its order: data that draws its parts at random has the same ones.
-    pl.seed_everything(saved.config.seed, workers=True, verbose=False)
-    data = instantiate(_data(saved, config, results))
-    model = _build(saved, config, results)
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    data = instantiate(config.data)
+    model = _build(saved, config)
     _require_same_classes(saved, data)
-    trainer = _make_trainer(config, saved, run_dir)
+    trainer = _make_trainer(config, run_dir)
     if missing := missing_for_test(trainer, model, data):
         raise MisconfigurationException(f"mode=test: {missing}")
     results.environment["implementations"] = show_implementations(model, trainer, data)
@@ -109,14 +99,10 @@ def test(config: DictConfig, run_dir: Path, results: Results) -> Path:
 def _require_same_classes(saved: Saved, data: pl.LightningDataModule) -> None:
     """Raises where the classes of the data are not those that a model was trained to tell apart."""
     names = class_names(data)
-    if saved.class_names is None or names is None or names == saved.class_names:
+    if saved.class_names is None or names is None:
         return
-    pairs = itertools.zip_longest(saved.class_names, names)
-    label, (expected, found) = next((i, pair) for i, pair in enumerate(pairs) if len(set(pair)) > 1)
-    raise MisconfigurationException(
-        f"data: class {label} of the model is {expected!r}, of the data {found!r}; use data with "
-        f"the classes of {saved.path}"
-    )
+    if other := difference(saved.class_names, names, "the model", "the data"):
+        raise MisconfigurationException(f"data: {other}; use data with the classes of {saved.path}")
 
 
 def missing_for_test(
@@ -139,15 +125,14 @@ def written(run_dir: Path) -> list[Path]:
     return sorted(path for path in run_dir.glob("[!.]*") if path.name not in OF_EVERY_RUN)
 
 
-def _build(saved: Saved, config: DictConfig, results: Results) -> Any:
-    """Makes the model of a checkpoint, with its weights; its identity becomes that of `results`."""
-    results.identity |= saved.identity
-    model = build(saved.config.model, config)
+def _build(saved: Saved, config: DictConfig) -> Any:
+    """Makes the model of a checkpoint, with its weights."""
+    model = build(config.model, config)
     load_weights(model, saved)
     return model
 
 
-def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer:
+def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
     options: Any = OmegaConf.to_container(config.trainer, resolve=True)
     return new_trainer(
         options,
@@ -156,7 +141,7 @@ def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer
             Census(),
             console.make_progress(),
             EvaluatedLosses(),
-            *make_callbacks(saved.config.callbacks),
+            *make_callbacks(config.callbacks),
         ],
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,
@@ -164,27 +149,10 @@ def _make_trainer(config: DictConfig, saved: Saved, run_dir: Path) -> pl.Trainer
     )
 
 
-def _data(saved: Saved, config: DictConfig, results: Results) -> Any:
-    """The data of a checkpoint's run, with what the command line sets; from the data folder of this
-    machine."""
-    chosen = HydraConfig.get()
-    given = {text.partition("=")[0].lstrip("+") for text in as_given(chosen.overrides.task)}
-    if given & {"data", "experiment"}:
-        results.identity["data"] = chosen.runtime.choices["data"]
-        return config.data
-    data = saved.config.data
-    if "data_dir" in data:
-        data.data_dir = config.data_dir
-    for name in given:
-        if name.startswith("data."):
-            OmegaConf.update(data, name.removeprefix("data."), OmegaConf.select(config, name))
-    return data
-
-
-def _to_predict(saved: Saved, config: DictConfig, results: Results) -> Any:
+def _to_predict(saved: Saved, config: DictConfig) -> Any:
     if config.input is not None:
-        return _images(config.input, saved)
-    data = instantiate(_data(saved, config, results))
+        return _images(config.input, config.data, saved.class_names)
+    data = instantiate(config.data)
     if type(data).predict_dataloader is pl.LightningDataModule.predict_dataloader:
         raise MisconfigurationException(
             f"mode=predict needs input=<a folder of images>: a {type(data).__name__} has no "
@@ -203,22 +171,21 @@ def _write(predictions: Any, path: Path) -> None:
         torch.save(predictions, file)
 
 
-def _images(source: str, saved: Saved) -> Any:
+def _images(source: str, data: DictConfig, names: list[str] | None) -> Any:
     """The images of a folder, or one image, as the model of a checkpoint reads them."""
     from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
 
-    data = saved.config.data
     dataset = get_class(data._target_)
     if "image_size" in data:
         shape = (3, data.image_size, data.image_size)
         return ImageFolder(
             source, shape, data.batch_size, data.get("num_workers", 0),
-            class_names=saved.class_names,
+            class_names=names,
         )  # fmt: skip
     if issubclass(dataset, ImageDataModule):
         return ImageFolder(
             source, dataset.image_shape, data.batch_size,
-            normalise=dataset.normalise_file, class_names=saved.class_names,
+            normalise=dataset.normalise_file, class_names=names,
         )  # fmt: skip
     raise MisconfigurationException(
         f"input: a {dataset.__name__} says nothing of how its model reads the images of a "

@@ -27,6 +27,8 @@ from training.callbacks.finite import NotFiniteError
 from training.capture.graph import CaptureError
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.checks import check_command, check_config
+from training.configuration.merging import merge, uses_configuration
+from training.configuration.names import as_override
 from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
 from training.folder import as_given, begin, is_finished
@@ -35,6 +37,7 @@ from training.lock import RunningError, held
 from training.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
+from training.results.saved import read
 
 MODES = {"train": fit_and_test, "test": test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
@@ -66,7 +69,7 @@ def run_command(main: Callable[[], Any]) -> int:
     failed_jobs.clear()
     console.take_any_text()
     try:
-        check_command(sys.argv[1:], ROOT / "conf")
+        sys.argv[1:] = check_command(sys.argv[1:], ROOT / "conf")
     except MisconfigurationException as error:
         console.show_problem("Error", str(error))
         return 1
@@ -92,11 +95,13 @@ def run_job(config: DictConfig) -> float | None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with held(run_dir), console.plain_warnings():
-            if config.resume == "auto" and is_finished(run_dir):
+            if is_finished(config, run_dir):
                 console.stdout().print(f"{run_dir} is finished", soft_wrap=True, highlight=False)
                 return None
             return _run(config, run_dir)
-    except RunningError as error:
+    except (MisconfigurationException, RunningError) as error:
+        if isinstance(error, MisconfigurationException) and _wants_tracebacks():
+            raise
         failed_jobs.append(run_dir)
         console.show_problem("Error", str(error))
         return None
@@ -147,15 +152,24 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     """Does what ``config.mode`` names; returns the path of the checkpoint, where there is one."""
     if config.mode not in MODES:
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
-    if config.mode == "train":  # the other modes take these values from the run of the checkpoint
-        check_config(config)
-        if config.print_config:
-            console.show_config(config)
-        else:
-            chosen = HydraConfig.get()
-            console.show_choices(chosen.runtime.choices, as_given(chosen.overrides.task))
+    chosen = HydraConfig.get()
+    given = as_given(chosen.overrides.task)
+    saved = None if config.ckpt is None else read(config.ckpt)
+    if uses_configuration(config.mode, config.resume):
+        if saved is None:
+            needing = "resume=true" if config.mode == "train" else f"mode={config.mode}"
+            raise MisconfigurationException(f"{needing} needs ckpt=<a checkpoint of a run>")
+        config = merge(config, saved, given)
+        data = chosen.runtime.choices["data"]  # the checkpoint's, or that of the command
+        results.identity |= {**saved.identity, "data": data, "seed": config.seed}
+        results.identity["impl"] = as_plain(config.impl)
+    check_config(config)
+    if config.print_config:
+        console.show_config(config)
+    elif config.mode == "train":
+        console.show_choices(chosen.runtime.choices, given)
     begin(config, run_dir)
-    return MODES[config.mode](config, run_dir, results)
+    return MODES[config.mode](config, run_dir, results, saved)
 
 
 def _report(error: Exception, run_dir: Path, status: str) -> None:
@@ -164,7 +178,7 @@ def _report(error: Exception, run_dir: Path, status: str) -> None:
     alone = HydraConfig.get().mode == RunMode.RUN
     if status != "skipped":
         failed_jobs.append(run_dir)
-    if not isinstance(error, USER_ERRORS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if not isinstance(error, USER_ERRORS) or _wants_tracebacks():
         if alone:
             raise error
         traceback.print_exc()  # Hydra would stop before the table of the other jobs
@@ -172,6 +186,10 @@ def _report(error: Exception, run_dir: Path, status: str) -> None:
         console.show_problem("Error", str(error))
     else:
         console.warn(f"{run_dir} {status}; the reason is below the table at the end")
+
+
+def _wants_tracebacks() -> bool:
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
@@ -188,10 +206,12 @@ def _exit(stop: BaseException, run_dir: Path) -> NoReturn:
 
 def _resuming(argv: list[str], hydra: Any) -> str:
     """Returns the command that continues this one."""
-    given = [part for part in argv if not part.startswith("resume=")] + ["resume=auto"]
+    given = [*argv]
+    if "resume=true" not in given:
+        given = [part for part in given if not part.startswith("resume=")] + ["resume=auto"]
     if hydra.mode == RunMode.MULTIRUN:
         given = [part for part in given if not part.startswith("hydra.sweep.dir=")]
-        given.append(f"hydra.sweep.dir={hydra.sweep.dir}")
+        given.append(as_override("hydra.sweep.dir", hydra.sweep.dir))
     return shlex.join(["python", *given])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import re
@@ -10,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
+from training.configuration.folders import check_files, own_folders
+from training.configuration.merging import complete
 from training.configuration.moved import OVERRIDES
-from training.configuration.names import check_names
+from training.configuration.names import check_names, is_override
 
 DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
 
@@ -51,21 +51,23 @@ MAY_BE_NULL = (
 )  # fmt: skip
 
 
-def check_command(arguments: Sequence[str], conf: Path) -> None:
-    """Checks a command line, and the files of its own folder of configuration (``--config-dir``).
+def check_command(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Checks a command line, and the files of its own folders of configuration (``--config-dir``);
+    returns it as Hydra needs it.
 
     Args:
         conf: the folder of the configuration, which has a folder for each group.
 
     Raises:
-        MisconfigurationException: a file is not YAML; or an override has a name of before, sets a
-            key that does not exist, or chooses what a group does not have. The message says what to
-            write instead.
+        MisconfigurationException: a file is not YAML, or would never be read; the checkpoint whose
+            configuration the command uses cannot be read; or an override has a name of before, sets
+            a key that does not exist, or chooses what a group does not have. The message says what
+            to write instead.
     """
-    own = _own_folders(arguments)
-    for path in sorted(path for folder in own for path in folder.rglob("*.yaml")):
-        _require_yaml(path)
-    elsewhere = any("hydra.searchpath" in argument for argument in arguments)
+    own = own_folders(arguments)
+    other = OTHER_CONFIGURATION.intersection(each.partition("=")[0] for each in arguments)
+    if not other:
+        check_files(conf, own)
     for argument in arguments:
         name, equals, value = argument.partition("=")
         name = name.lstrip("+~")
@@ -90,32 +92,16 @@ def check_command(arguments: Sequence[str], conf: Path) -> None:
             )
         simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
         for chosen in re.findall(r"\w+", value) if simple else ():
-            if chosen not in options and not elsewhere:
+            if chosen not in options and not other:
                 close = difflib.get_close_matches(chosen, options, 1) or options
                 raise MisconfigurationException(
                     f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
                 )
-    if not OTHER_CONFIGURATION.intersection(arguments):
-        check_names([a for a in arguments if re.match(r"~|[^-].*=", a)], conf, own)
-
-
-def _own_folders(arguments: Sequence[str]) -> list[Path]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    folder = parser.parse_known_args(arguments)[0].config_dir
-    return [folder] if folder else []
-
-
-def _require_yaml(path: Path) -> None:
-    try:
-        yaml.compose(path.read_text())
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise MisconfigurationException(f"{path}{line}: no YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MisconfigurationException(
-            f"{path}: no YAML: {' '.join(str(error).split())}"
-        ) from error
+    if other:
+        return [*arguments]
+    completed = complete(arguments, (conf, *own))
+    check_names(filter(is_override, completed), conf, own)
+    return completed
 
 
 def check_config(config: DictConfig) -> None:

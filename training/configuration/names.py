@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,9 +33,11 @@ def check_names(overrides: Iterable[str], conf: Path, own: Sequence[Path]) -> No
     """
     try:
         single = [*_single(OverridesParser.create().parse_overrides([*overrides]))]
-        if own and not any(override.startswith("hydra.searchpath=") for override in single):
-            folders = ", ".join(f"'file://{folder.resolve()}'" for folder in own)
-            single.append(f"hydra.searchpath=[{folders}]")
+        if own:  # --config-dir is no override
+            single = [each for each in single if not each.startswith("hydra.searchpath=")]
+            paths = (str(folder.resolve()).replace("'", r"\'") for folder in own)
+            entries = ", ".join(f"'file://{path}'" for path in paths)
+            single.append(f"hydra.searchpath=[{entries}]")
         with (
             warnings.catch_warnings(action="ignore"),  # Hydra warns again
             hydra.initialize_config_dir(str(conf), version_base="1.3"),
@@ -47,10 +52,38 @@ def check_names(overrides: Iterable[str], conf: Path, own: Sequence[Path]) -> No
         name, _, value = error.override.partition("=")
         raise MisconfigurationException(
             f"{name}: {value} is no value in Hydra's grammar; if it is a text, such as a path with "
-            f"= or ü in it, put it in quotes within quotes: '{name}=\"{value}\"'"
+            f"= or ü in it, put it in quotes within quotes: "
+            + shlex.quote(as_override(name, value.strip("\"'")))
         ) from error
     except HydraException as error:
         raise MisconfigurationException(_line(error)) from error
+
+
+def first_values(arguments: Iterable[str]) -> dict[str, Any]:
+    """Returns the value of each override of a command line, the first of a sweep; nothing where one
+    cannot be parsed."""
+    overrides = [argument for argument in arguments if is_override(argument)]
+    parse = OverridesParser.create().parse_overrides
+    try:
+        single = parse([*_single(parse(overrides))])
+    except HydraException:
+        return {}
+    return {each.key_or_group: each.value() for each in single}
+
+
+def as_override(name: str, value: str) -> str:
+    """Returns an override that sets a text, in quotes where Hydra's grammar needs them."""
+    plain = f"{name}={value}"
+    try:
+        if OverridesParser.create().parse_override(plain).value() == value:
+            return plain
+    except HydraException:
+        pass
+    return '{}="{}"'.format(name, value.replace('"', r"\""))
+
+
+def is_override(argument: str) -> bool:
+    return re.match(r"~|[^-].*=", argument) is not None
 
 
 def _single(overrides: Iterable[Override]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from pickle import UnpicklingError
@@ -61,6 +62,14 @@ def class_names(data: pl.LightningDataModule) -> list[str] | None:
     """Returns what a data set calls its classes; None where it names none."""
     names = getattr(data, "class_names", None)
     return None if names is None else [str(name) for name in names]
+
+
+def difference(before: list[str], now: list[str], of: str, where: str) -> str | None:
+    """Says which is the first class that two data sets call differently; None where none is."""
+    for label, (old, new) in enumerate(itertools.zip_longest(before, now)):
+        if old != new:
+            return f"class {label} of {of} is {old!r}, of {where} {new!r}"
+    return None
 
 
 def read(ckpt: str | Path) -> Saved:
