@@ -45,7 +45,8 @@ class GoesOn(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:  # the weights of the end are tested
+        if trainer.state.fn != TrainerFn.FITTING:  # what was kept is tested
+            self._move_states(trainer, checkpoint)
             return
         if missing := [name for name in NEEDED if name not in checkpoint]:
             raise MisconfigurationException(
@@ -57,10 +58,8 @@ class GoesOn(pl.Callback):
         for state in checkpoint["lr_schedulers"]:
             for name in LENGTH:
                 state.pop(name, None)
-        for callback in trainer.checkpoint_callbacks:
-            state = checkpoint["callbacks"].get(callback.state_key)
-            if isinstance(callback, ModelCheckpoint) and state:
-                self._move_kept(callback, state)
+        for source, path in self._move_states(trainer, checkpoint):
+            self._copy(source, path)
         self._copy(self._path.parents[1] / "losses.csv", self._run_dir / "losses.csv")
         step, epoch = checkpoint["global_step"], checkpoint["epoch"]
         console.stdout().print(
@@ -88,15 +87,25 @@ class GoesOn(pl.Callback):
                     f"{most}"
                 )
 
-    def _move_kept(self, callback: ModelCheckpoint, state: dict[str, Any]) -> None:
-        """Has the callback keep its best checkpoint so far in its own folder."""
+    def _move_states(
+        self, trainer: pl.Trainer, checkpoint: dict[str, Any]
+    ) -> list[tuple[Path, Path]]:
+        """Has callbacks keep their best checkpoint so far in their own folders; returns where it is
+        and is to be."""
+        return [
+            self._move_state(callback, checkpoint["callbacks"][callback.state_key])
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+            and callback.state_key in checkpoint["callbacks"]
+        ]
+
+    def _move_state(self, callback: ModelCheckpoint, state: dict[str, Any]) -> tuple[Path, Path]:
         folder = Path(callback.dirpath or self._run_dir)
         best = Path(state["best_model_path"])
         source = self._path if best.name == self._path.name else best
         if not source.is_file():  # the other run is gone, and this checkpoint was not its best
             source = self._path
         moved = str(folder / source.name)
-        self._copy(source, Path(moved))
         score = state["current_score" if source == self._path else "best_model_score"]
         state |= {
             "dirpath": str(folder),
@@ -105,6 +114,7 @@ class GoesOn(pl.Callback):
             "best_k_models": {} if score is None else {moved: score},
             "kth_best_model_path": "" if score is None else moved,
         }
+        return source, Path(moved)
 
     @rank_zero_only
     def _copy(self, source: Path, path: Path) -> None:
