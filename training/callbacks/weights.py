@@ -90,8 +90,10 @@ class InitialWeights(pl.Callback):
 
     def _heads(self, own: Mapping[str, Any]) -> list[str]:
         """Returns the weights whose shapes another class or word would change."""
-        described = OmegaConf.to_container(OmegaConf.create(self._described), resolve=True)
-        larger = instantiate(OmegaConf.create(_with_one_more(described)))
+        described: Any = OmegaConf.create(self._described)
+        described = OmegaConf.to_container(described, resolve=True)
+        described = OmegaConf.create(_with_one_more(described))
+        larger = instantiate(described)
         words = own.get("_extra_state")
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             larger.set_extra_state([*words, ANOTHER])

@@ -108,7 +108,7 @@ def merge(config: DictConfig, saved: Saved, given: Sequence[str]) -> DictConfig:
     elif "trainer" in named:
         chosen = {key: found["trainer"][key] for key in OF_TRAINER_GROUP}
         found["trainer"] = before["trainer"] | chosen
-    merged = OmegaConf.create(found)
+    merged: Any = OmegaConf.create(found)
     if "data_dir" in merged.data:
         merged.data.data_dir = config.data_dir  # of this machine
     for name in named:
