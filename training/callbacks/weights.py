@@ -29,7 +29,7 @@ class InitialWeights(pl.Callback):
 
     Args:
         start: the checkpoint that they come from.
-        described: the configuration of the model.
+        described: the configuration of the model, plain data.
 
     Raises:
         MisconfigurationException: when the fit starts: none of the weights fits; or they stand for
@@ -90,9 +90,7 @@ class InitialWeights(pl.Callback):
 
     def _heads(self, own: Mapping[str, Any]) -> list[str]:
         """Returns the weights whose shapes another class or word would change."""
-        described: Any = OmegaConf.create(self._described)
-        described = OmegaConf.to_container(described, resolve=True)
-        described = OmegaConf.create(_with_one_more(described))
+        described: Any = OmegaConf.create(_with_one_more(self._described))
         larger = instantiate(described)
         words = own.get("_extra_state")
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
