@@ -13,10 +13,8 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
-from training.callbacks.longer import GoesOn
 from training.callbacks.outcome.ending import why_ended
 from training.callbacks.outcome.feasible import explained, require_trained
-from training.callbacks.weights import InitialWeights
 from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
 from training.configuration.instantiation import instantiate_as
@@ -27,6 +25,8 @@ from training.predict import missing_for_test
 from training.results.loggers import make_loggers
 from training.results.record import Results
 from training.results.saved import Saved, describe
+from training.start.longer import GoesOn
+from training.start.weights import InitialWeights
 from training.trainer import make_trainer, notes_of
 
 

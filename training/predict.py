@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.utils import get_class
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_only
 

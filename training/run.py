@@ -27,7 +27,6 @@ from training.callbacks.finite import NotFiniteError
 from training.capture.graph import CaptureError
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.checks import check_command, check_config
-from training.configuration.merging import merge, uses_configuration
 from training.configuration.names import as_override
 from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
@@ -38,6 +37,7 @@ from training.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
 from training.results.saved import read
+from training.start.merging import UNKNOWN, complete, merge, uses_configuration
 
 MODES = {"train": fit_and_test, "test": test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
@@ -69,7 +69,7 @@ def run_command(main: Callable[[], Any]) -> int:
     failed_jobs.clear()
     console.take_any_text()
     try:
-        sys.argv[1:] = check_command(sys.argv[1:], ROOT / "conf")
+        sys.argv[1:] = check_command(sys.argv[1:], ROOT / "conf", complete)
     except MisconfigurationException as error:
         console.show_problem("Error", str(error))
         return 1
@@ -160,8 +160,9 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
             needing = "resume=true" if config.mode == "train" else f"mode={config.mode}"
             raise MisconfigurationException(f"{needing} needs ckpt=<a checkpoint of a run>")
         config = merge(config, saved, given)
-        data = chosen.runtime.choices["data"]  # the checkpoint's, or that of the command
-        results.identity |= {**saved.identity, "data": data, "seed": config.seed}
+        results.identity |= {**saved.identity, "seed": config.seed}
+        if (data := chosen.runtime.choices["data"]) != UNKNOWN:
+            results.identity["data"] = data
         results.identity["impl"] = as_plain(config.impl)
     check_config(config)
     if config.print_config:

@@ -12,8 +12,8 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch import Tensor, nn
 
-from training.callbacks.weights import InitialWeights
 from training.results.saved import Saved
+from training.start.weights import InitialWeights
 
 
 class Named(pl.LightningModule):

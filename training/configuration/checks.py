@@ -16,7 +16,6 @@ from omegaconf.errors import InterpolationResolutionError
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
 from training.configuration.folders import check_files, own_folders
-from training.configuration.merging import complete
 from training.configuration.moved import OVERRIDES
 from training.configuration.names import check_names, is_override
 
@@ -51,12 +50,17 @@ MAY_BE_NULL = (
 )  # fmt: skip
 
 
-def check_command(arguments: Sequence[str], conf: Path) -> list[str]:
+def check_command(
+    arguments: Sequence[str],
+    conf: Path,
+    complete: Callable[[Sequence[str], Sequence[Path]], list[str]],
+) -> list[str]:
     """Checks a command line, and the files of its own folders of configuration (``--config-dir``);
     returns it as Hydra needs it.
 
     Args:
         conf: the folder of the configuration, which has a folder for each group.
+        complete: adds what a checkpoint says, given the command line and all folders.
 
     Raises:
         MisconfigurationException: a file is not YAML, or would never be read; the checkpoint whose

@@ -26,6 +26,7 @@ OF_THE_COMMAND = (*ABOUT, "data_dir", "logger", "step_checkpoints")
 MAY_DIFFER = (
     *OF_THE_COMMAND, *LONGER, "data.data_dir", "trainer.accelerator", "trainer.max_time",
 )  # fmt: skip
+UNKNOWN = "of_checkpoint"  # the option of data or of a model of which there is no file here
 OF_TRAINER_GROUP = ("accelerator", "devices", "num_nodes", "strategy")  # what trainer=... chooses
 # How data prepares its images: its arguments, and what its class says.
 PREPROCESSING = (
@@ -61,7 +62,7 @@ def complete(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
         if not {group, "experiment"} & given.keys():
             name = identity[group]
             if not any((folder / group / f"{name}.yaml").is_file() for folder in folders):
-                ConfigStore.instance().store(name, {}, group)
+                ConfigStore.instance().store(name := UNKNOWN, {}, group)
             found.append(f"{group}={name}")
     return found
 
@@ -128,7 +129,7 @@ def _chosen(group: str, config: DictConfig, saved: Saved, named: bool) -> dict[s
     """Returns the data or the model: the checkpoint's, unless the command names other data."""
     before: Any = OmegaConf.to_container(saved.config[group], resolve=True)
     now: Any = OmegaConf.to_container(config[group], resolve=False)
-    if not named or _targets(before) == _targets(now):
+    if not named or _targets(now) in ([], _targets(before)):  # complete() names the checkpoint's
         return before
     if group == "data" and config.mode != "train":
         return now | {key: before[key] for key in PREPROCESSING if key in before and key in now}
