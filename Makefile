@@ -13,7 +13,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto -
 	--dist=loadfile
 # The library with the oldest PyTorch that pyproject.toml allows: where gradients depend on it.
 OLDEST := .venv-oldest
-OLDEST_TESTS := test_derivatives.py test_calls.py test_exported_programs.py recurrent
+OLDEST_TESTS := test_derivatives.py test_calls.py test_changed_layers.py test_exported_programs.py recurrent
 # Options for the command behind a target: make train ARGS="data=mnist impl=cpp"
 ARGS ?=
 

@@ -283,7 +283,7 @@ def test_a_run_whose_results_cannot_be_read_is_named_and_passed_over(tmp_path, c
     hydra = OmegaConf.create({"hydra": {"overrides": {"task": []}}})
     new = str(folder.parent / "new")
     assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == new
-    assert not is_finished(folder)
+    assert not is_finished(OmegaConf.create({"resume": "auto", "mode": "train"}), folder)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"Warning: resume=auto: {folder}/results.json cannot be read")
     assert line.endswith(f"hydra.run.dir={folder} goes on with it")

@@ -230,7 +230,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def _differentiate_flat(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
-    return flatten(_differentiate(ctx, *grads)[:_TENSORS])
+    d_sequences, d_initial, d_parameters, *_ = _differentiate(ctx, *grads)
+    return [*d_sequences, *d_initial, *d_parameters, None]  # the seed has none
 
 
 def _record(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:

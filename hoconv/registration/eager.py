@@ -142,7 +142,7 @@ def flatten(args: Iterable[Any]) -> list[Any]:
     """Arguments, those of lists one by one."""
     flat: list[Any] = []
     for each in args:
-        if isinstance(each, list):  # type(each) is another, where torch 2.11 traces it
+        if type(each) is list:
             flat += each
         else:
             flat.append(each)

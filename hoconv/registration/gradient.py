@@ -62,11 +62,13 @@ def register_gradient(
     compute = flatten_gradients if op.takes_lists else differentiate
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
+    # Not Function.apply, which would look for transforms of torch.func again: the dispatcher chose
+    # their level before it calls this.
+    apply = super(torch.autograd.Function, Gradient).apply  # pyright: ignore[reportAttributeAccessIssue]
+
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
         tensors = flatten(args) if op.takes_lists else args[: op.tensors]
-        # Not Function.apply, which would look for transforms of torch.func again: the dispatcher
-        # chose their level before it called this.
-        found = super(torch.autograd.Function, Gradient).apply(*tensors, args, run)
+        found = apply(*tensors, args, run)
         return list(found) if returns_list else found
 
     op.gradient = gradient

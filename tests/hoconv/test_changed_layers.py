@@ -111,7 +111,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def make_three(name: str, impl: str, device: str) -> tuple[list[Any], Tensor]:
     """Returns a warm layer, a new one, and one of the reference, of equal weights; and an input."""
     make, x = LAYERS[name]
-    warm = make().to(device)
+    warm: Any = make().to(device)
     warm.impl = impl
     cold, reference = copy.deepcopy(warm), copy.deepcopy(warm)
     reference.impl = "reference"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear, approx
+from hoconv.approx.gradients import KINDS
 from hoconv.approx.operator import CONV2D, MATMUL
 from hoconv.declaration import layers
 from hoconv.implementations import choose
@@ -106,7 +107,7 @@ def test_gradient_is_what_was_asked_for(gradient: Any) -> None:
     torch.testing.assert_close(layer.weight.grad, weight.grad)
 
 
-@pytest.mark.parametrize("gradient", approx.gradients.KINDS)
+@pytest.mark.parametrize("gradient", KINDS)
 @pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
 def test_many_cotangents_give_the_gradients_of_each(gradient: str, padding_mode: Any) -> None:
     layer = approx.ApproxConv2d(
