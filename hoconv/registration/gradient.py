@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import is_tensorlist_like_type
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_any_only, tree_leaves
 
 from hoconv.registration.batches import call_one_by_one
@@ -40,7 +41,12 @@ def register_gradient(
 
     overload = op.overload
 
-    class Gradient(torch.autograd.Function):
+    # Of a single level: the dispatcher chose the level of torch.func before it called this.
+    class Gradient(_SingleLevelFunction):
+        apply: Callable[..., Any]  # as PyTorch defines it
+        # Which PyTorch gives to functions of every level alone; compiled autograd asks for it.
+        _compiled_autograd_key = staticmethod(Function._compiled_autograd_key)
+
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             inputs, run = args[-2:]  # before them, the same tensors one by one, for autograd
@@ -62,13 +68,9 @@ def register_gradient(
     compute = flatten_gradients if op.takes_lists else differentiate
     returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
 
-    # Not Function.apply, which would look for transforms of torch.func again: the dispatcher chose
-    # their level before it calls this.
-    apply = super(torch.autograd.Function, Gradient).apply  # pyright: ignore[reportAttributeAccessIssue]
-
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
         tensors = flatten(args) if op.takes_lists else args[: op.tensors]
-        found = apply(*tensors, args, run)
+        found = Gradient.apply(*tensors, args, run)
         return list(found) if returns_list else found
 
     op.gradient = gradient
