@@ -92,11 +92,11 @@ def run(key: Key, folder: Path, tell: Callable[[str], None]) -> Verdict:
     seeds = sequence.operations(name)
     chosen = [seeds[i] for i in key.only] if key.only else seeds
     tell(f"{key.layer}: ")
-    case = (key.layer, key.impl, key.device, name)
-    fault = sequence.run(*case, chosen, lambda text: tell(f"{key.layer}: {text}"), key.without)
+    case = sequence.Case(key.layer, key.impl, key.device, name, key.without)
+    fault = sequence.run(case, chosen, lambda text: tell(f"{key.layer}: {text}"))
     if fault is None:
         return Verdict("equal")
-    kept, fault = sequence.shrink(*case, chosen, fault, _SHRINKING, key.without)
+    kept, fault = sequence.shrink(case, chosen, fault, _SHRINKING)
     tell(f"{key.layer}: {'; '.join(fault.said)}")
     numbers = " ".join(str(seeds.index(s)) for s in kept)
     again = f"--layer {key.layer} --seed {key.seed} --case {key.number} --only {numbers}"

@@ -88,17 +88,6 @@ def inference(layer: nn.Module, call: Call) -> Results:
         return {f"output {i}": o.clone() for i, o in enumerate(outputs)}
 
 
-def inference_inputs(layer: nn.Module, call: Call) -> Results:
-    """Inputs that were made in inference mode, outside of it."""
-    given = call.arguments()
-    with torch.inference_mode():
-        made = call.arguments()
-    outputs = call.run(layer, made)
-    return {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)} | {
-        "given": str(len(given.leaves))
-    }
-
-
 def backward(layer: nn.Module, call: Call) -> Results:
     given = call.arguments()
     return differentiate(layer, call, given, call.run(layer, given))
@@ -220,7 +209,11 @@ def settings_between(layer: Any, call: Call) -> Results:
     """Attributes change between forward and backward: the backward pass is of the call before."""
     given = call.arguments()
     outputs = call.run(layer, given)
-    names = ("impl", "residual", "recompute", "softmax", "gradient", "dilation", "bidirectional")
+    for name in getattr(layer, "fixed", ()):
+        with contextlib.suppress(AttributeError):
+            setattr(layer, name, None)
+            raise AssertionError(f"{name} was changed")
+    names = ("impl", "residual", "recompute", "softmax", "gradient", "dilation")
     before = {n: getattr(layer, n) for n in names if n in vars(layer)}
     others = {"impl": "auto", "gradient": "ste", "dilation": before.get("dilation", 1)}
     training = layer.training
@@ -261,11 +254,6 @@ def chained(layer: Any, call: Call) -> Results:
     _, state = layer(*given.args, **given.kwargs)
     outputs = flatten(layer(given.args[0], state))
     return named(outputs) | gradients(outputs, leaves_of(layer, given), call.cotangents(outputs))
-
-
-def anomaly(layer: nn.Module, call: Call) -> Results:
-    with torch.autograd.set_detect_anomaly(True):
-        return backward(layer, call)
 
 
 def steps(layer: Any, call: Call) -> Results:

@@ -7,8 +7,6 @@ from typing import Any
 
 from hoconv import recurrent as rnn
 
-SCALES = [0.9]  # a sequence changes it after a layer is made
-
 
 @rnn.cell(state=("h",))
 def leaky(x, h, *, p=0.1):
@@ -43,12 +41,6 @@ def scaled(x, h, *, factors=(0.5,)):
 
 
 @rnn.cell(state=("h",))
-def reading_globals(x, h):
-    h = rnn.tanh(rnn.linear("h", x, h)) * SCALES[0]
-    return h, dict(h=h)
-
-
-@rnn.cell(state=("h",))
 def without_products(x, h):
     gain = rnn.parameter("gain", h)
     h = rnn.tanh(gain * h + rnn.sum(x))
@@ -68,7 +60,6 @@ CELLS: tuple[tuple[rnn.Cell, dict[str, Callable[[], Any]]], ...] = (
     (writer, {"slots": lambda: 3}),
     (seeing, {}),
     (scaled, {"factors": lambda: [0.5, 1.5]}),
-    (reading_globals, {}),
     (without_products, {}),
     (without_parameters, {}),
 )

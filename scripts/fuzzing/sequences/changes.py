@@ -7,43 +7,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fuzzing.draw import Draw
-from fuzzing.sequences import cells
-from fuzzing.sequences.modules import (
-    attribute,
-    generator_attribute,
-    generator_forward,
-    global_hook,
-    hook,
-    method,
-    patch,
-    patch_pytorch,
-    subclass,
-    submodule,
-    take_back,
-)
-from fuzzing.sequences.parameters import (
-    edit,
-    extra_parameter,
-    freeze,
-    freeze_all,
-    hook_tensor,
-    load,
-    misshape,
-    parametrized,
-    plain_tensor,
-    pruned,
-    remove,
-    reorder,
-    replace,
-    swap_data,
-    tie,
-    unparametrized,
-    unpruned,
-)
+from fuzzing.sequences import modules, parameters
 from fuzzing.sequences.world import World
 
 
@@ -52,14 +21,6 @@ def train(world: World, draw: Draw) -> str | None:
         return None
     world.layer.train(not world.layer.training)
     return "layer.train()" if world.layer.training else "layer.eval()"
-
-
-def flag(world: World, draw: Draw) -> str | None:
-    """The attribute `training` of the layer alone."""
-    if world.still:
-        return None
-    world.layer.training = not world.layer.training
-    return f"layer.training = {world.layer.training}"
 
 
 def convert(world: World, draw: Draw) -> str:
@@ -100,21 +61,6 @@ def _forget_instance(world: World) -> None:
     world.undo.update(kept)
 
 
-def share(world: World, draw: Draw) -> str:
-    world.layer.share_memory()
-    return "layer.share_memory()"
-
-
-def zero(world: World, draw: Draw) -> str:
-    world.layer.zero_grad()
-    return "layer.zero_grad()"
-
-
-def same_device(world: World, draw: Draw) -> str:
-    world.layer.to(next(world.layer.parameters(), torch.zeros(())).device)
-    return "layer.to(its device)"
-
-
 def reset(world: World, draw: Draw) -> str | None:
     if not hasattr(world.layer, "reset_parameters"):
         return None
@@ -124,66 +70,43 @@ def reset(world: World, draw: Draw) -> str | None:
 
 
 def option(world: World, draw: Draw) -> str | None:
-    """What the cell and its options were made of changes: the layer does not."""
+    """What the options of a cell were made of changes: the layer does not."""
     if not hasattr(world.layer, "options"):
         return None
     options = world.layer.options
-    before = cells.SCALES[0]
-    cells.SCALES[0] = 0.25
-    world.undo[f"torch.cells #{next(world.numbers)}"] = lambda: cells.SCALES.__setitem__(0, before)
     if isinstance(options.get("factors"), list):
         options["factors"].append(3.0)
-    if "p" in options:
-        options["p"] = 0.9
-    if "slots" in options:
-        options["slots"] = 5
-    return "the options and the globals of the cell change"
+    options.update({k: v for k, v in (("p", 0.9), ("slots", 5)) if k in options})
+    return "the options of the cell change"
 
 
-# Settings of PyTorch
+# A setting of PyTorch: what reads it, what sets it, and its values.
+_SETTINGS: tuple[tuple[Any, Any, tuple[Any, ...]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype,
+     (torch.float64, torch.float32, torch.float16)),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
+     (False, True)),
+    (torch.get_num_threads, torch.set_num_threads, (1, 2)),
+    (torch.is_grad_enabled, torch.set_grad_enabled, (False, True)),
+)  # fmt: skip
 
 
 def setting(world: World, draw: Draw) -> str:
-    kind = draw.choice(("default dtype", "deterministic", "threads", "grad", "mkldnn", "device",
-                        "flush"))  # fmt: skip
-    if kind == "default dtype":
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(draw.choice((torch.float64, torch.float32, torch.float16)))
-        return world.later("torch.set_default_dtype", lambda: torch.set_default_dtype(before))
-    if kind == "deterministic":
-        on = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(not on)
-        return world.later("torch.use_deterministic_algorithms",
-                           lambda: torch.use_deterministic_algorithms(on))  # fmt: skip
-    if kind == "threads":
-        count = torch.get_num_threads()
-        torch.set_num_threads(draw.choice((1, 2)))
-        return world.later("torch.set_num_threads", lambda: torch.set_num_threads(count))
-    if kind == "grad":
-        enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(not enabled)
-        return world.later(f"torch.set_grad_enabled({not enabled})",
-                           lambda: torch.set_grad_enabled(enabled))  # fmt: skip
-    if kind == "mkldnn":
-        on = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.set_flags(not on)
-        return world.later("torch.backends.mkldnn.set_flags",
-                           lambda: torch.backends.mkldnn.set_flags(on) and None)  # fmt: skip
-    if kind == "device":
-        torch.set_default_device("cpu")
-        return world.later("torch.set_default_device", lambda: torch.set_default_device(None))
-    torch.set_flush_denormal(True)
-    return world.later("torch.set_flush_denormal", lambda: torch.set_flush_denormal(False) and None)
+    read, write, values = draw.choice(_SETTINGS)
+    before, value = read(), draw.choice(values)
+    write(value)
+    return world.later(f"torch.{write.__name__}({value})", lambda: write(before))
 
 
 Change = Callable[[World, Draw], str | None]
 # Change -> its weight in draws.
 CHANGES: dict[Change, float] = {
-    edit: 2, swap_data: 2, replace: 1.5, misshape: 1, reorder: 1, tie: 1, plain_tensor: 1,
-    remove: 1, extra_parameter: 0.5, freeze: 2, freeze_all: 1.5, load: 1, hook_tensor: 0.7,
-    parametrized: 1, unparametrized: 1, pruned: 1, unpruned: 1, hook: 3, global_hook: 1,
-    attribute: 10, generator_attribute: 1, method: 1.5, generator_forward: 1, subclass: 1.5,
-    patch: 2, patch_pytorch: 1.5, take_back: 12, submodule: 1.5, train: 2, flag: 0.7, convert: 1,
-    deepcopy: 1, pickled: 0.7, share: 0.3, zero: 0.3, same_device: 0.3, reset: 0.5, option: 0.7,
-    setting: 2,
+    parameters.edit: 2, parameters.swap_data: 2, parameters.replace: 1.5, parameters.misshape: 1,
+    parameters.tie: 1, parameters.displace: 2, parameters.freeze: 3, parameters.load: 1,
+    parameters.hook_tensor: 0.7, parameters.parametrized: 1, parameters.unparametrized: 1,
+    parameters.pruned: 1, parameters.unpruned: 1, modules.hook: 3, modules.global_hook: 1,
+    modules.attribute: 10, modules.generator_attribute: 1, modules.method: 2.5,
+    modules.subclass: 1.5, modules.patch: 2, modules.patch_pytorch: 1.5, modules.take_back: 12,
+    modules.submodule: 1.5, train: 2, convert: 1, deepcopy: 1, pickled: 0.7, reset: 0.5,
+    option: 0.7, setting: 2,
 }  # fmt: skip

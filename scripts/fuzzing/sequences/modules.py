@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from fuzzing.draw import Draw
 from fuzzing.sequences.world import World, scale
 
-_MEND = 0.7  # the share of breaking changes that are taken back after a call
-
 
 def _altered(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method that calls the original and changes its result."""
@@ -55,33 +53,6 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) * self.gain.to(x.dtype)
-
-
-class LoudConv(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-class LoudConvInside(nn.Conv2d):
-    def _conv_forward(self, *args: Any) -> Tensor:
-        return super()._conv_forward(*args) * 2
-
-
-class LoudLinear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-class QuietConv(nn.Conv2d):
-    """A subclass that changes nothing."""
-
-
-class QuietLinear(nn.Linear):
-    """A subclass that changes nothing."""
-
-
-def _louder(module: nn.Module, *args: Any) -> Tensor:
-    return type(module).forward(module, *args) * 2
 
 
 # Hooks
@@ -136,21 +107,15 @@ def global_hook(world: World, draw: Draw) -> str:
 
 
 def attribute(world: World, draw: Draw) -> str:
+    """An attribute set to another value, for good or for a call."""
+    layer = world.layer
     name = draw.choice([*world.made.settings])
-    value, before = draw.choice(world.made.settings[name]), getattr(world.layer, name)
-    setattr(world.layer, name, value)
-    if name in world.made.sizes or name in ("options", "kernel_size", "heads", "groups"):
-        world.foreign += 1
-        layer = world.layer
-
-        def mend() -> None:
-            setattr(layer, name, before)
-            world.foreign -= 1
-
-        if draw.chance(_MEND):
-            world.mend.append(mend)
-            return f"layer.{name} = {value!r} for a call, {before!r} before"
-    return f"layer.{name} = {value!r}"
+    value, before = draw.choice(world.made.settings[name]), getattr(layer, name)
+    setattr(layer, name, value)
+    if draw.chance(0.7):
+        return f"layer.{name} = {value!r}"
+    world.mend.append(lambda: setattr(layer, name, before))
+    return f"layer.{name} = {value!r} for a call, {before!r} before"
 
 
 def generator_attribute(world: World, draw: Draw) -> str | None:
@@ -171,42 +136,24 @@ def generator_attribute(world: World, draw: Draw) -> str | None:
 
 
 def method(world: World, draw: Draw) -> str:
-    """A method set on the instance."""
-    layer = world.layer
-    name = draw.choice(_methods(type(layer)))
-    if name in vars(layer):
-        delattr(layer, name)
-        return f"del layer.{name}"
-    original = getattr(type(layer), name)
-    setattr(layer, name, types.MethodType(_altered(original), layer))
-    world.foreign += 1
+    """A method set on the instance, of the layer or of its generator."""
+    where, module = world.module(draw)
+    names = _methods(type(module)) or ["forward", "_conv_forward"]
+    name = draw.choice([n for n in names if hasattr(module, n)])
+    if name in vars(module):
+        delattr(module, name)
+        return f"del {where}.{name}"
+    setattr(module, name, types.MethodType(_altered(getattr(type(module), name)), module))
+    # The definition calls the generator, and no method of the layer.
+    foreign = module is world.layer
+    world.foreign += foreign
 
     def undo() -> None:
-        if name in vars(layer):
-            delattr(layer, name)
-        world.foreign -= 1
+        if name in vars(module):
+            delattr(module, name)
+        world.foreign -= foreign
 
-    return world.later(f"layer.{name} = a method that scales its result", undo)
-
-
-def generator_forward(world: World, draw: Draw) -> str | None:
-    generator = getattr(world.layer, "generator", None)
-    if not isinstance(generator, nn.Module) or "forward" in vars(generator):
-        return None
-    name = (
-        "forward" if draw.chance(0.6) or not isinstance(generator, nn.Conv2d) else "_conv_forward"
-    )
-    if name == "forward":
-        new = functools.partial(_louder, generator)
-    else:
-        new = types.MethodType(_altered(nn.Conv2d._conv_forward), generator)
-    setattr(generator, name, new)
-
-    def undo() -> None:
-        if name in vars(generator):
-            delattr(generator, name)
-
-    return world.later(f"layer.generator.{name} = twice it", undo)
+    return world.later(f"{where}.{name} = a method that scales its result", undo)
 
 
 def subclass(world: World, draw: Draw) -> str:
@@ -279,8 +226,7 @@ def submodule(world: World, draw: Draw) -> str | None:
     layer, generator = world.layer, getattr(world.layer, "generator", None)
     if not isinstance(generator, nn.Module):
         return None
-    convolves = isinstance(generator, nn.Conv2d)
-    kind = draw.choice(("adapter", "sequential", "identity", "loud", "inside", "quiet", "another"))
+    kind = draw.choice(("adapter", "sequential", "identity", "forward", "_conv_forward", "quiet"))
     made: Any
     if kind == "adapter":
         made = Adapter(generator)
@@ -291,11 +237,10 @@ def submodule(world: World, draw: Draw) -> str | None:
     elif type(generator) not in (nn.Conv2d, nn.Linear) or "forward" in vars(generator):
         return None  # a forward of the instance would still read the old module
     else:
+        base = type(generator)
+        changed = {kind: _overriding(base, kind)} if hasattr(base, kind) else {}
         made = copy.copy(generator)  # shares the parameters
-        made.__class__ = {
-            "loud": (LoudLinear, LoudConv), "inside": (LoudLinear, LoudConvInside),
-            "quiet": (QuietLinear, QuietConv), "another": (nn.Linear, nn.Conv2d),
-        }[kind][convolves]  # fmt: skip
+        made.__class__ = type("Sub" + base.__name__, (base,), changed)
     made.train(layer.training)
     layer.generator = made
 
@@ -305,4 +250,4 @@ def submodule(world: World, draw: Draw) -> str | None:
     if kind == "identity":
         world.mend.append(undo)
         return "layer.generator = nn.Identity() for a call"
-    return world.later(f"layer.generator = {kind} ({type(made).__name__})", undo)
+    return world.later(f"layer.generator = {kind}", undo)

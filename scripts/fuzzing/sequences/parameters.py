@@ -87,18 +87,6 @@ def misshape(world: World, draw: Draw) -> str | None:
     return f"{name}.data = … ({kind}), for one call"
 
 
-def reorder(world: World, draw: Draw) -> str | None:
-    _, owner = world.module(draw)
-    if len(owner._parameters) < 2 or any(p is None for p in owner._parameters.values()):
-        return None
-    items = [*owner._parameters.items()]
-    for name, _ in items:
-        delattr(owner, name)
-    for name, p in reversed(items):
-        owner.register_parameter(name, p)
-    return "parameters deleted and registered in reverse order"
-
-
 def tie(world: World, draw: Draw) -> str | None:
     _, owner = world.module(draw)
     items = [(n, p) for n, p in owner._parameters.items() if p is not None]
@@ -110,75 +98,42 @@ def tie(world: World, draw: Draw) -> str | None:
     return f"{other} = {name} (tied)"
 
 
-def plain_tensor(world: World, draw: Draw) -> str | None:
-    """A parameter deleted; a plain tensor, or a buffer, of its name."""
+def displace(world: World, draw: Draw) -> str | None:
+    """A parameter deleted or None for a call; or a plain tensor, or a buffer, of its name."""
     if (found := world.parameter(draw)) is None or parametrize.is_parametrized(found[0]):
         return None
     owner, name, p = found
-    order = [*owner._parameters]
+    kind = draw.choice(("deleted", "None", "a buffer", "a plain tensor"))
     delattr(owner, name)
-    buffer = draw.chance(0.5)
-    if buffer:
+    if kind == "None":
+        owner.register_parameter(name, None)
+    elif kind == "a buffer":
         owner.register_buffer(name, p.detach() * 0.9)
-    else:
+    elif kind == "a plain tensor":
         setattr(owner, name, p.detach() * 0.9)
 
     def undo() -> None:
-        if name in owner._buffers or name in vars(owner):
-            delattr(owner, name)
-            owner.register_parameter(name, p)
-            for other in order[order.index(name) + 1 :]:
-                if other in owner._parameters:
-                    owner._parameters[other] = owner._parameters.pop(other)
-
-    return world.later(f"{name} is a {'buffer' if buffer else 'plain tensor'}", undo)
-
-
-def remove(world: World, draw: Draw) -> str | None:
-    """A parameter deleted, or None, for a call."""
-    if (found := world.parameter(draw)) is None or parametrize.is_parametrized(found[0]):
-        return None
-    owner, name, _ = found
-    gone = draw.chance(0.5)
-    p, later = owner._parameters[name], [*owner._parameters]
-    later = later[later.index(name) + 1 :]
-    if gone:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, None)
-
-    def mend() -> None:
-        if parametrize.is_parametrized(owner, name):
+        if parametrize.is_parametrized(owner, name) or owner._parameters.get(name) is not None:
             return
-        owner._parameters[name] = p
-        for other in later:
-            if other in owner._parameters:
-                owner._parameters[other] = owner._parameters.pop(other)
+        if hasattr(owner, name):
+            delattr(owner, name)
+        owner.register_parameter(name, p)
 
-    world.mend.append(mend)
-    return f"del {name}" if gone else f"{name} = None"
-
-
-def extra_parameter(world: World, draw: Draw) -> str | None:
-    where, owner = world.module(draw)
-    if hasattr(owner, "extra"):
-        return None
-    owner.extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    return f"{where}.extra = nn.Parameter(…)"
+    if kind in ("deleted", "None"):
+        world.mend.append(undo)
+        return f"{name} is {kind}, for a call"
+    return world.later(f"{name} is {kind}", undo)
 
 
 def freeze(world: World, draw: Draw) -> str | None:
     if (found := world.parameter(draw)) is None:
         return None
     _, name, p = found
+    if draw.chance(0.4):
+        world.layer.requires_grad_(not p.requires_grad)
+        return f"layer.requires_grad_({p.requires_grad})"
     p.requires_grad_(not p.requires_grad)
     return f"{name}.requires_grad_({p.requires_grad})"
-
-
-def freeze_all(world: World, draw: Draw) -> str:
-    on = draw.chance(0.5)
-    world.layer.requires_grad_(on)
-    return f"layer.requires_grad_({on})"
 
 
 def load(world: World, draw: Draw) -> str:

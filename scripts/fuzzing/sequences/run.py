@@ -12,16 +12,19 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from fuzzing.draw import Draw
-from fuzzing.sequences.calls import Call, Results
+from fuzzing.sequences.calls import Call, Results, backward
 from fuzzing.sequences.changes import CHANGES
 from fuzzing.sequences.layers import make
-from fuzzing.sequences.modes import ALONE, MODES, PLAIN, Mode, autocast, autocast_forward, func_jvp
+from fuzzing.sequences.modes import ALONE, MODES, NOT_PACKED, PLAIN, REFUSED, Mode
+from fuzzing.sequences.surroundings import autocast, compiled
+from fuzzing.sequences.transforms import func_jvp
 from fuzzing.sequences.world import World
 
 LENGTH = 40
@@ -31,6 +34,16 @@ _CALLS = 0.5  # the share of calls among the operations
 _SAME = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 _OTHER = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 _FLOOR = 1e-2  # the norm below which errors are absolute
+
+
+class Case(NamedTuple):
+    """A kind of layer, where it runs, the key of its draws, and the operations left out."""
+
+    kind: str
+    impl: str
+    device: str
+    key: str
+    without: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -66,10 +79,10 @@ def _weighted(draw: Draw, weights: dict[Any, float]) -> Any:
 
 
 def run(
-    kind: str, impl: str, device: str, key: str, seeds: Sequence[int],
-    tell: Callable[[str], None] = lambda text: None, without: Sequence[str] = (),
-) -> Fault | None:  # fmt: skip
-    """Runs the operations of these seeds but those named `without`; returns the first fault."""
+    case: Case, seeds: Sequence[int], tell: Callable[[str], None] = lambda text: None
+) -> Fault | None:
+    """Runs the operations of these seeds; returns the first fault."""
+    kind, impl, device, key, without = case
     said: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,14 +118,9 @@ def run(
 
 
 def _call(
-    world: World,
-    draw: Draw,
-    mode: Mode,
-    seed: int,
-    impl: str,
-    said: list[str],
+    world: World, draw: Draw, mode: Mode, seed: int, impl: str, said: list[str],
     tell: Callable[[str], None],
-) -> str | None:
+) -> str | None:  # fmt: skip
     def arguments() -> Any:
         return world.made.arguments(
             Draw(seed, "arguments", device=draw.device), world.made, world.layer
@@ -120,7 +128,13 @@ def _call(
 
     call = Call(arguments, seed)
     with torch.no_grad():
-        said.append(f"{mode.__name__}: {arguments().text}")
+        given = arguments()
+    # torch.compile does not see hooks of all modules and patches of PyTorch, and fails elsewhere
+    # where shapes do not fit.
+    altered = mode is compiled and (world.undo or world.mend)
+    if altered or (mode in NOT_PACKED and isinstance(given.args[0], PackedSequence)):
+        mode = backward
+    said.append(f"{mode.__name__}: {given.text}")
     tell("; ".join(said))
     plain = PLAIN.get(mode, mode)
     try:
@@ -135,12 +149,14 @@ def _call(
         return f"the call changed {why}"
     if why := _differ(got, _outcome(cold, call, mode), _SAME):
         return f"warm and cold: {why}"
+    if isinstance(got, Refusal) and mode in REFUSED and REFUSED[mode] in got.text:
+        return None
     if plain is not mode and (why := _differ(got, _outcome(cold, call, plain), _OTHER)):
         return f"{mode.__name__} and {plain.__name__}: {why}"
     documented = isinstance(got, Refusal) and issubclass(got.kind, NotImplementedError)
     if mode in ALONE or (documented and mode is func_jvp):
         return None
-    low = mode in (autocast, autocast_forward)
+    low = mode is autocast
     tolerances = (
         dict.fromkeys(_OTHER, _OTHER[torch.bfloat16]) | {torch.float64: 1e-9} if low else _OTHER
     )
@@ -198,12 +214,8 @@ def _differ(
         if tolerances is not _SAME and name.endswith("'s gradient"):
             continue  # an implementation may not see that no result depends on a leaf
         if tolerances is not _SAME:  # which zeros are None differs between implementations
-            value = (
-                torch.zeros_like(right) if value is None and isinstance(right, Tensor) else value
-            )
-            right = (
-                torch.zeros_like(value) if right is None and isinstance(value, Tensor) else right
-            )
+            value = torch.zeros_like(right) if value is None and right is not None else value
+            right = torch.zeros_like(value) if right is None and value is not None else right
         if not isinstance(value, Tensor) or not isinstance(right, Tensor):
             if isinstance(value, Tensor) != isinstance(right, Tensor) or value != right:
                 shown = [
@@ -215,7 +227,7 @@ def _differ(
         if value.shape != right.shape or value.dtype != right.dtype:
             return (f"{name}: got {tuple(value.shape)} {value.dtype}, expected "
                     f"{tuple(right.shape)} {right.dtype}")  # fmt: skip
-        allowed = max(tolerances.get(t, 0.0) for t in (value.dtype,))
+        allowed = tolerances.get(value.dtype, 0.0)
         a, b = (t.detach().as_subclass(Tensor).double() for t in (value, right))
         if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
             return f"{name}: NaN or infinite in other places"
@@ -228,14 +240,7 @@ def _differ(
 
 
 def shrink(
-    kind: str,
-    impl: str,
-    device: str,
-    key: str,
-    seeds: Sequence[int],
-    fault: Fault,
-    seconds: float,
-    without: Sequence[str] = (),
+    case: Case, seeds: Sequence[int], fault: Fault, seconds: float
 ) -> tuple[list[int], Fault]:
     """Drops operations while the same sort of fault remains."""
     end = time.monotonic() + seconds
@@ -245,7 +250,7 @@ def shrink(
         at = 0
         while at < len(kept) - 1 and time.monotonic() < end:
             fewer = [*kept[:at], *kept[min(at + size, len(kept) - 1) :]]
-            found = run(kind, impl, device, key, fewer, without=without)
+            found = run(case, fewer)
             if found and _sort(found) == _sort(fault):
                 kept, fault = fewer[: found.at + 1], found
             else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +28,7 @@ from fuzzing.sequences.calls import (
 
 def _checkpointed(layer: nn.Module, call: Call, reentrant: bool) -> Results:
     given = call.arguments()
-    if reentrant and not (isinstance(given.args[0], Tensor) and given.args[0].requires_grad):
+    if reentrant and not given.args[0].requires_grad:
         return backward(layer, call)  # this checkpoint then has no gradient by design
     torch.manual_seed(call.seed)
 
@@ -64,13 +64,6 @@ def saved_hooks_changing(layer: nn.Module, call: Call) -> Results:
     return differentiate(layer, call, given, outputs)
 
 
-def saved_on_cpu(layer: nn.Module, call: Call) -> Results:
-    given = call.arguments()
-    with torch.autograd.graph.save_on_cpu():
-        outputs = call.run(layer, given)
-    return differentiate(layer, call, given, outputs)
-
-
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -83,11 +76,6 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Function(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -106,13 +94,6 @@ def dispatch_mode_seen(layer: nn.Module, call: Call) -> Results:
     return named(outputs) | {"sees ops": str(mode.count > 0)}
 
 
-def function_mode(layer: nn.Module, call: Call) -> Results:
-    given = call.arguments()
-    with _Function():
-        outputs = call.run(layer, given)
-        return differentiate(layer, call, given, outputs)
-
-
 def meta(layer: nn.Module, call: Call) -> Results:
     given = call.arguments()
     parameters = {n: p.detach().to("meta") for n, p in layer.named_parameters()}
@@ -124,7 +105,8 @@ def meta(layer: nn.Module, call: Call) -> Results:
 
 
 def threads(layer: nn.Module, call: Call) -> Results:
-    if is_noisy(layer):
+    # A pruned tensor is an attribute that each call of a module sets: threads take each other's.
+    if is_noisy(layer) or prune.is_pruned(layer):
         return no_threads(layer, call)
     found: dict[int, Results | BaseException] = {}
 
@@ -166,23 +148,12 @@ def no_threads(layer: nn.Module, call: Call) -> Results:
     return results
 
 
-def _cast(layer: nn.Module, call: Call, dtype: torch.dtype, take: bool) -> Results:
+def autocast(layer: nn.Module, call: Call) -> Results:
     given = call.arguments()
     device = next(iter(given.leaves.values())).device.type
-    with torch.autocast(device, dtype):
+    with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(call.seed % 3 > 0):
         outputs = call.run(layer, given)
-    if not take:
-        return named(outputs)
     return differentiate(layer, call, given, outputs)
-
-
-def autocast(layer: nn.Module, call: Call) -> Results:
-    return _cast(layer, call, torch.bfloat16, take=True)
-
-
-def autocast_forward(layer: nn.Module, call: Call) -> Results:
-    with torch.no_grad():
-        return _cast(layer, call, torch.bfloat16, take=False)
 
 
 def compiled(layer: nn.Module, call: Call) -> Results:
