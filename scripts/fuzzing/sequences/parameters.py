@@ -65,8 +65,9 @@ def misshape(world: World, draw: Draw) -> str | None:
     if (found := world.parameter(draw)) is None:
         return None
     owner, name, p = found
-    if isinstance(owner, parametrize.ParametrizationList):
-        return None  # PyTorch's weight_norm writes beyond its tensors
+    # PyTorch's weight_norm writes beyond its tensors; its pruning keeps the gradient's old shape.
+    if isinstance(owner, parametrize.ParametrizationList) or name.endswith("_orig"):
+        return None
     before = p.data
     kind = draw.choice(("longer", "longer", "float16", "flat"))
     if kind == "longer" and p.dim():
