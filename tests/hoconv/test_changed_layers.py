@@ -209,15 +209,14 @@ def test_a_method_replaced_in_a_class_of_pytorch_computes_the_generator(
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["high order", "dynamic", "linear", "lstm"])
 def test_a_backward_pass_is_compiled_after_an_eager_forward(
     name: str, where: tuple[str, str]
 ) -> None:
-    layers, x = make_three(name, *where)
+    (layer, *_), x = make_three(name, *where)
     torch._dynamo.reset()
-    for layer in (layers[0], layers[2]):
-        expected = outcome(layer, x)
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            found = outcome(layer, x)
-        assert_same(found, expected)
+    expected = outcome(layer, x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        found = outcome(layer, x)
+    assert_same(found, expected)
     torch._dynamo.reset()
