@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hoconv.approx import multipliers
 from hoconv.approx.gradients import Gradient, kinds
-from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul
+from hoconv.approx.operator import CONV2D, MATMUL, conv2d, matmul, pad_widths
 from hoconv.declaration import Operator
 from hoconv.implementations import check_name
 from hoconv.registration import check_dense, get_parameter
@@ -75,12 +75,13 @@ class ApproxConv2d(nn.Conv2d):
                 f"got shape {tuple(input.shape)}"
             )
         x = input if input.dim() == 4 else input.unsqueeze(0)
-        padding = self.padding
+        weight, padding = get_parameter(self, "weight"), self.padding
         if self.padding_mode != "zeros":
-            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            widths = pad_widths(weight, padding, self.stride, self.dilation)
+            x = F.pad(x, widths, mode=self.padding_mode)
             padding = 0
         out = conv2d(
-            x, get_parameter(self, "weight"), self.multiplier, stride=self.stride, padding=padding,
+            x, weight, self.multiplier, stride=self.stride, padding=padding,
             dilation=self.dilation, groups=self.groups, gradient=self.gradient, impl=self.impl,
         )  # fmt: skip
         bias = get_parameter(self, "bias")

@@ -144,9 +144,10 @@ def conv2d(
             f"weight: expected 4 dimensions (O, C / groups, R, S) with a kernel of at least 1 x 1, "
             f"got shape {tuple(weight.shape)}"
         )
-    if isinstance(padding, str):
-        x, padding = _resolve_padding(x, weight, padding, stride, dilation)
-    padding = _pair("padding", padding, 0)
+    left, right, top, bottom = pad_widths(weight, padding, stride, dilation)
+    if (left, top) != (right, bottom):  # the kernels pad both sides alike
+        x = F.pad(x, (0, right - left, 0, bottom - top))
+    padding = top, left
     C, (O, channels) = x.shape[1], weight.shape[:2]  # noqa: E741
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or C % groups:
         raise ValueError(f"groups: expected a divisor of the {C} channels of x, got {groups!r}")
@@ -201,20 +202,20 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _resolve_padding(
-    x: Tensor, weight: Tensor, padding: str, stride: Pair, dilation: Pair
-) -> tuple[Tensor, Pair]:
-    """Returns the padding of both sides, and x with the zero that only one side has, if any."""
+def pad_widths(weight: Tensor, padding: Any, stride: Any, dilation: Any) -> tuple[int, ...]:
+    """Returns how many pixels the padding of `conv2d` adds on the left, right, top and bottom."""
     if padding == "valid":
-        return x, (0, 0)
+        return 0, 0, 0, 0
+    if not isinstance(padding, str):
+        height, width = _pair("padding", padding, 0)
+        return width, width, height, height
     if padding != "same":
         raise ValueError(f"padding: expected a number, a pair, 'same' or 'valid'; got {padding!r}")
+    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
     if stride != (1, 1):
         raise ValueError(f"padding: 'same' needs a stride of 1, got {stride}")
-    total = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    if total[0] % 2 or total[1] % 2:
-        x = F.pad(x, (0, total[1] % 2, 0, total[0] % 2))
-    return x, (total[0] // 2, total[1] // 2)
+    height, width = (d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True))
+    return width // 2, width - width // 2, height // 2, height - height // 2
 
 
 def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:

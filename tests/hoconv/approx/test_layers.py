@@ -107,6 +107,17 @@ def test_gradient_is_what_was_asked_for(gradient: Any) -> None:
     torch.testing.assert_close(layer.weight.grad, weight.grad)
 
 
+@pytest.mark.parametrize("padding", [1, (2, 1), "same", "valid"])
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
+def test_a_padding_set_later_is_that_of_a_new_layer(padding: Any, padding_mode: Any) -> None:
+    x = torch.randn(2, 3, 6, 7)
+    new = ApproxConv2d(3, 4, (3, 4), padding=padding, padding_mode=padding_mode)
+    changed = ApproxConv2d(3, 4, (3, 4))
+    changed.load_state_dict(new.state_dict())
+    changed.padding, changed.padding_mode = padding, padding_mode
+    assert torch.equal(changed(x), new(x))
+
+
 @pytest.mark.parametrize("gradient", KINDS)
 @pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
 def test_many_cotangents_give_the_gradients_of_each(gradient: str, padding_mode: Any) -> None:
