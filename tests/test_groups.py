@@ -139,6 +139,25 @@ def test_a_callback_of_one_s_own_group(run, tmp_path):
     assert not (failed.folder / "losses.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("group", "target"),
+    [
+        ("callbacks", "pytorch_lightning.callbacks.Timer"),
+        ("logger", "training.results.loggers.CSVMetrics"),
+    ],
+)
+def test_an_entry_without_a_name_is_shown_one(run, tmp_path, group, target):
+    (tmp_path / "conf" / group).mkdir(parents=True)
+    (tmp_path / "conf" / group / "mine.yaml").write_text(f"path: metrics.csv\n_target_: {target}\n")
+    failed = run("--config-dir", str(tmp_path / "conf"), *SHORT, f"{group}=mine")
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line == (
+        f"Error: {group}: expected a name for each entry, such as "
+        f"{{mine: {{_target_: {target}}}}}; got a _target_ without one"
+    )
+
+
 def test_several_loggers_get_the_same_metrics(run):
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs hoconv[tensorboard]"

@@ -25,7 +25,7 @@ from training.callbacks.statistics import FirstStatistics
 from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.direction import missing_mode
-from training.configuration.instantiation import instantiate_as
+from training.configuration.instantiation import entries, instantiate_as
 from training.configuration.kinds import check_kinds
 
 # Lightning counts cores; our images are in memory, where more workers are slower.
@@ -122,15 +122,14 @@ def make_callbacks(described: Any) -> list[pl.Callback]:
     """Makes the callbacks of a configuration: name -> ``_target_`` and arguments, or null for none.
 
     Raises:
-        MisconfigurationException: one is no callback of Lightning's.
+        MisconfigurationException: one is no callback of Lightning's, or has no name.
     """
+    kind = "the _target_ of a Lightning callback, or null to switch it off"
     callbacks = []
-    for name, description in described.items():
-        if description is not None:
-            kind = "the _target_ of a Lightning callback, or null to switch it off"
-            full = f"callbacks.{name}"
-            mode = missing_mode(full, description)
-            callbacks.append(instantiate_as(pl.Callback, full, description, kind, **mode))
+    for name, description in entries("callbacks", described).items():
+        full = f"callbacks.{name}"
+        mode = missing_mode(full, description)
+        callbacks.append(instantiate_as(pl.Callback, full, description, kind, **mode))
     return callbacks
 
 

@@ -35,6 +35,21 @@ def instantiate(config: DictConfig, **arguments: Any) -> Any:
         raise cause or error from None
 
 
+def entries(group: str, described: Any) -> dict[str, Any]:
+    """Returns the entries by name of a group of which a run has several, without those of null.
+
+    Raises:
+        MisconfigurationException: an entry has no name.
+    """
+    found = {name: each for name, each in (described or {}).items() if each is not None}
+    if "_target_" in found:
+        raise MisconfigurationException(
+            f"{group}: expected a name for each entry, such as "
+            f"{{mine: {{_target_: {found['_target_']}}}}}; got a _target_ without one"
+        )
+    return found
+
+
 def instantiate_as(
     kind: type[Kind], name: str, config: Any, expected: str, **arguments: Any
 ) -> Kind:

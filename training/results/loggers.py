@@ -27,7 +27,7 @@ from torch import Tensor
 
 from training import console, disk
 from training.configuration.direction import direction
-from training.configuration.instantiation import instantiate_as
+from training.configuration.instantiation import entries, instantiate_as
 from training.results.table import GrowingTable
 
 # W&B's names of the number of a row, and of that of the training step to which it belongs.
@@ -41,9 +41,10 @@ def make_loggers(described: Any, continued: Sequence[Mapping[str, Any]] = ()) ->
         continued: the `continuation` of each, where a run is resumed.
 
     Raises:
-        MisconfigurationException: one is no logger of Lightning's, or its package is missing.
+        MisconfigurationException: one is no logger of Lightning's, or has no name; or its package
+            is missing.
     """
-    descriptions = {name: each for name, each in (described or {}).items() if each is not None}
+    descriptions = entries("logger", described)
     kind = "the _target_ of a Lightning logger, or null to switch it off"
     made = []
     for (name, each), arguments in zip_longest(descriptions.items(), continued, fillvalue={}):
