@@ -161,8 +161,9 @@ def test_a_run_without_a_test_says_so_and_ends_well(run, mine, monkeypatch, miss
         ("model:\n  a: 1\n   b: [", (), "wrong.yaml, line 3: no YAML: mapping values are not"),
         ("model: {a: 1}", ("model=liness",), "model: there is no 'liness'; choose lines"),
         ("model: {a: 1}", ("data=stripes,circles",), "data: there is no 'circles'; choose "),
+        ("model: {a: 1}", ("callbacks=nope",), "callbacks: there is no 'nope'; choose early_stop"),
     ],
-    ids=["no YAML", "no such option", "one of two"],
+    ids=["no YAML", "no such option", "one of two", "not none"],
 )
 def test_a_mistake_in_ones_own_folder_is_one_line(run, mine, config, overrides, message):
     wrong = Path("mine/conf/model/wrong.yaml")

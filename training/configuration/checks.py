@@ -97,7 +97,10 @@ def check_command(
         simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
         for chosen in re.findall(r"\w+", value) if simple else ():
             if chosen not in options and not other:
-                close = difflib.get_close_matches(chosen, options, 1) or options
+                named = [
+                    each for each in options if each != "none"
+                ]  # "choose none" reads as advice
+                close = difflib.get_close_matches(chosen, named, 1) or options
                 raise MisconfigurationException(
                     f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
                 )
