@@ -65,7 +65,7 @@ def test_an_unknown_metric_has_its_direction_said(run, monkeypatch):
     (line,) = failed.err.splitlines()
     assert line == (
         "Error: direction: the name of val/regret does not say whether it is to rise or to fall; "
-        "set this to maximize or minimize"
+        "correct the name, or set this to maximize or minimize"
     )
     assert not list(failed.folder.glob("0"))
     assert run(*command, "direction=minimize").exit_code == 0

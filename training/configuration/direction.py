@@ -35,8 +35,8 @@ def direction(metric: str) -> str:
     rises, falls = bool(words & RISING), bool(words & FALLING)
     if rises == falls:
         raise ValueError(
-            f"the name of {metric} does not say whether it is to rise or to fall; set this to "
-            "maximize or minimize"
+            f"the name of {metric} does not say whether it is to rise or to fall; correct the "
+            "name, or set this to maximize or minimize"
         )
     return "maximize" if rises else "minimize"
 
