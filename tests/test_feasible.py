@@ -135,7 +135,8 @@ def test_a_lazy_layer_is_one_line(run, monkeypatch):
 
 
 def test_a_metric_of_the_training_that_nobody_logs_is_one_line(run):
-    failed = run(*SHORT, *STOPPING, "callbacks.early_stopping.monitor=train/los")
+    stopping = "callbacks.early_stopping."
+    failed = run(*SHORT, *STOPPING, f"{stopping}monitor=train/los", f"{stopping}mode=min")
     assert failed.exit_code == 1
     assert failed.err.splitlines() == [
         "Error: EarlyStopping.monitor: nothing logs 'train/los'; use train/loss"
@@ -146,7 +147,7 @@ def test_a_metric_of_the_training_that_nobody_logs_is_one_line(run):
     ("overrides", "reason"),
     [
         (
-            ("checkpoint.monitor=train/x", "trainer.limit_val_batches=0"),
+            ("checkpoint.monitor=train/x", "checkpoint.mode=min", "trainer.limit_val_batches=0"),
             "checkpoint.monitor: 'train/x' was not logged, but train/loss",
         ),
         (("+checkpoint.every_n_epochs=5",), "checkpoint: none was due before the fit ended"),

@@ -75,8 +75,8 @@ def test_the_kept_epoch_is_the_best_of_what_is_monitored(run):
     command = (*SHORT, "trainer.max_epochs=2")
     done = run(*command, "checkpoint.monitor=val/loss")
     states = torch.load(next(done.folder.glob("checkpoints/*")), weights_only=True)["callbacks"]
-    (state,) = (each for name, each in states.items() if name.startswith("ModelCheckpoint"))
-    assert "'mode': 'min'" in next(name for name in states if name.startswith("ModelCheckpoint"))
+    (state,) = (each for name, each in states.items() if name.startswith("EpochCheckpoints"))
+    assert "'mode': 'min'" in next(name for name in states if name.startswith("EpochCheckpoints"))
     assert float(state["best_model_score"]) == done.results["metrics"]["val/loss"]
 
     for overrides, message in (
