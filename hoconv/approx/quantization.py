@@ -202,6 +202,11 @@ class TableConv2d(nn.Conv2d):
             raise ValueError(
                 f"input: expected (B, {self.in_channels}, H, W), got shape {tuple(input.shape)}"
             )
+        if self.padding_mode != "zeros":
+            raise ValueError(
+                "padding_mode: expected 'zeros', which is all that this layer has, got "
+                f"{self.padding_mode!r}; apply F.pad to the input"
+            )
         x, weight, of_x, of_weight = self.quantizer(input, self.weight)
         B, G = x.shape[0], self.groups
         windows: Any = (self.stride, self.padding, self.dilation)
