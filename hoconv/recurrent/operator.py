@@ -93,7 +93,7 @@ def _check(x: Tensor, tensors: Sequence[Tensor], cell: str, hidden_size: int) ->
         )
     for tensor, (name, shape) in zip(tensors, expected.items(), strict=True):
         check_dense(tensor, name)
-        if tensor.shape != shape:
+        if [*tensor.shape] != [*shape]:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     x, *tensors = autocast(x.device.type, x, *tensors)
     check_dtypes(x, _TOLERANCES, **dict(zip(expected, tensors, strict=True)))

@@ -87,6 +87,10 @@ def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
     for name, published in _METHODS[kind].items():
         if getattr(own, name, None) is not published or name in generator.__dict__:
             return False
+    if not torch.compiler.is_compiling():  # PyTorch's tracers replace them
+        for name, published in _CALLS.items():
+            if getattr(own, name, None) is not published:
+                return False
     return (
         not _has_any_global_hook()
         and not (generator._forward_pre_hooks or generator._forward_hooks)
@@ -105,8 +109,9 @@ def _find_published(kind: type[nn.Module], *names: str) -> dict[str, Callable[..
     }
 
 
-# By which a module computes.
+# By which a module is called, and by which it computes.
+_CALLS = _find_published(nn.Module, "__call__", "_call_impl")
 _METHODS: dict[type[nn.Module], dict[str, Callable[..., Any] | None]] = {
-    nn.Conv2d: _find_published(nn.Conv2d, "__call__", "_call_impl", "forward", "_conv_forward"),
-    nn.Linear: _find_published(nn.Linear, "__call__", "_call_impl", "forward"),
+    nn.Conv2d: _find_published(nn.Conv2d, "forward", "_conv_forward"),
+    nn.Linear: _find_published(nn.Linear, "forward"),
 }

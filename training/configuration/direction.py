@@ -47,7 +47,7 @@ def mode(metric: str | None, *, _root_: Any) -> str:
     Raises:
         ValueError: the name of the metric does not say it.
     """
-    if metric is None:
+    if not isinstance(metric, str):  # another value than null is refused where it is used
         return "max"
     return MODES[_root_.direction] if metric == _root_.objective else _mode(metric)
 
@@ -63,13 +63,14 @@ def missing_mode(name: str, description: Any) -> dict[str, str]:
     Raises:
         MisconfigurationException: the name of the metric does not say it.
     """
-    if not OmegaConf.is_dict(description) or not description.get("monitor"):
+    monitor = description.get("monitor") if OmegaConf.is_dict(description) else None
+    if not isinstance(monitor, str):
         return {}
     found = locate(name, description.get("_target_", ""))
     if "mode" in description or "mode" not in inspect.signature(found).parameters:
         return {}
     try:
-        return {"mode": _mode(description.monitor)}
+        return {"mode": _mode(monitor)}
     except ValueError as error:
         raise MisconfigurationException(f"{name}.mode: {error}") from error
 
