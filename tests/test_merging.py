@@ -73,6 +73,24 @@ def test_what_differs_in_preprocessing_is_said(run, ckpt):
     ]
 
 
+def test_that_a_share_of_other_images_is_tested_is_said(run, trained):
+    one, other, _ = trained
+    made = run(
+        *CPU, "data=folder", f"data.folder={one / 'train'}", "data.val_share=0.34",
+        "data.image_size=16", f"data.cache_dir={one.parent / 'cache'}", "model.network.width=2",
+        "trainer.max_epochs=1",
+    )  # fmt: skip
+    use = ("mode=test", f"ckpt={next((made.folder / 'checkpoints').iterdir())}", *CPU)
+    done = run(*use, f"data.folder={other / 'train'}")
+    assert done.err.splitlines() == [
+        f"Warning: data.val_share: as in training, 0.34 of the images in {other / 'train'} is "
+        "tested; data.val_share=null tests those in its folder test or val"
+    ]
+    assert "test: 2 images" in done.out
+    for named in (f"data.folder={other}", "data.val_share=null"), ():
+        assert run(*use, *named).err == ""
+
+
 def test_a_part_of_the_model_and_its_callbacks_may_be_named(run, trained, ckpt):
     use = ("mode=predict", f"ckpt={ckpt}", f"input={trained[0]}", *CPU)
     done = run(*use, "callbacks.classes=null")

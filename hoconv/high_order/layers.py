@@ -46,6 +46,9 @@ class HighOrderConv2d(FixedAttributes):
         residual: whether the input is added to the output.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
+    Later calls follow the attributes as they are then; `channels`, `kernel_size` and `groups`, by
+    which the parameters were made, cannot change.
+
     Shape:
         input (B, C, H, W) -> output (B, C, H, W).
 

@@ -58,6 +58,9 @@ class RNN(FixedAttributes):
     ``rnn.linear`` and ``<name>_l<l>`` of every ``rnn.parameter``, with ``_reverse`` at the end for
     the second direction. All start uniform in +-1/sqrt(hidden_size) unless the cell says otherwise.
 
+    Later calls follow the attributes as they are then; those by which the parameters were made,
+    such as `num_layers`, cannot change.
+
     Raises:
         CellError: the cell leaves the language.
         TypeError, ValueError: an argument or option out of its range; states whose sizes differ

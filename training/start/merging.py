@@ -122,6 +122,9 @@ def merge(config: DictConfig, saved: Saved, given: Sequence[str]) -> DictConfig:
         require_same(saved.config, merged, f"the run of {saved.path}", fix, MAY_DIFFER)
     else:
         _say_differences(saved.config.data, merged.data)
+        other = merged.data.get("folder") != saved.config.data.get("folder")
+        if config.mode == "test" and other and "data.val_share" not in named:
+            _say_share(merged.data)
     return merged
 
 
@@ -155,6 +158,14 @@ def _say_differences(before: Any, now: Any) -> None:
     ]
     if said:
         console.warn(f"data: images are prepared in another way: {'; '.join(said)}")
+
+
+def _say_share(data: Any) -> None:
+    if share := data.get("val_share"):
+        console.warn(
+            f"data.val_share: as in training, {share} of the images in {data.folder} is tested; "
+            "data.val_share=null tests those in its folder test or val"
+        )
 
 
 def _preprocessing(data: Any) -> dict[str, Any]:
