@@ -184,7 +184,8 @@ HOCONV_INLINE A softplus(A x) {
 
 #endif
 
-// As in PyTorch, the result is 0 where exp(-x) is infinite: below -88.7 in float32, -709.8 in float64.
+// As in PyTorch, the result is 0 where exp(-x) is infinite: below -88.7 in float32, -709.8 in
+// float64.
 template <typename A>
 HOCONV_INLINE A sigmoid(A x) {
   return A(1) / (A(1) + exponential(-x));

@@ -92,7 +92,8 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
     """The gradients of all tensors that both directions were given."""
     made, (n_sequences, n_states, n_parameters) = ctx.made, ctx.counts
     n = 2 * sum(ctx.counts)
-    seeds, saved = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+    every = ctx.saved_tensors  # once: a checkpoint computes them anew
+    seeds, saved = every[:2], every[2:]
     inputs = _group(saved[:n], ctx.counts, seeds)
     given = [(of[0], of[len(of) - n_states :]) for of in _halve(grads)]
     if torch.is_grad_enabled():
