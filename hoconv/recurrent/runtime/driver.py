@@ -110,6 +110,8 @@ class Cubin:
 
     def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
         """As :data:`hoconv.recurrent.runtime.workspace.Launcher`."""
+        if 0 in (rows, blocks):  # of an empty batch; the driver refuses such a grid
+            return
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         grid, block, stream = (rows, blocks, 1), (threads, 1, 1), ctypes.c_void_p(self.stream())
         self._check(

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
 from hoconv.recurrent.plans import CompiledPlan, find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
-from hoconv.recurrent.schedule import plan
+from hoconv.recurrent.schedule import SCHEDULES, plan
 from tests.hoconv.recurrent.support import (
     READY,
     cell_case,
@@ -371,3 +372,25 @@ def test_odd_sizes_and_strides() -> None:
     for T, B in ((1, 1), (1, 70), (3, 1), (2, 33)):
         ours, reference = pair("lstm")
         same(ours, sequence(B, T, 3).cuda().transpose(0, 1), reference)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_empty_batch_launches_no_kernel(schedule: str, bidirectional: bool) -> None:
+    ours = rnn.LSTM(4, 4, 2, bidirectional=bidirectional, schedule=schedule, device="cuda")
+    x = torch.randn(3, 0, 4, device="cuda", requires_grad=True)
+    output, _ = ours(x)
+    output.sum().backward()
+    assert output.shape == (3, 0, 4 * (1 + bidirectional))
+    for parameter in ours.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_a_bidirectional_layer_runs_again_in_a_checkpoint() -> None:
+    ours = rnn.LSTM(4, 4, bidirectional=True, device="cuda")
+    x = torch.randn(3, 2, 4, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(ours(x)[0].sum(), [x, *ours.parameters()])
+    again = checkpoint(lambda x: ours(x)[0], x, use_reentrant=False)
+    found = torch.autograd.grad(again.sum(), [x, *ours.parameters()])
+    torch.testing.assert_close(found, expected)
