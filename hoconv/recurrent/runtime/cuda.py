@@ -107,7 +107,8 @@ class CudaLoop:
             try:
                 if torch.cuda.is_current_stream_capturing():
                     raise _CannotKeep
-                workspace = self._workspaces(B, device, stream, _precision())
+                inference = torch.is_inference_mode_enabled()  # its tensors are written there only
+                workspace = self._workspaces(B, device, stream, inference, _precision())
             except _CannotKeep:
                 workspace = self._new_workspace(B, device, None)
             tensors = bind(program, storage, T, B, values, initial, workspace.resident)
@@ -160,9 +161,9 @@ class CudaLoop:
         return open_cubin(self._code(architecture))
 
     def _kept_workspace(
-        self, B: int, device: torch.device, stream: int, _precision: Any
+        self, B: int, device: torch.device, stream: int, _inference: bool, _precision: Any
     ) -> Workspace:
-        """One to keep for this stream and precision of products."""
+        """Returns one to keep for this stream, and for what else PyTorch is set to."""
         if _is_in_graph_pool(device):
             raise _CannotKeep
         return self._new_workspace(

@@ -394,3 +394,16 @@ def test_a_bidirectional_layer_runs_again_in_a_checkpoint() -> None:
     again = checkpoint(lambda x: ours(x)[0], x, use_reentrant=False)
     found = torch.autograd.grad(again.sum(), [x, *ours.parameters()])
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_call_in_inference_mode_keeps_is_not_written_outside(schedule: str) -> None:
+    ours = rnn.RNN(rnn.layernorm_lstm, 4, 4, schedule=schedule, device="cuda")
+    x = torch.randn(3, 2, 4, device="cuda")
+    modes = torch.inference_mode(), torch.no_grad(), torch.inference_mode(), torch.enable_grad()
+    found = []
+    for mode in modes:
+        with mode:
+            found.append(ours(x)[0].clone())
+    for output in found[1:]:
+        torch.testing.assert_close(output, found[0])
