@@ -1,4 +1,4 @@
-"""What the sets of a data module hold that counts in a loss or a score.
+"""Counts of what the sets of a data module hold for losses and scores.
 
 A data module has a method ``census()``, which returns `Counts` by the name of the set.
 """
@@ -12,7 +12,7 @@ SHOWN = 5  # names in a line
 
 
 class Counts(NamedTuple):
-    """What a set holds.
+    """The counts of a set.
 
     Attributes:
         images: how many.

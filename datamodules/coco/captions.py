@@ -44,7 +44,7 @@ class Vocabulary:
         return len(self.words)
 
     def knows(self, text: str) -> bool:
-        """Whether a word of a sentence has a number of its own."""
+        """Returns whether a word of a sentence has a number of its own."""
         return any(word in self._numbers for word in split_words(text))
 
     def encode(self, text: str) -> list[int]:

@@ -23,7 +23,7 @@ NOT_A_USER_S = {
 
 
 def is_a_user_s(name: str) -> bool:
-    """Whether a file or folder is one that a user made: it is not hidden, nor of `NOT_A_USER_S`."""
+    """Returns whether a user made a file or folder: it is not hidden, nor of `NOT_A_USER_S`."""
     return not name.startswith(".") and name.lower() not in NOT_A_USER_S
 
 

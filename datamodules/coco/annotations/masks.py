@@ -165,7 +165,7 @@ def _encode_polygons(polygons: list[Any], height: int, width: int) -> bytes:
 
 
 def _on_a_line(points: np.ndarray) -> bool:
-    """Whether points (n, 2) enclose nothing; a polygon that crosses itself does."""
+    """Returns whether points (n, 2) enclose nothing; a polygon that crosses itself does."""
     x, y = (points - points[0]).T
     far = np.argmax(np.hypot(x, y))
     length = np.hypot(x[far], y[far])

@@ -35,7 +35,7 @@ SHOWN = 60  # characters of a value in a message
 
 
 class Found(NamedTuple):
-    """What the file name of an image means.
+    """The file that the name of an image means.
 
     Attributes:
         name: of the file, relative to the folder; the first that was tried where there is none.
