@@ -136,7 +136,7 @@ def conv2d(
         hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     x, weight = _check_operands("x", x, "weight", weight, multiplier)
-    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    stride, dilation = as_pair("stride", stride, 1), as_pair("dilation", dilation, 1)
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
     if weight.dim() != 4 or min(weight.shape[2:]) < 1:
@@ -186,7 +186,8 @@ def _check_operands(
     return a, b
 
 
-def _pair(name: str, value: Any, least: int) -> Pair:
+def as_pair(name: str, value: Any, least: int) -> Pair:
+    """Returns a pair of ints, also of one that stands for both, each at least `least`."""
     # Of tuples it is known at once that they are sequences.
     pair = tuple(value) if isinstance(value, (tuple, Sequence)) else (value, value)
     are_ints = all(map(_is_int, pair))
@@ -207,11 +208,11 @@ def pad_widths(weight: Tensor, padding: Any, stride: Any, dilation: Any) -> tupl
     if padding == "valid":
         return 0, 0, 0, 0
     if not isinstance(padding, str):
-        height, width = _pair("padding", padding, 0)
+        height, width = as_pair("padding", padding, 0)
         return width, width, height, height
     if padding != "same":
         raise ValueError(f"padding: expected a number, a pair, 'same' or 'valid'; got {padding!r}")
-    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    stride, dilation = as_pair("stride", stride, 1), as_pair("dilation", dilation, 1)
     if stride != (1, 1):
         raise ValueError(f"padding: 'same' needs a stride of 1, got {stride}")
     height, width = (d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True))
@@ -243,9 +244,9 @@ def _conv2d(
     groups: int, gradient: Gradient,
 ) -> Tensor:  # fmt: skip
     windows = (  # whoever calls an implementation by itself gives what the operator is given
-        _pair("stride", stride, 1),
-        _pair("padding", padding, 0),
-        _pair("dilation", dilation, 1),
+        as_pair("stride", stride, 1),
+        as_pair("padding", padding, 0),
+        as_pair("dilation", dilation, 1),
     )
     kinds = gradients.kinds(gradient)
     return gradients.Conv2d.of(x, weight, *windows, groups, multiplier, kinds, impl)
@@ -343,7 +344,7 @@ def _matmul_cost(sample: Sample) -> Cost:
 
 def _conv2d_cost(sample: Sample) -> Cost:
     (x, weight, _), options = sample.args, sample.kwargs
-    pairs = (_pair(name, options.get(name, default), default)
+    pairs = (as_pair(name, options.get(name, default), default)
              for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
     size = output_size(x.shape, weight.shape, *pairs)
     out = x.shape[0] * weight.shape[0] * math.prod(size)

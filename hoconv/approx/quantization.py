@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from hoconv.approx.operator import MATMUL
+from hoconv.approx.operator import MATMUL, as_pair
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS
 from hoconv.approx.reference import columns, output_size
 from hoconv.approx.tables import LookupTable
@@ -207,16 +207,25 @@ class TableConv2d(nn.Conv2d):
                 "padding_mode: expected 'zeros', which is all that this layer has, got "
                 f"{self.padding_mode!r}; apply F.pad to the input"
             )
+        (O, channels), G = self.weight.shape[:2], self.groups  # noqa: E741
+        if O % G or channels * G != self.in_channels:
+            raise ValueError(
+                f"groups: expected that of the weight, {self.in_channels // channels}, got {G}"
+            )
+        windows = (
+            as_pair("stride", self.stride, 1),
+            as_pair("padding", self.padding, 0),
+            as_pair("dilation", self.dilation, 1),
+        )
         x, weight, of_x, of_weight = self.quantizer(input, self.weight)
-        B, G = x.shape[0], self.groups
-        windows: Any = (self.stride, self.padding, self.dilation)
+        B = x.shape[0]
         unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
-        filters = weight.reshape(G, self.out_channels // G, -1).repeat(B, 1, 1)
+        filters = weight.reshape(G, O // G, -1).repeat(B, 1, 1)
         out = _multiply_by_table(
             unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
         )
         size = output_size(x.shape, weight.shape, *windows)
-        out = out.mT.reshape(B, self.out_channels, *size)
+        out = out.mT.reshape(B, O, *size)
         return out if self.bias is None else out + self.bias[:, None, None]
 
 
@@ -260,5 +269,5 @@ class TableLinear(nn.Linear):
         out = _multiply_by_table(
             rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
         )
-        out = out.reshape(*input.shape[:-1], self.out_features)
+        out = out.reshape(*input.shape[:-1], weight.shape[0])
         return out if self.bias is None else out + self.bias

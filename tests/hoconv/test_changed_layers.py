@@ -6,9 +6,11 @@ A warm layer, a new one with the same change, and the reference give the same, o
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,19 @@ def exact(make: Make, *shape: int) -> tuple[Make, Tensor]:
     return lambda: make().double(), torch.randn(shape, dtype=torch.float64)
 
 
+def of_a_table(make: Callable[..., nn.Module], *shape: int) -> tuple[Make, Tensor]:
+    """A layer whose range of inputs is known; a call in training would move it."""
+    numbers, x = np.arange(-128, 128), torch.randn(shape)
+    table = approx.LookupTable(numbers[:, None] * numbers, signed=True)
+
+    def make_and_observe() -> nn.Module:
+        layer = make(table=table)
+        layer(x)
+        return layer.eval()
+
+    return make_and_observe, x
+
+
 LAYERS: dict[str, tuple[Make, Tensor]] = {
     "high order": exact(
         lambda: hoconv.HighOrderConv2d(9, 3, generator_kernel_size=3, groups=3), 2, 9, 5, 6
@@ -37,6 +52,10 @@ LAYERS: dict[str, tuple[Make, Tensor]] = {
     "lightweight": exact(lambda: hoconv.LightweightConv1d(4, 3, heads=2, bias=True), 2, 4, 7),
     "linear": (lambda: approx.ApproxLinear(6, 3), torch.randn(4, 6)),
     "convolution": (lambda: approx.ApproxConv2d(4, 6, 3, groups=2), torch.randn(2, 4, 6, 6)),
+    "convolution of a table": of_a_table(
+        functools.partial(approx.TableConv2d, 4, 6, 3, groups=2), 2, 4, 6, 6
+    ),
+    "linear of a table": of_a_table(functools.partial(approx.TableLinear, 6, 3), 4, 6),
     "lstm": exact(lambda: rnn.LSTM(4, 4, 2), 4, 4, 4),
     "gru of both directions": exact(lambda: rnn.GRU(4, 4, 2, bidirectional=True), 4, 4, 4),
     "rnn": exact(lambda: rnn.RNN(rnn.peephole_lstm, 4, 4, 2), 4, 4, 4),
