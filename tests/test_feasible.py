@@ -46,7 +46,7 @@ def assert_refused(failed: Any, message: str) -> None:
         ),
         (
             (*STOPPING, "trainer.limit_val_batches=0"),
-            "EarlyStopping.monitor: 'val/loss' comes from a validation, and there is none",
+            "callbacks.early_stopping.monitor: 'val/loss' comes from a validation, and there is none",
         ),
         (
             ("scheduler=plateau", "trainer.limit_val_batches=0"),
@@ -139,7 +139,7 @@ def test_a_metric_of_the_training_that_nobody_logs_is_one_line(run):
     failed = run(*SHORT, *STOPPING, f"{stopping}monitor=train/los", f"{stopping}mode=min")
     assert failed.exit_code == 1
     assert failed.err.splitlines() == [
-        "Error: EarlyStopping.monitor: nothing logs 'train/los'; use train/loss"
+        "Error: callbacks.early_stopping.monitor: nothing logs 'train/los'; use train/loss"
     ]
 
 

@@ -81,8 +81,8 @@ def test_a_warning_stands_above_a_moving_bar(monkeypatch):
             "checkpoint.monitor: no validation logs 'val/acc'; use",
         ),
         (
-            "callbacks.early_stopping.monitor=x",
-            "EarlyStopping.monitor: no validation logs 'x'",
+            "callbacks.early_stopping.monitor=val/x_loss",
+            "callbacks.early_stopping.monitor: no validation logs 'val/x_loss'",
         ),
     ],
 )

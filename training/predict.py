@@ -141,7 +141,7 @@ def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
             Census(),
             console.make_progress(),
             EvaluatedLosses(),
-            *make_callbacks(config.callbacks),
+            *make_callbacks(config.callbacks).values(),
         ],
         default_root_dir=run_dir,
         enable_progress_bar=console.stdout().is_terminal,

@@ -69,6 +69,7 @@ def make_trainer(
     options: Any = OmegaConf.to_container(config.trainer, resolve=True)
     if options["strategy"] == "ddp":  # gradients are reduced where they are made, not copied
         options["strategy"] = DDPStrategy(gradient_as_bucket_view=True)
+    configured = make_callbacks(config.callbacks)
     trainer = new_trainer(
         options,
         logger=False,
@@ -79,13 +80,13 @@ def make_trainer(
             console.make_progress(),
             FirstStatistics(),
             Census(),
-            Feasible(),
+            Feasible(configured),
             EvaluatedLosses(),
             make_epoch_checkpoints(run_dir, config.checkpoint),
             StepCheckpoints(run_dir, **config.step_checkpoints),
             *([CompileFirst()] if config.compile else []),
             *([FiniteLayers()] if config.find_nan else []),
-            *make_callbacks(config.callbacks),
+            *configured.values(),
         ],
         plugins=make_plugins(run_dir, describe),
         default_root_dir=run_dir,
@@ -118,18 +119,20 @@ def new_trainer(options: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
         raise MisconfigurationException(f"trainer: {reason}") from error
 
 
-def make_callbacks(described: Any) -> list[pl.Callback]:
+def make_callbacks(described: Any) -> dict[str, pl.Callback]:
     """Makes the callbacks of a configuration: name -> ``_target_`` and arguments, or null for none.
+
+    Returns them by their keys in the configuration, such as ``callbacks.early_stopping``.
 
     Raises:
         MisconfigurationException: one is no callback of Lightning's, or has no name.
     """
     kind = "the _target_ of a Lightning callback, or null to switch it off"
-    callbacks = []
+    callbacks = {}
     for name, description in entries("callbacks", described).items():
         full = f"callbacks.{name}"
         mode = missing_mode(full, description)
-        callbacks.append(instantiate_as(pl.Callback, full, description, kind, **mode))
+        callbacks[full] = instantiate_as(pl.Callback, full, description, kind, **mode)
     return callbacks
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.callbacks import ModelCheckpoint
 
 from training.callbacks.outcome.ending import reasons
 
@@ -25,9 +24,15 @@ class Feasible(pl.Callback):
 
     Metrics under ``train/`` are not checked: they are logged while training.
 
+    Args:
+        configured: the callbacks by their keys in the configuration, for messages.
+
     Raises:
         MisconfigurationException: when the fit starts.
     """
+
+    def __init__(self, configured: dict[str, pl.Callback]) -> None:
+        self.configured = configured
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for limit in ("limit_train_batches", "max_epochs", "max_steps"):
@@ -148,10 +153,11 @@ def _last_trained(trainer: pl.Trainer) -> float:
 
 
 def _monitored(trainer: Any, training: bool = False) -> dict[str, str]:
-    """Returns what is monitored by the schedule and by a callback of each name, with `training`
-    what is logged while training too."""
+    """Returns what the schedule and each callback monitor, by their keys in the configuration; with
+    `training` what is logged while training too."""
+    (keys,) = (each.configured for each in trainer.callbacks if isinstance(each, Feasible))
     found: dict[str, Any] = {
-        "checkpoint" if isinstance(each, ModelCheckpoint) else type(each).__name__: each.monitor
+        next((key for key, other in keys.items() if other is each), "checkpoint"): each.monitor
         for each in trainer.callbacks
         if getattr(each, "monitor", None) and getattr(each, "strict", True)
     }
