@@ -137,7 +137,7 @@ def test_steps_do_not_wait_for_the_gpu(run, monkeypatch, tmp_path, experiment, i
 )
 def test_captured_runs_learn_what_eager_ones_do(run, overrides):
     steps = (*overrides, "impl=cuda", "trainer=gpu", "logger=none", "trainer.max_epochs=3")
-    captured, eager = run(*steps, "capture=step"), run(*steps, "capture=off")
+    captured, eager = run(*steps, "capture=on"), run(*steps, "capture=off")
     assert captured.exit_code == eager.exit_code == 0
     assert captured.results["capture"]["replays"] > 30
     assert eager.results["capture"]["replays"] == 0
@@ -145,17 +145,27 @@ def test_captured_runs_learn_what_eager_ones_do(run, overrides):
     assert abs(accuracies[0] - accuracies[1]) < 0.1
 
 
-@pytest.mark.parametrize("capture", ["yes", "true"])
-def test_unknown_capture_is_one_line(run, capture):
-    failed = run(*SHORT, f"capture={capture}")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("capture=yes", "capture: there is no 'yes'; choose auto, off, on"),
+        ("capture.mode=yes", "capture: expected one of auto, on, off; got 'yes'"),
+        (
+            "capture.verify_every_n_steps=0",
+            "capture.verify_every_n_steps: expected a whole number of at least 1, got 0",
+        ),
+    ],
+)
+def test_unknown_capture_is_one_line(run, override, message):
+    failed = run(*SHORT, override)
     assert failed.exit_code == 1
-    assert "capture: expected one of auto, step, off; got" in failed.err
+    assert failed.err == f"Error: {message}\n"
 
 
 def test_capture_that_is_required_fails_on_a_cpu(run):
-    failed = run(*SHORT, "capture=step")
+    failed = run(*SHORT, "capture=on")
     assert failed.exit_code == 1
-    assert "capture=step: a step cannot be captured: the run is on a CPU" in failed.err
+    assert "capture=on: a step cannot be captured: the run is on a CPU" in failed.err
 
 
 def test_losses_and_gradient_norms_of_accumulated_steps_are_those_of_their_batches(run):

@@ -27,7 +27,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from training import console, disk
+from training import console, disk, lightning_loop
 from training.configuration.instantiation import instantiate
 from training.processes import Exchange
 
@@ -219,7 +219,7 @@ class StepCheckpoints(pl.Callback):
         loader: Any = trainer.train_dataloader
         checkpoint["resume"] = {
             "loader": loader.state_dict() if _resumes_exactly(loader) else None,
-            "logged_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "logged_step": lightning_loop.count_logged_steps(trainer),
             "loggers": [getattr(logger, "continuation", {}) for logger in trainer.loggers]
             if trainer.is_global_zero
             else [],
@@ -245,17 +245,13 @@ class StepCheckpoints(pl.Callback):
             # back when the fit ends.
             signal.signal(signal.SIGTERM, self._stop)
             self._on_interrupt = signal.signal(signal.SIGINT, self._interrupt)
-        # With several processes Lightning broadcasts in every step whether the first received
-        # SIGTERM, and waits for the GPU to say so. Here all agree, at intervals.
-        epoch_loop: Any = trainer.fit_loop.epoch_loop
-        epoch_loop._broadcast_sigterm_tensor = lambda: None
+        lightning_loop.ask_less_often_for_sigterm(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._restored is not None:
-            # Lightning counts the last step again in some places where a run may have stopped.
-            trainer.fit_loop.epoch_loop._batches_that_stepped = self._restored["logged_step"]
+            lightning_loop.set_logged_steps(trainer, self._restored["logged_step"])
             _set_random_state(
                 self._restored["random"][trainer.global_rank], trainer.strategy.root_device
             )

@@ -51,7 +51,7 @@ def fit_and_test(
     )
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume in RESUMING else (None, [])
-    throughput, capture = Throughput(), CapturedSteps(config.capture)
+    throughput, capture = Throughput(), CapturedSteps(**config.capture)
     callbacks: list[pl.Callback] = [throughput, capture]
     if start is not None and resumed is None:
         if config.resume is True:

@@ -17,7 +17,6 @@ from pytorch_lightning.strategies import DDPStrategy
 from training import console
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
-from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.outcome.feasible import Feasible
@@ -75,7 +74,6 @@ def make_trainer(
         logger=False,
         callbacks=[
             *callbacks,
-            OverriddenHooks(),
             LossRecord(run_dir / "losses.csv"),
             console.make_progress(),
             FirstStatistics(),

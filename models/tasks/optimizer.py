@@ -25,6 +25,8 @@ class Optimized(pl.LightningModule):
     """A model with an optimizer and a schedule of its learning rate.
 
     Attributes:
+        capturable: that training steps may be CUDA graphs: they depend on the batch, parameters,
+            buffers and the optimizer's state alone.
         means: those that `log_mean` logs, by name: ``val/loss`` and ``test/loss``; a task may add
             others.
 
@@ -33,6 +35,8 @@ class Optimized(pl.LightningModule):
         weight_decay: of the optimizer.
         optimizer, scheduler: see :func:`configure`; or their descriptions.
     """
+
+    capturable = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from training.callbacks.values import map_values
+from training.capture.batch import map_tensors
 from training.implementations import choose_implementations
 
 
@@ -116,7 +116,7 @@ class FiniteLayers(pl.Callback):
                 guarded[id(value)].register_hook(check)
             return guarded[id(value)]
 
-        return map_values(guard, values)
+        return map_tensors(guard, values)
 
     def _check_gradient_of(self, parameter: str, gradient: Any) -> None:
         if self._trainer.training and not _is_finite(gradient):
@@ -148,5 +148,5 @@ def _is_finite(values: Any) -> bool:
             found = found and bool(torch.isfinite(numbers).all())
         return value
 
-    map_values(look, values)
+    map_tensors(look, values)
     return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from training.callbacks.finite import NotFiniteError
+from training.lightning_loop import is_last_of_step
 from training.processes import Exchange
 from training.results.table import GrowingTable
 
@@ -123,8 +124,11 @@ class LossRecord(pl.Callback):
             groups = (group for each in trainer.optimizers for group in each.param_groups)
             trained = dict.fromkeys(p for group in groups for p in group["params"])
             gradients = [p.grad for p in trained if p.grad is not None]
-            parts = trainer.fit_loop._should_accumulate()
-            if gradients and not parts and not isinstance(trainer.strategy, FSDPStrategy):
+            if (
+                gradients
+                and is_last_of_step(trainer)
+                and not isinstance(trainer.strategy, FSDPStrategy)
+            ):
                 tensors["train/gradient_norm"] = get_total_norm(gradients)
             if isinstance(self._rate, float | int):  # a tensor's value would be waited for
                 numbers["train/learning_rate"] = self._rate

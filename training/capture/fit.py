@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,99 +9,87 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
-from training.capture.attributes import Attributes, attributes_of
-from training.capture.frozen import read_attributes
 from training.capture.gpu import Gpu
 from training.capture.optimizer import CapturedOptimizer
+from training.lightning_loop import Optimization
 
-foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Fit:
     """What the steps of a fit use, with one optimizer on a device that captures.
 
-    Args:
-        run_step: the `run` of Lightning's loop, which runs a step.
-        gpu: which captures.
-
     Attributes:
-        trainer, model, device, gpu, run_step: as given.
-        loop: Lightning's, of automatic optimization.
+        trainer, model, optimization, gpu: as given.
+        device: that trains.
         distributed: whether DistributedDataParallel runs the model, in a single process too.
         optimizer: of the fit.
-        parameters: those that may have gradients, and other leaves that the model has.
-        kept: those of them whose gradients no step sets to None: others than the optimizer's.
+        parameters: of the optimizer, then others of the model; found by :meth:`describe`.
+        zeroed: how many of them the step begins without a gradient.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, model: pl.LightningModule, run_step: Any, gpu: Gpu
+        self, trainer: pl.Trainer, model: pl.LightningModule, optimization: Optimization, gpu: Gpu
     ) -> None:
         self.trainer: Any = trainer
-        self.model: Any = model
-        self.run_step = run_step
+        self.model = model
+        self.optimization = optimization
         self.gpu = gpu
         self.device = trainer.strategy.root_device
-        self.loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self.distributed = isinstance(trainer.strategy, DDPStrategy)
         self.optimizer = CapturedOptimizer(trainer.optimizers[0], self.device)
-        self.prepare()
+        self.parameters: list[Tensor] = []
+        self.zeroed = 0
 
-    def prepare(self) -> None:
-        """Prepares the optimizer for a capture, and finds the parameters: new ones may be there."""
-        self.optimizer.prepare()
-        # An optimizer may have been given more than the model has.
-        trained = dict.fromkeys(self.optimizer.parameters)
-        leaves = [t for t in self.attributes().tensors() if t.requires_grad and t.is_leaf]
-        self.parameters = list(dict.fromkeys((*trained, *self.model.parameters(), *leaves)))
-        self.kept = [p for p in self.parameters if p not in trained and p.requires_grad]
+    def describe(self, first: bool) -> tuple[Any, ...]:
+        """Returns what a graph depends on beside the batch: which modules train, which parameters
+        and buffers there are, where, which parameters require a gradient and which have one, but
+        for those that the step begins without; and the optimizer's options.
 
-    def gradients(self) -> list[Tensor | None]:
-        """Returns those of all parameters."""
-        return [p.grad for p in self.parameters]
+        Finds the parameters.
 
-    def attributes(self) -> Attributes:
-        """Returns those of the model and of the optimizer."""
-        attributes = attributes_of(self.model, self.device)
-        self.optimizer.add_options(attributes)
-        self.optimizer.add_state(attributes)
-        return attributes.finish()
+        Args:
+            first: whether the step sets the gradients of the optimizer's parameters to None.
+        """
+        found: list[Any] = []
+        of_model: list[Any] = []
+        modules: list[Any] = [self.model]
+        while modules:  # in every step: sooner than by named_modules and named_parameters
+            module = modules.pop()
+            found.append(module.training)
+            of_model += module._parameters.values()
+            found += [_place(b) for b in module._buffers.values() if b is not None]
+            modules += [child for child in module._modules.values() if child is not None]
+        groups = [group["params"] for group in self.optimizer.optimizer.param_groups]
+        optimized = [p for group in groups for p in group]
+        known = {*map(id, optimized)}
+        others = [p for p in of_model if p is not None and id(p) not in known]
+        self.parameters, self.zeroed = [*optimized, *others], len(optimized) if first else 0
+        found += [(_place(p), p.requires_grad) for p in self.parameters]
+        found += [p.grad is not None for p in self.parameters[self.zeroed :]]
+        state = self.optimizer.optimizer.state  # loaded, it is another
+        return *found, *map(len, groups), id(state), *self.optimizer.options()
 
-    def read(self, reads: set[tuple[int, str]]) -> Attributes:
-        """Returns those of the model that were read."""
-        return read_attributes(self.model, self.device, reads)
-
-    def state(self) -> list[Tensor]:
-        """Returns all tensors that a step may write, but gradients."""
+    def state(self) -> dict[str, Tensor]:
+        """Returns all tensors that a step may write, but gradients, by name."""
         scaler = vars(getattr(self.trainer.precision_plugin, "scaler", None) or object)
-        found = [
-            *self.attributes().tensors(),
-            *(value for value in scaler.values() if isinstance(value, Tensor)),
-        ]
-        return list({id(tensor): tensor for tensor in found}.values())
-
-    @torch.no_grad()
-    def restore(
-        self,
-        state: list[Tensor],
-        values: list[Tensor],
-        random_state: Tensor,
-        gradients: list[Tensor | None],
-    ) -> None:
-        """Sets tensors, the GPU's generator and the gradients to what they were."""
-        # Only what has changed: the rest may be memory that cannot be written to.
-        changed = [not torch.equal(*pair) for pair in zip(state, values, strict=True)]
-        if any(changed):
-            written = list(itertools.compress(state, changed))
-            foreach_copy_(written, list(itertools.compress(values, changed)))
-        self.gpu.set_random_state(random_state)
-        set_gradients(self.parameters, gradients)
+        return {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+            **self.optimizer.state(),
+            **{f"scaler.{name}": v for name, v in scaler.items() if isinstance(v, Tensor)},
+        }
 
     def agree(self, decision: bool) -> bool:
-        """Whether the decision is true in all processes."""
+        """Returns whether the decision is true in all processes."""
         return self.trainer.strategy.reduce_boolean_decision(decision, all=True)
 
 
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
 def set_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient in zip(parameters, gradients):
         if parameter.grad is not gradient:
             parameter.grad = gradient

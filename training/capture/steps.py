@@ -10,82 +10,72 @@ import dataclasses
 import functools
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.callbacks.values import describe, tensors_of
-from training.capture.between import find_unknown
-from training.capture.comparison import compare
+from training.capture.batch import describe
 from training.capture.fit import Fit
 from training.capture.gpu import Gpu
 from training.capture.graph import Call, CaptureError, StepGraph, capture
-from training.capture.observed import ObservedStep
 from training.capture.obstacles import find_obstacle
-from training.capture.unchanged import Unchanged
+from training.capture.trial import compare
+from training.lightning_loop import is_last_of_step, replace_optimization, restore_optimization
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
 WARMUP_STEPS, WARMUP_STEPS_DDP = 3, 11
-# Steps of the first graph that run twice, eagerly and as the graph, to be compared. Later graphs
-# differ from it in the shapes of the batch only. The first of them is the step that was captured,
-# whose values of the host are the graph's: another one shows whether these are right.
-TRIALS, LATER_TRIALS = 3, 2
+# Steps in which a new graph runs beside an eager step. The first has the batch that was captured,
+# and the values that the host had then: another one shows whether these matter.
+TRIALS = 3
 # Steps in which processes ask each other whether all are ready for the first capture.
 MAX_ASKED = 100
 MAX_GRAPHS = 32  # each keeps the memory of its batch and results
-# What graphs froze may change: then others are captured. No more, where it changed so many times
-# after at most so many steps.
-MAX_STRIKES, MIN_REPLAYS = 4, 20
-# Steps after which attributes are compared at the latest, since another thread may change them.
-COMPARE_EVERY = 50
 # Why steps run eagerly in the end that could be captured.
 WARMUP, TRIAL = "before a capture", "to compare"
-MODES = ("auto", "step", "off")
+MODES = ("auto", "on", "off")
 
 
 @dataclasses.dataclass
-class _Step:
-    """What is known of the steps with batches of the same shapes.
+class _Kind:
+    """What is known of the steps that can be the same graph.
 
     Attributes:
         seen: how many ran eagerly.
-        unsettled: whether one of them changed what the optimizer keeps.
         why_eager: why they cannot be captured.
         graph: of the step, once captured.
         trials: how many steps are still to run twice, eagerly and as the graph.
     """
 
     seen: int = 0
-    unsettled: bool = False
     why_eager: str | None = None
     graph: StepGraph | None = None
     trials: int = 0
 
 
 class CapturedSteps(pl.Callback):
-    """Runs the training steps of any LightningModule with automatic optimization as CUDA graphs.
+    """Runs training steps as CUDA graphs, one for each shape of the batches.
 
-    There is a graph for each shape of the batches. The first steps run eagerly. Then a step is
-    captured, and the next ones run twice, eagerly and as the graph on copies: the graph is used
-    where both give the same, to the last bit where two captured steps do.
+    A LightningModule with ``capturable = True`` promises that its training step, with automatic
+    optimization, depends on the batch, parameters, buffers and the optimizer's state alone, and
+    changes nothing else: a graph repeats the kernels and the Python values that it was captured
+    with. Another structure of the batch, another number in it, ``train()`` or ``requires_grad_()``
+    of a part, or another option of the optimizer, makes another graph; a schedule's learning rate
+    does not.
 
-    A graph repeats what the step did on the GPU. A step that does something else that matters runs
-    eagerly, and one line says why: it waits for the GPU, changes the model, the batch or the
-    optimizer, logs numbers of the host, reads ``batch_idx``, the epoch, the step or what the batch
-    has beside tensors, draws random numbers on the host, or calls hooks. Attributes that it reads
-    may change later: new graphs are captured then. What it reads from elsewhere, such as global
-    variables, must stay the same; what it writes there is written in the first steps alone.
-
-    Optimizers are made ``capturable``, and the learning rate of a step is read from the GPU, into
-    which the value of the schedule is written before. Checkpoints hold neither.
+    The first steps run eagerly. Then a step is captured, and the next ones run twice, eagerly and
+    as the graph on copies: both must give the same, to the last bit where two captured steps do.
+    So does one step in `verify_every_n_steps`.
 
     Args:
-        mode: ``"auto"``; ``"step"``, where a step that cannot be captured is an error; or
-            ``"off"``, where all run eagerly.
+        mode: ``"auto"`` captures the steps of a module that is ``capturable``; ``"on"`` those of
+            any module, and a step that cannot be captured is an error; ``"off"`` captures none.
+        verify_every_n_steps: replays of a graph after which it is compared with an eager step.
 
     Attributes:
         captures: how many graphs there were.
@@ -94,26 +84,27 @@ class CapturedSteps(pl.Callback):
         seconds: what capturing and comparing took, on the host's clock.
 
     Raises:
-        MisconfigurationException: `mode` is none of these.
-        CaptureError: while training, with ``"step"``: a step cannot be captured; says why.
+        MisconfigurationException: an argument is none of these.
+        CaptureError: while training: a graph gives something else than an eager step, long after
+            its capture; says what, and since which step. With ``"on"``: a step cannot be captured.
     """
 
-    def __init__(self, mode: str | bool = "auto") -> None:
-        mode = "off" if mode is False else mode  # as YAML reads off
+    def __init__(self, mode: str = "auto", verify_every_n_steps: int = 1000) -> None:
         if mode not in MODES:
             raise MisconfigurationException(
                 f"capture: expected one of {', '.join(MODES)}; got {mode!r}"
             )
+        if verify_every_n_steps < 1:
+            raise MisconfigurationException(
+                f"capture.verify_every_n_steps: expected at least 1, got {verify_every_n_steps}"
+            )
         self.mode = mode
+        self.verify_every_n_steps = verify_every_n_steps
         self.captures = 0
         self.replays = 0
         self.eager_steps: Counter[str] = Counter()
         self.seconds = 0.0
         self._said: set[str] = set()
-        # Goes on where code may have run that `find_unknown` does not look at.
-        self._moment = self._compared = 0
-        self._unknown: str | None = None
-        self._fit: Fit | None = None
 
     def summary(self) -> dict[str, Any]:
         """Returns the attributes, as numbers and text."""
@@ -125,232 +116,189 @@ class CapturedSteps(pl.Callback):
         }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trainer, self._model = trainer, pl_module
-        self._steps: dict[Any, _Step] = {}
-        self._strikes = self._replays_before = 0
+        self._trainer: Any = trainer
+        self._kinds: dict[Any, _Kind] = {}
         self._captured = False  # whether this fit has had a graph
-        self._unchanged: Unchanged | None = None  # while it has graphs
-        self._why_eager = (
-            "capture=off"
-            if self.mode == "off"
-            else find_obstacle(trainer, pl_module, device_type=Gpu.type)
-        )
+        self._compared_at = 0.0  # when a graph was compared with an eager step, the last time
+        self._why_eager = self._find_obstacle(pl_module)
         # Whether processes still ask each other which step they capture first, and how often.
         self._undecided, self._asked = self.mode != "off" and trainer.world_size > 1, 0
         if self._undecided and not trainer.strategy.reduce_boolean_decision(
             self._why_eager is None, all=True
         ):
             self._why_eager = self._why_eager or "other processes do not capture their steps"
-        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._run_step = self._loop.run
+            self._undecided = False
+        self._optimization = replace_optimization(trainer, self._run)
         self._fit = None
         if self._why_eager is None:
             gpu = Gpu(trainer.strategy.root_device)
-            self._fit = Fit(trainer, pl_module, self._run_step, gpu)
-        self._loop.run = self._run
+            self._fit = Fit(trainer, pl_module, self._optimization, gpu)
 
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self._moment += 1
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._kinds = {}
+        restore_optimization(trainer)
 
-    def on_validation_end(self, *_: Any) -> None:
-        self._moment += 1
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        restore_optimization(trainer)
 
-    def on_train_end(self, *_: Any) -> None:
-        self._steps = {}
-        vars(self._loop).pop("run", None)
-
-    def on_exception(self, *_: Any) -> None:
-        if hasattr(self, "_loop"):
-            self.on_train_end()
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._moment += 1
-        states = checkpoint.get("optimizer_states", ())
-        for optimizer, state in zip(trainer.optimizers, states):
-            if self._fit is not None and optimizer is self._fit.optimizer.optimizer:
-                self._fit.optimizer.restore_options(state)
+    def _find_obstacle(self, model: pl.LightningModule) -> str | None:
+        if self.mode == "off":
+            return "capture=off"
+        if (obstacle := find_obstacle(self._trainer, model, device_type=Gpu.type)) is not None:
+            return obstacle
+        if self.mode == "on" or getattr(model, "capturable", False):
+            return None
+        return (
+            f"{type(model).__name__} does not say capturable = True, which promises that its "
+            "training step depends on the batch, parameters, buffers and the optimizer alone"
+        )
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Does what the loop's own `run` does, eagerly or by a graph."""
-        call = Call(optimizer, batch_idx, kwargs, *self._position(batch_idx))
-        fit, step = self._fit, self._find_step(call)
-        ready = fit is not None and step is not None and self._is_ready(fit, step)
-        if self._undecided and fit is not None:
-            ready = self._agree_to_capture(fit, ready)
-        why_eager = self._why_eager or (step.why_eager if step is not None else None)
-        if why_eager is not None:
-            return self._run_eagerly(call, why_eager)
-        assert fit is not None
-        assert step is not None
-        if self._unchanged is not None:
-            if (changed := self._find_change(self._unchanged)) is not None:
-                self._renew(fit, changed)
-                return self._run(optimizer, batch_idx, kwargs)
-            if step.graph is not None and not step.trials:
-                return self._replay(step.graph, call)
+        """Does what Lightning's loop does in a step, eagerly or by a graph."""
+        first = batch_idx % self._trainer.accumulate_grad_batches == 0
+        call = Call(optimizer, batch_idx, kwargs, first, is_last_of_step(self._trainer))
+        if (fit := self._fit) is None:
+            return self._run_eagerly(call, self._why_eager or "")
+        tensors: list[Tensor] = []
+        kind = self._find_kind(fit, call, tensors)
+        graph = kind.graph if not kind.trials else None
+        if self._must_verify(fit, graph):
+            assert graph is not None
+            return self._verify(graph, call, tensors)
+        if graph is not None:
+            self.replays += 1
+            graph.replays += 1
+            return graph.run(call, tensors)
         leave_out_step()
         begun = time.perf_counter()
-        result = self._prepare(fit, step, call, ready)
-        self.seconds += time.perf_counter() - begun
+        try:
+            return self._prepare(fit, kind, call, tensors)
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    def _find_kind(self, fit: Fit, call: Call, tensors: list[Tensor]) -> _Kind:
+        """Returns what is known of steps as this one; appends the tensors of its batch to a list.
+        Another key, another graph."""
+        batch = describe(call.kwargs["batch"], tensors)
+        trainer = self._trainer
+        key = batch, *call[3:], trainer.accumulate_grad_batches, *fit.describe(call.first)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+            if len(self._kinds) > MAX_GRAPHS:
+                kind.why_eager = (
+                    f"there are more than {MAX_GRAPHS} kinds of steps: other shapes or values of "
+                    "the batch, or options of the optimizer (with fused=True it reads its learning "
+                    "rate on the GPU)"
+                )
+        return kind
+
+    def _must_verify(self, fit: Fit, graph: StepGraph | None) -> bool:
+        """Returns whether a step is to run twice; processes do so in the same step."""
+        if not fit.distributed:
+            return graph is not None and graph.replays >= self.verify_every_n_steps
+        step = self._trainer.global_step
+        due = self._captured and step > 0 and step % self.verify_every_n_steps == 0
+        return due and fit.agree(graph is not None and graph.replays > 0)
+
+    def _verify(self, graph: StepGraph, call: Call, tensors: list[Tensor]) -> dict[str, Any]:
+        """Compares a graph that was used for long with an eager step."""
+        leave_out_step()
+        begun, compared, step = time.time(), self._compared_at, graph.compared
+        result, why = self._compare(graph, call, tensors)
+        self.seconds += time.time() - begun
+        if why is None:
+            return result
+        folder = Path(self._trainer.default_root_dir)
+        since = [p for p in folder.rglob("*.ckpt") if p.stat().st_mtime > compared]
+        written = ", ".join(str(p.relative_to(folder)) for p in sorted(since)) or "none"
+        raise CaptureError(
+            f"step {self._trainer.global_step}: {why}; the training step reads something that has "
+            f"changed since step {step}, after which all steps may be wrong. "
+            f"Checkpoints written since: {written}. Use capture=off, or keep what changes in a "
+            "buffer"
+        )
+
+    def _compare(
+        self, graph: StepGraph, call: Call, tensors: list[Tensor]
+    ) -> tuple[dict[str, Any], str | None]:
+        run = functools.partial(self._run_on_gpu, graph.fit, call, TRIAL)
+        found = compare(graph, tensors, run)
+        graph.replays, graph.compared = 0, self._trainer.global_step
+        self._compared_at = time.time()
+        return found
+
+    def _prepare(self, fit: Fit, kind: _Kind, call: Call, tensors: list[Tensor]) -> dict[str, Any]:
+        """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
+        if kind.graph is None and not self._is_ready(fit, kind):
+            if kind.why_eager is not None:
+                return self._run_eagerly(call, kind.why_eager)
+            kind.seen += 1
+            before = fit.state()
+            with fit.gpu.beside():
+                result = self._run_on_gpu(fit, call, WARMUP)
+            after = fit.state()
+            if fit.optimizer.changes_rates():
+                kind.why_eager = "the step changes the learning rate"
+            for name in before.keys() & after.keys():
+                if after[name] is not before[name]:
+                    kind.why_eager = f"the step replaces {name}; write into it"
+            return result
+        if kind.graph is None:
+            try:
+                kind.graph = capture(fit, call)
+            except CaptureError as error:
+                kind.why_eager = str(error)
+            if self._undecided and not fit.agree(kind.why_eager is None):
+                kind.why_eager = kind.why_eager or "another process could not capture it"
+            if kind.why_eager is not None:
+                kind.graph = None
+                return self._run_eagerly(call, kind.why_eager)
+            # Processes compare together, and so the first graph only.
+            kind.trials = TRIALS if not fit.distributed else int(not self._captured)
+            self.captures += 1
+            self._captured, self._undecided = True, False
+        assert kind.graph is not None
+        if not kind.trials:
+            self.replays += 1
+            return kind.graph.run(call, tensors)
+        kind.trials -= 1
+        result, kind.why_eager = self._compare(kind.graph, call, tensors)
+        if kind.why_eager is not None:
+            kind.graph, kind.trials = None, 0
         return result
 
-    def _find_step(self, call: Call) -> _Step | None:
-        """Returns what is known of steps as this one; None where all steps run eagerly."""
-        if self._fit is None or self._why_eager is not None:
-            return None
-        if call.optimizer is not self._fit.optimizer.optimizer:
-            self._why_eager = "another optimizer takes its place"
-        elif self._fit.optimizer.changes_rates:
-            self._why_eager = "the step changes the learning rate"
-        if self._why_eager is not None:
-            return None
-        if call.batch_idx % COMPARE_EVERY == 0:
-            self._moment += 1
-        step = self._steps.get(key := self._find_key(self._fit, call))
-        if step is None:
-            step = self._steps[key] = _Step()
-            if len(self._steps) > MAX_GRAPHS:
-                step.why_eager = f"there are more than {MAX_GRAPHS} shapes of batches"
-        return step
-
-    def _is_ready(self, fit: Fit, step: _Step) -> bool:
-        """Whether a step is to be captured now; sets why none is, where that has come."""
+    def _is_ready(self, fit: Fit, kind: _Kind) -> bool:
+        """Returns whether a step is to be captured now, in all processes the first one."""
         warmup = WARMUP_STEPS_DDP if fit.distributed else WARMUP_STEPS
-        if step.graph is not None or step.why_eager is not None:
-            return False
-        if step.seen < (1 if self._captured else warmup):
-            return False
-        # Hooks may have come since the fit began.
-        self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
-        return self._why_eager is None
-
-    def _agree_to_capture(self, fit: Fit, ready: bool) -> bool:
-        """Whether all processes capture this step: one that runs twice must do so in all. All ask
-        each other at the same steps, whatever each of them has found."""
+        ready = kind.why_eager is None and kind.seen >= (1 if self._captured else warmup)
+        if ready:  # hooks may have come since the fit began
+            kind.why_eager = find_obstacle(self._trainer, fit.model, device_type=Gpu.type)
+            ready = kind.why_eager is None
+        if not self._undecided:
+            return ready
         self._asked += 1
         together = fit.agree(ready)
         if not together and self._asked > MAX_ASKED:
             self._undecided = False
-            self._why_eager = self._why_eager or "other processes do not capture their steps"
+            kind.why_eager = kind.why_eager or "other processes do not capture their steps"
         return together
 
-    def _find_key(self, fit: Fit, call: Call) -> tuple[Any, ...]:
-        """Returns what a graph is for: two steps with the same key can be the same graph."""
-        batch = call.kwargs["batch"]
-        places = [*map(id, tensors_of(batch))]
-        aliases = () if len({*places}) == len(places) else tuple(map(places.index, places))
-        added = fit.kept if call.first else fit.parameters
-        present = tuple([p.grad is not None for p in added])
-        return describe(batch), aliases, *call[3:], self._trainer.accumulate_grad_batches, present
-
-    def _find_change(self, unchanged: Unchanged) -> str | None:
-        """Returns the name of something that graphs froze and that has changed since, or None."""
-        if (changed := unchanged.find_changed_option()) is not None:
-            return changed
-        if self._compared != self._moment:
-            self._unknown = find_unknown(self._trainer, self._model)
-        elif self._unknown is None:
-            return None
-        self._compared = self._moment
-        return unchanged.find_changed()
-
-    def _position(self, batch_idx: int) -> tuple[bool, bool, bool]:
-        """Returns whether a batch is the first whose gradients are accumulated, whether it is the
-        last, after which the optimizer steps, and whether it has gradients."""
-        first = batch_idx % self._trainer.accumulate_grad_batches == 0
-        backward = not self._loop._skip_backward
-        return first, not self._trainer.fit_loop._should_accumulate(), backward
+    def _run_on_gpu(self, fit: Fit, call: Call, why: str) -> dict[str, Any]:
+        """Runs a step eagerly as its graph would run."""
+        with fit.optimizer.on_gpu():
+            return self._run_eagerly(call, why)
 
     def _run_eagerly(self, call: Call, why: str) -> dict[str, Any]:
         self._say(why)
         self.eager_steps[why] += 1
-        self._moment += 1
-        if self._fit is None:
-            return self._run_step(*call[:3])
-        with self._fit.optimizer.rates_on_gpu(self._model):
-            return self._run_step(*call[:3])
-
-    def _replay(self, graph: StepGraph, call: Call) -> dict[str, Any]:
-        result = graph.run(call)
-        self.replays += 1
-        return result
-
-    def _prepare(self, fit: Fit, step: _Step, call: Call, ready: bool) -> dict[str, Any]:
-        """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
-        if step.graph is None and not ready:
-            return self._observe(fit, step, call)
-        if step.graph is None:
-            step.trials = TRIALS if self._unchanged is None else LATER_TRIALS
-            if fit.distributed:
-                step.trials = min(step.trials, 0 if self._captured else 1)
-            try:
-                step.graph = capture(fit, call)
-            except CaptureError as error:
-                step.why_eager = str(error)
-            if self._undecided and not fit.agree(step.why_eager is None):
-                step.why_eager = step.why_eager or "another process could not capture it"
-            if step.why_eager is not None:
-                step.graph = None
-                return self._run_eagerly(call, step.why_eager)
-            assert step.graph is not None
-            self.captures += 1
-            self._captured, self._undecided = True, False
-            self._unchanged = self._unchanged or Unchanged(fit)
-            self._unchanged.add(step.graph.reads)
-        if not step.trials:
-            return self._replay(step.graph, call)
-        step.trials -= 1
-        run = functools.partial(self._run_eagerly, call, TRIAL)
-        result, step.why_eager = compare(step.graph, call.kwargs["batch"], run)
-        if step.why_eager is not None:
-            step.graph = None
-        return result
-
-    def _observe(self, fit: Fit, step: _Step, call: Call) -> dict[str, Any]:
-        """Runs a step eagerly, and finds what a graph of it would freeze."""
-        step.seen += 1
-        run = functools.partial(self._run_eagerly, call, WARMUP)
-        observed = ObservedStep(fit, call.kwargs["batch"], run)
-        if observed.changed_batch:
-            step.why_eager = "training_step changes the batch"
-        # The first steps fill caches, which are attributes too.
-        elif step.seen >= WARMUP_STEPS or self._captured:
-            changed = observed.find_changed()
-            if changed is not None and changed.startswith("optimizer") and not step.unsettled:
-                # It has made its state of new parameters, perhaps: another step shows.
-                step.unsettled, step.seen = True, step.seen - 1
-            elif changed is not None:
-                step.why_eager = f"training_step changes {changed}"
-            else:
-                step.why_eager = observed.why_unfit()
-        return observed.result
-
-    def _renew(self, fit: Fit, changed: str) -> None:
-        """Drops the graphs, since what they froze has changed."""
-        self._steps.clear()
-        self._unchanged = None
-        self._strikes = (
-            0 if self.replays - self._replays_before > MIN_REPLAYS else self._strikes + 1
-        )
-        self._replays_before = self.replays
-        self._why_eager = find_obstacle(self._trainer, self._model, device_type=Gpu.type)
-        if self._why_eager is not None:
-            return
-        if self._strikes <= MAX_STRIKES:
-            fit.prepare()
-            return
-        self._why_eager = f"{changed} changes again and again"
-        if changed.endswith(".lr"):
-            self._why_eager += "; an optimizer with fused=True reads it on the GPU"
+        return self._optimization.run_eagerly(*call[:3])
 
     def _say(self, why: str) -> None:
         if why in (WARMUP, TRIAL) or why in self._said:
             return
         self._said.add(why)
-        if self.mode == "step":
-            raise CaptureError(f"capture=step: a step cannot be captured: {why}; use capture=auto")
-        on_gpu = self._trainer.strategy.root_device.type == "cuda"
-        if self.mode == "auto" and on_gpu:
+        if self.mode == "on":
+            raise CaptureError(f"capture=on: a step cannot be captured: {why}; use capture=auto")
+        if self.mode == "auto" and self._trainer.strategy.root_device.type == "cuda":
             console.stdout().print(f"Steps run uncaptured: {why}", soft_wrap=True, highlight=False)

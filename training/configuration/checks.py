@@ -27,7 +27,8 @@ NEEDED = ("data", "model", "trainer")  # groups that no run can do without
 SEVERAL = ("callbacks", "logger")  # groups of which several options can be chosen
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
-    "seed": 0, "data.batch_size": 1, "data.num_workers": 0, "step_checkpoints.every_n_steps": 1,
+    "seed": 0, "capture.verify_every_n_steps": 1, "data.batch_size": 1, "data.num_workers": 0,
+    "step_checkpoints.every_n_steps": 1,
     "step_checkpoints.keep": 1, "trainer.accumulate_grad_batches": 1,
     "trainer.check_val_every_n_epoch": 1, "trainer.log_every_n_steps": 0, "trainer.max_epochs": -1,
     "trainer.max_steps": -1,

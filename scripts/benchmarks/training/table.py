@@ -78,16 +78,16 @@ class Column(NamedTuple):
 COLUMNS = {
     "reference CPU": Column("cpu", "reference"),
     "reference GPU": Column("cuda", "reference"),
-    "reference GPU, captured": Column("cuda", "reference", capture="step"),
+    "reference GPU, captured": Column("cuda", "reference", capture="on"),
     "cpp CPU": Column("cpu", "cpp"),
     "cpp GPU": Column("cuda", "cpp"),
-    "cpp GPU, captured": Column("cuda", "cpp", capture="step"),
+    "cpp GPU, captured": Column("cuda", "cpp", capture="on"),
     "cuda GPU": Column("cuda", "cuda"),
-    "cuda GPU, captured": Column("cuda", "cuda", capture="step"),
+    "cuda GPU, captured": Column("cuda", "cuda", capture="on"),
     "torch.compile CPU": Column("cpu", "reference", compile=True),
     "torch.compile GPU": Column("cuda", "reference", compile=True),
-    "torch.compile GPU, captured": Column("cuda", "reference", compile=True, capture="step"),
-    "cuda and torch.compile GPU, captured": Column("cuda", "cuda", compile=True, capture="step"),
+    "torch.compile GPU, captured": Column("cuda", "reference", compile=True, capture="on"),
+    "cuda and torch.compile GPU, captured": Column("cuda", "cuda", compile=True, capture="on"),
 }
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 BATCH = 64  # in the table; the nearest of --batch is taken

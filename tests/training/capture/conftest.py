@@ -29,13 +29,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def fit(device: str) -> Callable[..., Ran]:
-    def run(model: type[pl.LightningModule], mode: str = "auto", **options: Any) -> Ran:
+    def run(
+        model: type[pl.LightningModule], mode: str = "auto", verify: int = 1000, **options: Any
+    ) -> Ran:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
         data: Any = options.pop("data", None) or batches([BATCH] * STEPS)
         callbacks, validation = options.pop("callbacks", []), options.pop("validation", None)
-        captured, losses, made = CapturedSteps(mode), Losses(), model()
+        captured, losses, made = CapturedSteps(mode, verify), Losses(), model()
         trainer = pl.Trainer(
             accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

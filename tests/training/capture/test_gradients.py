@@ -15,7 +15,6 @@ from tests.training.capture.support import (
     Ran,
     batches,
     check_captured,
-    same,
 )
 
 
@@ -46,55 +45,6 @@ class Dual(OfNetwork):
 
 def test_of_a_parameter_outside_the_optimizer(fit: Callable[..., Ran]) -> None:
     check_captured(fit, Dual, max_epochs=3)
-
-
-class Perturbed(OfNetwork):
-    """Moves its inputs by a leaf that is no parameter."""
-
-    every = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.delta = torch.zeros(BATCH, FEATURES)
-
-    def on_fit_start(self) -> None:
-        self.delta = self.delta.to(self.device).requires_grad_()
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, labels = batch
-        return super().loss((inputs + self.delta, labels))
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.every == 0:
-            assert self.delta.grad is not None
-            self.delta += 2**-3 * self.delta.grad
-            self.delta.grad = None
-
-
-class PerturbedBySeveral(Perturbed):
-    every = 5
-
-
-def test_of_a_leaf_that_is_no_parameter(fit: Callable[..., Ran]) -> None:
-    check_captured(fit, Perturbed)
-    check_captured(fit, PerturbedBySeveral, max_epochs=2)
-
-
-def test_of_the_step_before_are_found_in_later_epochs(fit: Callable[..., Ran]) -> None:
-    class Reading(Plain):
-        late = False
-
-        def on_train_epoch_start(self) -> None:
-            self.late = self.current_epoch > 0
-
-        def loss(self, batch: Any) -> Tensor:
-            first: Any = self.network[0].weight
-            loss, before = super().loss(batch), first.grad
-            return loss * (1 + before.abs().sum()) if self.late and before is not None else loss
-
-    captured, eager = (fit(Reading, mode, max_epochs=2) for mode in ("auto", "off"))
-    assert same(captured, eager)
 
 
 def test_parameters_that_no_step_reads_may_come_and_go(fit: Callable[..., Ran]) -> None:

@@ -18,7 +18,7 @@ def run(*arguments: str) -> list[str]:
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=300
     )
     assert not found.returncode, found.stderr
-    return found.stdout.split()[-3:]
+    return found.stdout.split()[-2:]
 
 
 @pytest.mark.parametrize("when", ["always", "late"])
@@ -35,6 +35,6 @@ def test_all_processes_capture(processes: int, device: str) -> None:
         pytest.skip(f"there are fewer than {processes} GPUs")
     if device == "cpu" and processes > 1:
         pytest.skip("what stands in for a GPU does not record sums over processes")
-    weights, count, replays = run("never", "auto", device, str(processes))
-    assert [weights, count] == run("never", "off", device, str(processes))[:2]
+    weights, replays = run("never", "auto", device, str(processes))
+    assert weights == run("never", "off", device, str(processes))[0]
     assert int(replays) == STEPS - WARMUP_STEPS_DDP - 1  # one step to compare

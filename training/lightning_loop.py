@@ -1,0 +1,93 @@
+"""What we use of Lightning's training loop that is not public: nothing elsewhere does.
+
+Lightning offers no public hook around a whole training step, none to log in the name of one, and no
+way to leave out what its loop does in every step of several processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loops.optimization.automatic import _AutomaticOptimization
+from torch import Tensor
+
+Run = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
+
+
+class Optimization(_AutomaticOptimization):
+    """Automatic optimization whose steps another function runs: zero_grad, forward, backward and
+    the optimizer together.
+
+    Args:
+        run_step: is given the optimizer, the index of the batch and the arguments of
+            ``training_step``; returns what `run_eagerly` returns.
+    """
+
+    def __init__(self, trainer: pl.Trainer, run_step: Run) -> None:
+        super().__init__(trainer)
+        self._run_step = run_step
+
+    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        return self._run_step(optimizer, batch_idx, kwargs)
+
+    def run_eagerly(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Runs a step as Lightning does; returns the detached loss and what else
+        ``training_step`` returned."""
+        return super().run(optimizer, batch_idx, kwargs)
+
+
+def replace_optimization(trainer: pl.Trainer, run_step: Run) -> Optimization:
+    """Lets `run_step` run the training steps of a fit until :func:`restore_optimization`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    replacement = Optimization(trainer, run_step)
+    replacement.optim_progress = loop.automatic_optimization.optim_progress
+    loop.automatic_optimization = replacement
+    return replacement
+
+
+def restore_optimization(trainer: pl.Trainer) -> None:
+    """Lets Lightning run the training steps again."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if isinstance(loop.automatic_optimization, Optimization):
+        original = _AutomaticOptimization(trainer)
+        original.optim_progress = loop.automatic_optimization.optim_progress
+        loop.automatic_optimization = original
+
+
+def log_of_training_step(
+    model: pl.LightningModule, logged: Iterable[tuple[str, Tensor | float, dict[str, Any]]]
+) -> None:
+    """Logs names, values and options as ``training_step`` does: its averages go on."""
+    before, model._current_fx_name = model._current_fx_name, "training_step"
+    for name, value, options in logged:
+        model.log(name, value, **options)
+    model._current_fx_name = before
+
+
+def ask_less_often_for_sigterm(trainer: pl.Trainer) -> None:
+    """Leaves out that several processes broadcast in every step whether one received SIGTERM, and
+    wait for the GPU to say so; :class:`~training.checkpoints.StepCheckpoints` asks at intervals."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None
+
+
+def count_logged_steps(trainer: pl.Trainer) -> int:
+    """Returns the step under which loggers get what is logged."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return loop._batches_that_stepped
+
+
+def set_logged_steps(trainer: pl.Trainer, count: int) -> None:
+    """Sets it: resuming, Lightning counts the last step again in some places where a run may have
+    stopped."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = count
+
+
+def is_last_of_step(trainer: pl.Trainer) -> bool:
+    """Returns whether the optimizer steps after the batch that is being trained on."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    accumulated = ready % trainer.accumulate_grad_batches == 0  # pyright: ignore
+    return accumulated or trainer.is_last_batch or ready >= trainer.num_training_batches
