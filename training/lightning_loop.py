@@ -6,13 +6,15 @@ way to leave out what its loop does in every step of several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor
 
+Logged = tuple[str, Any, dict[str, Any]]  # name, value and options of a call of self.log
 Run = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 
 
@@ -56,9 +58,42 @@ def restore_optimization(trainer: pl.Trainer) -> None:
         loop.automatic_optimization = original
 
 
-def log_of_training_step(
-    model: pl.LightningModule, logged: Iterable[tuple[str, Tensor | float, dict[str, Any]]]
-) -> None:
+class LoggedKindError(TypeError):
+    """A step logs a value that cannot be logged again."""
+
+
+@contextmanager
+def recorded(model: pl.LightningModule, also_log: bool = False) -> Iterator[list[Logged]]:
+    """Yields what ``training_step`` logs within, each tensor as it is then: the step may change it.
+
+    Args:
+        also_log: whether Lightning gets it, too.
+
+    Raises:
+        LoggedKindError: by the step: it logs something else than a tensor or a number.
+    """
+    logged: list[Logged] = []
+    log, own = model.log, "log" in vars(model)
+
+    def record(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if args or not isinstance(value, Tensor | float | int):
+            kind = "with positional options" if args else f"as a {type(value).__name__}"
+            raise LoggedKindError(f"training_step logs {name!r} {kind}")
+        copied = value.detach().clone() if isinstance(value, Tensor) else value
+        logged.append((name, copied, options))
+        if also_log:
+            log(name, value, **options)
+
+    model.log = record
+    try:
+        yield logged
+    finally:
+        del model.log
+        if own:
+            model.log = log
+
+
+def log_of_training_step(model: pl.LightningModule, logged: Iterable[Logged]) -> None:
     """Logs names, values and options as ``training_step`` does: its averages go on."""
     before, model._current_fx_name = model._current_fx_name, "training_step"
     for name, value, options in logged:

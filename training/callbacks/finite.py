@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from training.capture.batch import map_tensors
 from training.implementations import choose_implementations
+from training.tensors import map_tensors
 
 
 class NotFiniteError(ArithmeticError):

@@ -6,19 +6,17 @@ import copy
 import dataclasses
 import gc
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from training.capture.batch import find_unfit, map_tensors, tensors_of
 from training.capture.fit import Fit, copy_all, set_gradients
-from training.lightning_loop import log_of_training_step
+from training.capture.obstacles import find_unfit
+from training.lightning_loop import Logged, LoggedKindError, log_of_training_step, recorded
+from training.tensors import map_tensors, tensors_of
 
 
 class CaptureError(RuntimeError):
@@ -40,14 +38,6 @@ class Call(NamedTuple):
     last: bool
 
 
-class Logged(NamedTuple):
-    """A call of ``self.log``."""
-
-    name: str
-    value: Any
-    options: dict[str, Any]
-
-
 @dataclasses.dataclass
 class StepGraph:
     """A captured step.
@@ -62,7 +52,7 @@ class StepGraph:
         logged: the tensors among the values are written by the graph.
         gradients: of every parameter, after the step.
         replays: how many there were since the graph was compared with an eager step.
-        compared: after how many optimizer steps of the fit that was.
+        compared: after which step of the optimizer that was, and when.
     """
 
     fit: Fit
@@ -73,7 +63,7 @@ class StepGraph:
     logged: list[Logged]
     gradients: list[Tensor | None]
     replays: int = 0
-    compared: int = 0
+    compared: tuple[int, float] = (0, 0.0)
 
     def launch(self, tensors: list[Tensor]) -> None:
         """Runs the step with the tensors of a batch."""
@@ -142,34 +132,6 @@ def capture(fit: Fit, call: Call) -> StepGraph:
     raise CaptureError(why)
 
 
-@contextmanager
-def recorded(model: pl.LightningModule, also_log: bool = False) -> Iterator[list[Logged]]:
-    """Yields what a step logs, each tensor as it is then: the step may go on to change it.
-
-    Args:
-        also_log: whether Lightning gets it, too.
-    """
-    logged: list[Logged] = []
-    log, own = model.log, "log" in vars(model)
-
-    def record(name: str, value: Any, *args: Any, **options: Any) -> None:
-        if args or not isinstance(value, Tensor | float | int):
-            kind = "with positional options" if args else f"as a {type(value).__name__}"
-            raise CaptureError(f"training_step logs {name!r} {kind}")
-        copied = value.detach().clone() if isinstance(value, Tensor) else value
-        logged.append(Logged(name, copied, options))
-        if also_log:
-            log(name, value, **options)
-
-    model.log = record
-    try:
-        yield logged
-    finally:
-        del model.log
-        if own:
-            model.log = log
-
-
 def _check(
     fit: Fit,
     progress: dict[str, Any],
@@ -197,14 +159,11 @@ def _explain(error: BaseException) -> str:
     """Returns why a capture failed, and the line of code that was the cause."""
     while error.__context__ is not None:  # ending the capture fails, too
         error = error.__context__
-    if isinstance(error, CaptureError):
+    if isinstance(error, CaptureError | LoggedKindError):
         return str(error)
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if "captur" in reason:
         reason = "it waits for the GPU or copies from the host"
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not {"torch", "pytorch_lightning"} & set(Path(frame.filename).parts)
-    ]
-    return f"{reason} ({frames[-1]})" if frames else reason
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if not {"torch", "pytorch_lightning"} & {*Path(f.filename).parts}]
+    return f"{reason} ({ours[-1].filename}:{ours[-1].lineno})" if ours else reason

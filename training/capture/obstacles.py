@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import StochasticWeightAveraging
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 # Hooks within a step: a replay would leave out what they do on the host.
@@ -57,6 +57,20 @@ def find_obstacle(trainer: Any, model: pl.LightningModule, device_type: str) -> 
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if getattr(trainer.precision_plugin, "scaler", None) is not None and not fused:
         return f"precision=16-mixed waits for the GPU unless {type(optimizer).__name__} is fused"
+    return None
+
+
+def find_unfit(tensors: list[Tensor], device: torch.device) -> str | None:
+    """Returns what a graph cannot have in its batch, or None."""
+    for tensor in tensors:
+        if tensor.device != device:
+            return f"a tensor of the batch is on {tensor.device}"
+        if type(tensor) is not Tensor:
+            return f"a tensor of the batch is a {type(tensor).__name__}"
+        if tensor.requires_grad:
+            return "a tensor of the batch requires a gradient"
+    if len({*map(id, tensors)}) < len(tensors):
+        return "the batch has a tensor twice"
     return None
 
 

@@ -20,46 +20,54 @@ class CapturedOptimizer:
     Args:
         optimizer: of any kind.
         device: that trains.
+
+    Attributes:
+        changes_rates: whether a step has changed a learning rate by itself. Then the optimizer
+            reads its own numbers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
+        self.changes_rates = False
         self._device = device
         self._rates: list[Tensor] = []  # of the parameter groups, in order
         self._written: list[Any] = []  # the numbers that are in them
-        self._changed = False
+
+    def prepare(self) -> None:
+        """Writes the learning rates to the GPU, and moves the numbers of steps that a resumed run
+        has on the CPU."""
+        self.write_rates()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"] if "capturable" in group else ():
+                state = self.optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(self._device)
 
     @contextmanager
     def on_gpu(self) -> Iterator[None]:
-        """Prepares the optimizer for a step that is captured, or that gives the same bits."""
-        self.write_rates()
+        """Lets a step be captured, or give the same bits as a captured one."""
+        self.prepare()
         before = []
         for group, rate in zip(self.optimizer.param_groups, self._rates):
             options: dict[str, Any] = {"capturable": True} if "capturable" in group else {}
-            if _reads_rate(group):
+            if self._reads_rate(group):
                 options["lr"] = rate
             before.append((group, {name: group[name] for name in options}))
             group |= options
-            for parameter in group["params"] if "capturable" in group else ():
-                state = self.optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), Tensor):  # a resumed run has it on the CPU
-                    state["step"] = state["step"].to(self._device)
         try:
             yield
         finally:
             for (group, options), rate in zip(before, self._rates):
-                if options.get("lr") is not None and group["lr"] is not rate:
-                    self._changed = True
+                if "lr" in options and group["lr"] is not rate:
+                    self.changes_rates = True
                     del options["lr"]
                 group |= options
 
-    def changes_rates(self) -> bool:
-        """Returns whether a step has changed a learning rate by itself, within :meth:`on_gpu`; the
-        groups have the new one then."""
+    def find_changed_rates(self) -> None:
+        """Finds the rates that a step has changed in place, and puts them into their groups."""
         for group, rate, value in zip(self.optimizer.param_groups, self._rates, self._written):
-            if _reads_rate(group) and float(rate) != float(np.float32(float(value))):
-                group["lr"], self._changed = float(rate), True
-        return self._changed
+            if self._reads_rate(group) and float(rate) != float(np.float32(float(value))):
+                group["lr"], self.changes_rates = float(rate), True
 
     def write_rates(self) -> None:
         """Writes the learning rates, which a schedule may have changed, to the GPU."""
@@ -81,7 +89,7 @@ class CapturedOptimizer:
                 (name, id(value) if isinstance(value, Tensor | list) else value)
                 for group in self.optimizer.param_groups
                 for name, value in group.items()
-                if name != "params" and not (name == "lr" and _reads_rate(group))
+                if name != "params" and not (name == "lr" and self._reads_rate(group))
             ]
         )
 
@@ -94,7 +102,7 @@ class CapturedOptimizer:
             if isinstance(value, Tensor)
         }
 
-
-def _reads_rate(group: dict[str, Any]) -> bool:
-    """Returns whether the optimizer can read the learning rate of a group from the GPU."""
-    return "lr" in group and ("capturable" in group or bool(group.get("fused")))
+    def _reads_rate(self, group: dict[str, Any]) -> bool:
+        """Returns whether the optimizer reads the learning rate of a group from the GPU."""
+        able = "capturable" in group or group.get("fused")
+        return "lr" in group and bool(able) and not self.changes_rates

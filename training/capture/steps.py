@@ -7,9 +7,9 @@ to run them. A CUDA graph is the list of a step's kernels, recorded once and lau
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from hoconv.lightning import leave_out_step
 from training import console
-from training.capture.batch import describe
 from training.capture.fit import Fit
 from training.capture.gpu import Gpu
 from training.capture.graph import Call, CaptureError, StepGraph, capture
 from training.capture.obstacles import find_obstacle
 from training.capture.trial import compare
 from training.lightning_loop import is_last_of_step, replace_optimization, restore_optimization
+from training.tensors import describe
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.
@@ -119,7 +119,6 @@ class CapturedSteps(pl.Callback):
         self._trainer: Any = trainer
         self._kinds: dict[Any, _Kind] = {}
         self._captured = False  # whether this fit has had a graph
-        self._compared_at = 0.0  # when a graph was compared with an eager step, the last time
         self._why_eager = self._find_obstacle(pl_module)
         # Whether processes still ask each other which step they capture first, and how often.
         self._undecided, self._asked = self.mode != "off" and trainer.world_size > 1, 0
@@ -144,7 +143,7 @@ class CapturedSteps(pl.Callback):
     def _find_obstacle(self, model: pl.LightningModule) -> str | None:
         if self.mode == "off":
             return "capture=off"
-        if (obstacle := find_obstacle(self._trainer, model, device_type=Gpu.type)) is not None:
+        if (obstacle := find_obstacle(self._trainer, model, Gpu.type)) is not None:
             return obstacle
         if self.mode == "on" or getattr(model, "capturable", False):
             return None
@@ -162,16 +161,16 @@ class CapturedSteps(pl.Callback):
         tensors: list[Tensor] = []
         kind = self._find_kind(fit, call, tensors)
         graph = kind.graph if not kind.trials else None
-        if self._must_verify(fit, graph):
-            assert graph is not None
-            return self._verify(graph, call, tensors)
-        if graph is not None:
+        verify = self._must_verify(fit, graph)
+        if graph is not None and not verify:
             self.replays += 1
             graph.replays += 1
             return graph.run(call, tensors)
         leave_out_step()
         begun = time.perf_counter()
         try:
+            if graph is not None:
+                return self._verify(graph, call, tensors)
             return self._prepare(fit, kind, call, tensors)
         finally:
             self.seconds += time.perf_counter() - begun
@@ -179,6 +178,8 @@ class CapturedSteps(pl.Callback):
     def _find_kind(self, fit: Fit, call: Call, tensors: list[Tensor]) -> _Kind:
         """Returns what is known of steps as this one; appends the tensors of its batch to a list.
         Another key, another graph."""
+        if fit.optimizer.changes_rates:
+            return _Kind(why_eager="the step changes the learning rate")
         batch = describe(call.kwargs["batch"], tensors)
         trainer = self._trainer
         key = batch, *call[3:], trainer.accumulate_grad_batches, *fit.describe(call.first)
@@ -201,32 +202,24 @@ class CapturedSteps(pl.Callback):
         due = self._captured and step > 0 and step % self.verify_every_n_steps == 0
         return due and fit.agree(graph is not None and graph.replays > 0)
 
+    def _compare(self, graph: StepGraph, call: Call, tensors: list[Tensor]) -> Any:
+        """Runs a step twice; returns what `compare` returns."""
+        return compare(graph, tensors, lambda: self._run_eagerly(call, TRIAL))
+
     def _verify(self, graph: StepGraph, call: Call, tensors: list[Tensor]) -> dict[str, Any]:
         """Compares a graph that was used for long with an eager step."""
-        leave_out_step()
-        begun, compared, step = time.time(), self._compared_at, graph.compared
+        step, since = graph.compared
         result, why = self._compare(graph, call, tensors)
-        self.seconds += time.time() - begun
         if why is None:
             return result
         folder = Path(self._trainer.default_root_dir)
-        since = [p for p in folder.rglob("*.ckpt") if p.stat().st_mtime > compared]
-        written = ", ".join(str(p.relative_to(folder)) for p in sorted(since)) or "none"
+        later = [p for p in folder.rglob("*.ckpt") if p.stat().st_mtime > since]
         raise CaptureError(
             f"step {self._trainer.global_step}: {why}; the training step reads something that has "
-            f"changed since step {step}, after which all steps may be wrong. "
-            f"Checkpoints written since: {written}. Use capture=off, or keep what changes in a "
-            "buffer"
+            f"changed since step {step}, after which all steps may be wrong. Checkpoints written "
+            f"since: {', '.join(str(p.relative_to(folder)) for p in sorted(later)) or 'none'}. "
+            "Use capture=off, or keep what changes in a buffer"
         )
-
-    def _compare(
-        self, graph: StepGraph, call: Call, tensors: list[Tensor]
-    ) -> tuple[dict[str, Any], str | None]:
-        run = functools.partial(self._run_on_gpu, graph.fit, call, TRIAL)
-        found = compare(graph, tensors, run)
-        graph.replays, graph.compared = 0, self._trainer.global_step
-        self._compared_at = time.time()
-        return found
 
     def _prepare(self, fit: Fit, kind: _Kind, call: Call, tensors: list[Tensor]) -> dict[str, Any]:
         """Runs a step eagerly; first captures it, and afterwards compares, when it is time."""
@@ -234,12 +227,12 @@ class CapturedSteps(pl.Callback):
             if kind.why_eager is not None:
                 return self._run_eagerly(call, kind.why_eager)
             kind.seen += 1
+            fit.optimizer.prepare()
             before = fit.state()
             with fit.gpu.beside():
-                result = self._run_on_gpu(fit, call, WARMUP)
+                result = self._run_eagerly(call, WARMUP)
             after = fit.state()
-            if fit.optimizer.changes_rates():
-                kind.why_eager = "the step changes the learning rate"
+            fit.optimizer.find_changed_rates()
             for name in before.keys() & after.keys():
                 if after[name] is not before[name]:
                     kind.why_eager = f"the step replaces {name}; write into it"
@@ -273,7 +266,7 @@ class CapturedSteps(pl.Callback):
         warmup = WARMUP_STEPS_DDP if fit.distributed else WARMUP_STEPS
         ready = kind.why_eager is None and kind.seen >= (1 if self._captured else warmup)
         if ready:  # hooks may have come since the fit began
-            kind.why_eager = find_obstacle(self._trainer, fit.model, device_type=Gpu.type)
+            kind.why_eager = find_obstacle(self._trainer, fit.model, Gpu.type)
             ready = kind.why_eager is None
         if not self._undecided:
             return ready
@@ -284,15 +277,12 @@ class CapturedSteps(pl.Callback):
             kind.why_eager = kind.why_eager or "other processes do not capture their steps"
         return together
 
-    def _run_on_gpu(self, fit: Fit, call: Call, why: str) -> dict[str, Any]:
-        """Runs a step eagerly as its graph would run."""
-        with fit.optimizer.on_gpu():
-            return self._run_eagerly(call, why)
-
     def _run_eagerly(self, call: Call, why: str) -> dict[str, Any]:
         self._say(why)
         self.eager_steps[why] += 1
-        return self._optimization.run_eagerly(*call[:3])
+        # Also where it is not to be captured: state that is on the GPU would be waited for.
+        with nullcontext() if self._fit is None else self._fit.optimizer.on_gpu():
+            return self._optimization.run_eagerly(*call[:3])
 
     def _say(self, why: str) -> None:
         if why in (WARMUP, TRIAL) or why in self._said:

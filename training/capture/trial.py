@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from training.capture.fit import copy_all, set_gradients
-from training.capture.graph import StepGraph, recorded
+from training.capture.graph import StepGraph
+from training.lightning_loop import recorded
 
 # Where two captured steps differ, as with kernels that add in any order, the eager one may differ
 # from them so many times as much.
 NOISE_FACTOR = 16.0
 Result = TypeVar("Result")
 NO_MEMORY = "the GPU has no memory left to compare a captured step with an eager one"
-
-
-class Difference(NamedTuple):
-    """The largest difference of two steps.
-
-    Attributes:
-        error: of an element, relative to the largest of its tensor; infinite where a tensor has
-            another shape, or other integers.
-        name: of the tensor.
-    """
-
-    error: float
-    name: str
 
 
 def compare(
@@ -44,17 +33,17 @@ def compare(
     Returns:
         What the eager step returns, and why the graph is not to be used, or None.
     """
-    fit, memory = graph.fit, _Memory()
+    fit = graph.fit
     gradients = [p.grad for p in fit.parameters]
     written = fit.state()
     # Of the gradients before the step only those count to which it adds: graphs share memory.
     kept = {id(t): t for t in [*gradients, *graph.gradients_before] if t is not None}
     state = [*written.values(), *kept.values()]
-    before = memory.attempt(lambda: (_copies(state), fit.gpu.random_state()))
+    before = _attempt(lambda: (_copies(state), fit.gpu.random_state()))
     with fit.gpu.beside(), recorded(fit.model, also_log=True) as logged:
         result = run_eagerly()
     gradients_after = [p.grad for p in fit.parameters]
-    after = memory.attempt(lambda: (_copies(state), fit.gpu.random_state()))
+    after = _attempt(lambda: (_copies(state), fit.gpu.random_state()))
 
     def left(result: dict[str, Any], logged: list[Any]) -> dict[str, Tensor]:
         """Returns copies of all that a step has written, by name."""
@@ -84,56 +73,44 @@ def compare(
 
     why = None
     with torch.no_grad():
-        eager = memory.attempt(lambda: left(result, logged))
-        found = memory.attempt(lambda: _difference(replay(), eager or {}))
+        eager = _attempt(lambda: left(result, logged))
+        whole = before is not None and after is not None and eager is not None
+        found = _attempt(lambda: _difference(replay(), eager or {})) if whole else None
         # Processes agree in the same order, also where one of them has no memory left.
-        if not fit.agree(found is not None and found.error == 0):
+        if not fit.agree(found is not None and found[0] == 0):
             # Kernels may add in any order: then two replays differ, too.
-            noise = memory.attempt(lambda: _difference(replay(), replay()))
-            near = found and noise and found.error <= NOISE_FACTOR * noise.error
+            noise = found and _attempt(lambda: _difference(replay(), replay()))
+            near = found and noise and found[0] <= NOISE_FACTOR * noise[0]
             if not fit.agree(bool(near)):
                 why = NO_MEMORY
-                if found is not None and noise is not None:
+                if found and noise:
                     why = (
-                        f"a captured step differs from an eager one by {found.error:.1g} in "
-                        f"{found.name}, and from another captured one by {noise.error:.1g}"
+                        f"a captured step differs from an eager one by {found[0]:.1g} in "
+                        f"{found[1]}, and from another captured one by {noise[0]:.1g}"
                     )
-        if after is not None and before is not None:  # else no replay has changed anything
+        if before is not None and after is not None:  # else no replay has changed anything
             restore(after, gradients_after)
+    graph.replays, graph.compared = 0, (fit.trainer.global_step, time.time())
     return result, why
 
 
-class _Memory:
-    """Attempts what takes memory on the GPU.
-
-    Attributes:
-        lacks: whether an attempt found too little; later ones are not made.
-    """
-
-    lacks = False
-
-    def attempt(self, function: Callable[[], Result]) -> Result | None:
-        """Returns what a function returns; None where there is too little memory."""
-        if self.lacks:
-            return None
-        try:
-            return function()
-        except torch.OutOfMemoryError:
-            self.lacks = True
-            return None
+def _attempt(function: Callable[[], Result]) -> Result | None:
+    """Returns what a function returns; None where there is too little memory on the GPU."""
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Difference:
-    largest = Difference(0.0, "")
-    for name in dict.fromkeys([*found, *expected]):
-        error = _error(found.get(name), expected.get(name))
-        if error > largest.error:
-            largest = Difference(error, name)
-    return largest
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Returns the largest difference of an element, relative to the largest of its tensor, and the
+    name of that; infinity for another shape, or other integers."""
+    names = dict.fromkeys([*found, *expected])
+    return max(((_error(found.get(n), expected.get(n)), n) for n in names), default=(0.0, ""))
 
 
 def _error(a: Tensor | None, b: Tensor | None) -> float:
