@@ -9,7 +9,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,9 +29,8 @@ from hoconv.recurrent.runtime.zeros import make_zeros
 from hoconv.registration import (
     Op,
     call_one_by_one,
-    flatten,
     gradients,
-    is_eager,
+    is_plain,
     records_gradients,
     register_gradient,
     register_vmap,
@@ -210,37 +209,6 @@ register_gradient(_library, compiled_op, _differentiate, _save)
 register_vmap(_library, compiled_op.overload)
 
 
-_TENSORS = 4  # arguments of the op that are tensors: the first ones
-
-
-class _Recorded(torch.autograd.Function):
-    """An eager call of the program ``forward``, with the gradients that the op has. Autograd sees
-    the output and the final states alone: what else the gradient needs has no gradient itself."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], inputs: tuple[Any, ...], *_: Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            found = run(*inputs)  # after them, their tensors one by one, for autograd
-        _save(ctx, inputs, found)
-        return found[0], *found[len(found) - len(inputs[1]) :]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *call_one_by_one(functools.partial(_differentiate_flat, ctx), grads)
-
-
-def _differentiate_flat(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
-    d_sequences, d_initial, d_parameters, *_ = _differentiate(ctx, *grads)
-    return [*d_sequences, *d_initial, *d_parameters, None]  # the seed has none
-
-
-def _record(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    return _Recorded.apply(run, args, *flatten(args[:_TENSORS]))
-
-
-compiled_op.gradient = _record
-
-
 class _CudnnFunction(torch.autograd.Function):
     """A call of cuDNN. Its gradient can be differentiated again, which cuDNN's own cannot be."""
 
@@ -368,7 +336,7 @@ def run_cuda(call: Call) -> list[Tensor]:
     # torch.compile sees one op; torch.func knows how to transform it.
     if not torch.compiler.is_compiling() and (made := find_plan(call.plan)).plan.cudnn:
         tensors = call.x, *call.states, *call.parameters
-        if not made.keeps_weights(call.program, call.x) and is_eager(tensors):
+        if not made.keeps_weights(call.program, call.x) and is_plain(tensors):
             return list(_CudnnFunction.apply(made, len(call.states), *tensors))
     return run_compiled("cuda", call)
 
