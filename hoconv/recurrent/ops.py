@@ -21,11 +21,9 @@ from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan, find_read
-from hoconv.recurrent.runtime.clusters import current_stream, use
 from hoconv.recurrent.runtime.host import separate
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
-from hoconv.recurrent.runtime.zeros import make_zeros
 from hoconv.registration import (
     Op,
     call_one_by_one,
@@ -61,11 +59,6 @@ def _run(
     """Runs a program. Gradients may share memory; other results and states do not."""
     made, x = find_plan(plan), sequences[0]
     with without_autocast(x.device.type):  # the program chooses its dtypes itself
-        if impl == "cuda" and (run := made.find_compiled(which, x.shape[1], x.device)):
-            with use(x.device):
-                found = run([*sequences, *states, *parameters], seed, current_stream())
-            if found:
-                return found
         return made.find(which, impl, x)(sequences, states, parameters, seed)
 
 
@@ -168,8 +161,9 @@ def read_backward(
     d_output = torch.zeros_like(results[0]) if d_output is None else d_output
     known = (*inputs.sequences, *results, d_output)
     sequences = [known[i] for i in find_read(plan)]
+    zero = inputs.states[0].new_zeros(())  # nothing writes to it: all elements may be it
     states = [
-        make_zeros(state, state.shape, state.dtype) if gradient is None else gradient
+        zero.expand(state.shape) if gradient is None else gradient
         for gradient, state in zip(d_states, inputs.states, strict=True)
     ]
     return Inputs(sequences, states, inputs.parameters, inputs.seed)
