@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hoconv.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.approx.reference import Pair, columns
-from hoconv.registration import call_one_by_one, is_eager, records_gradients, without_autocast
+from hoconv.registration import call_one_by_one, is_plain, records_gradients, without_autocast
 
 KINDS = ("approx", "ste", "analytic")
 Gradient = str | Sequence[str]
@@ -95,7 +95,7 @@ class _Product(torch.autograd.Function):
     @classmethod
     def of(cls, *args: Any) -> Tensor:
         """Applies the function, and refuses forward mode."""
-        if is_eager(args):
+        if is_plain(args):
             wanted = records_gradients() and torch._C._any_requires_grad(*args)
             return cls.eager.apply(*args) if wanted else cls.forward(*args)
         if not torch.compiler.is_compiling() and torch.overrides.has_torch_function(args):

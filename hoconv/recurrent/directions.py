@@ -20,7 +20,7 @@ from hoconv.recurrent.ops import (
     read_backward,
 )
 from hoconv.recurrent.plans import CompiledPlan, find_plan
-from hoconv.registration import call_one_by_one, is_eager, is_plain, without_autocast
+from hoconv.registration import call_one_by_one, is_plain, without_autocast
 
 
 def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:
@@ -40,7 +40,7 @@ def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:
 def _find_plan(calls: Sequence[Call], which: str) -> CompiledPlan | None:
     """The plan of the first direction, if one kernel runs both."""
     tensors = [t for call in calls for t in (call.x, *call.states, *call.parameters)]
-    if not (is_eager(tensors) and is_plain(tensors)):
+    if not is_plain(tensors):
         return None
     made = find_plan(calls[0].plan)
     return made if made.keeps_weights(which, calls[0].x, len(calls)) else None

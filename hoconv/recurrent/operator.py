@@ -20,7 +20,6 @@ from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
 from hoconv.recurrent.runtime import cpp, cuda
-from hoconv.recurrent.runtime.compiled_host import LIBRARY
 from hoconv.registration import autocast, check_dense, check_dtypes
 
 _TOLERANCES = {
@@ -230,7 +229,6 @@ OPERATOR = declare(
                 load=cuda.load,
                 obstacle=cuda.obstacle,
                 prepare=functools.partial(prepare, "cuda"),
-                libraries=(LIBRARY,),
             ),
         },
         samples=_samples,

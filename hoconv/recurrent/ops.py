@@ -9,7 +9,7 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,17 +21,14 @@ from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.plans import CompiledPlan, find_plan, find_read
-from hoconv.recurrent.runtime.clusters import current_stream, use
 from hoconv.recurrent.runtime.host import separate
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
-from hoconv.recurrent.runtime.zeros import make_zeros
 from hoconv.registration import (
     Op,
     call_one_by_one,
-    flatten,
     gradients,
-    is_eager,
+    is_plain,
     records_gradients,
     register_gradient,
     register_vmap,
@@ -62,11 +59,6 @@ def _run(
     """Runs a program. Gradients may share memory; other results and states do not."""
     made, x = find_plan(plan), sequences[0]
     with without_autocast(x.device.type):  # the program chooses its dtypes itself
-        if impl == "cuda" and (run := made.find_compiled(which, x.shape[1], x.device)):
-            with use(x.device):
-                found = run([*sequences, *states, *parameters], seed, current_stream())
-            if found:
-                return found
         return made.find(which, impl, x)(sequences, states, parameters, seed)
 
 
@@ -169,8 +161,9 @@ def read_backward(
     d_output = torch.zeros_like(results[0]) if d_output is None else d_output
     known = (*inputs.sequences, *results, d_output)
     sequences = [known[i] for i in find_read(plan)]
+    zero = inputs.states[0].new_zeros(())  # nothing writes to it: all elements may be it
     states = [
-        make_zeros(state, state.shape, state.dtype) if gradient is None else gradient
+        zero.expand(state.shape) if gradient is None else gradient
         for gradient, state in zip(d_states, inputs.states, strict=True)
     ]
     return Inputs(sequences, states, inputs.parameters, inputs.seed)
@@ -208,37 +201,6 @@ def differentiate_again(
 
 register_gradient(_library, compiled_op, _differentiate, _save)
 register_vmap(_library, compiled_op.overload)
-
-
-_TENSORS = 4  # arguments of the op that are tensors: the first ones
-
-
-class _Recorded(torch.autograd.Function):
-    """An eager call of the program ``forward``, with the gradients that the op has. Autograd sees
-    the output and the final states alone: what else the gradient needs has no gradient itself."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], inputs: tuple[Any, ...], *_: Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            found = run(*inputs)  # after them, their tensors one by one, for autograd
-        _save(ctx, inputs, found)
-        return found[0], *found[len(found) - len(inputs[1]) :]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *call_one_by_one(functools.partial(_differentiate_flat, ctx), grads)
-
-
-def _differentiate_flat(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
-    d_sequences, d_initial, d_parameters, *_ = _differentiate(ctx, *grads)
-    return [*d_sequences, *d_initial, *d_parameters, None]  # the seed has none
-
-
-def _record(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    return _Recorded.apply(run, args, *flatten(args[:_TENSORS]))
-
-
-compiled_op.gradient = _record
 
 
 class _CudnnFunction(torch.autograd.Function):
@@ -368,7 +330,7 @@ def run_cuda(call: Call) -> list[Tensor]:
     # torch.compile sees one op; torch.func knows how to transform it.
     if not torch.compiler.is_compiling() and (made := find_plan(call.plan)).plan.cudnn:
         tensors = call.x, *call.states, *call.parameters
-        if not made.keeps_weights(call.program, call.x) and is_eager(tensors):
+        if not made.keeps_weights(call.program, call.x) and is_plain(tensors):
             return list(_CudnnFunction.apply(made, len(call.states), *tensors))
     return run_compiled("cuda", call)
 

@@ -19,11 +19,9 @@ from hoconv.recurrent.frontend.serialize import from_text
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.runtime.clusters import Clusters
-from hoconv.recurrent.runtime.compiled_host import CompiledHost, can_compile, suits
 from hoconv.recurrent.runtime.cpp import CppLoop, compile_loops, has_rows
 from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.host import HostCode
-from hoconv.recurrent.runtime.instructions import lower
 from hoconv.recurrent.schedule import Plan, plan_trace
 
 R = TypeVar("R")
@@ -117,7 +115,6 @@ class CompiledPlan:
         self.both = _once(lock, self._both)
         self.hosts_of_both = _once(lock, self._host_both)
         self._hosts = _once(lock, self._host)
-        self._compiled_hosts = functools.lru_cache(_KEPT)(self._compile_host)
         # Of a program, the same as it runs where threads of a CPU have many rows.
         self._streamed = _once(lock, self._stream)
         self._cpp_loops = _once(lock, self._cpp)
@@ -137,14 +134,6 @@ class CompiledPlan:
         """
         on_cpu = x.is_cpu
         return self._hosts(which, impl, on_cpu, on_cpu and has_rows(x.shape[1]))
-
-    def find_compiled(self, which: str, B: int, device: torch.device) -> CompiledHost | None:
-        """What runs one of the plan's programs on a GPU with one call of C++; None if nothing does.
-
-        Args:
-            which: as of `program`.
-        """
-        return self._compiled_hosts(which, B, device)
 
     def prepare(self, which: str, impl: str, device_type: str) -> None:
         """Compiles the loop of a program.
@@ -171,13 +160,6 @@ class CompiledPlan:
             for name in programs
         )
 
-    def _compile_host(self, which: str, B: int, device: torch.device) -> CompiledHost | None:
-        host = lower(self.program(which), self.names, which == "backward")
-        kernel = self.cuda_loop(which).find_kernel(B, device)
-        if kernel is None or not suits(host) or not can_compile():
-            return None
-        return CompiledHost(host, kernel)
-
     def _host(self, which: str, impl: str, on_cpu: bool, streamed: bool) -> HostCode:
         program, loop = self.program(which), None
         if impl == "cuda":
@@ -185,13 +167,12 @@ class CompiledPlan:
         elif on_cpu:
             program = self._streamed(which) if streamed else program
             loop = self._cpp_loops(which != "inference")[program]
-        return HostCode(lower(program, self.names, which == "backward"), loop)
+        return HostCode(program, self.names, which == "backward", loop)
 
     def _host_both(self, which: str) -> list[HostCode]:
         """What runs a program in both directions on a GPU."""
-        loop = self.cuda_loop(which)
-        backward = which == "backward"
-        return [HostCode(lower(p, self.names, backward), loop) for p in self.both(which)]
+        loop, backward = self.cuda_loop(which), which == "backward"
+        return [HostCode(p, self.names, backward, loop) for p in self.both(which)]
 
     def _both(self, which: str) -> tuple[Program, Program]:
         program = self.program(which)

@@ -16,8 +16,6 @@ from hoconv.registration.definition import compiled as compiled
 from hoconv.registration.definition import define as define
 from hoconv.registration.definition import kernels as kernels
 from hoconv.registration.eager import Op as Op
-from hoconv.registration.eager import flatten as flatten
-from hoconv.registration.eager import is_eager as is_eager
 from hoconv.registration.eager import is_plain as is_plain
 from hoconv.registration.eager import records_gradients as records_gradients
 from hoconv.registration.gradient import gradient_layout as gradient_layout

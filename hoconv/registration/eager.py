@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._library.utils import is_tensor_like_type, is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+# The classes of arguments that have no dispatch of their own; lists are of numbers.
+_PLAIN = {Tensor, Parameter, type(None), bool, int, float, str, list, tuple}
 
 
 class Op:
     """One op of torch.library, called as its overload is, only sooner.
 
-    An eager call needs autograd, where a gradient is wanted, and the kernel; the dispatcher would
-    go through Python and back between the two, which takes longer than the rest of a small call.
-    All other calls, those of programs and of torch.compile among them, go through the dispatcher.
+    A plain call needs autograd, where a gradient is wanted, and the kernel; the dispatcher would go
+    through Python and back between the two. That takes a fifth of a small call and its gradient,
+    and more where arguments are lists. All other calls go through the dispatcher.
 
     Attributes:
         overload: the op itself.
-        kernel: of an op in Python, what computes it for tensors of PyTorch's own classes.
+        kernel: of an op in Python, what computes it in a plain call.
         takes_lists: whether an argument is a list of tensors.
         tensors: if none is, how many arguments there are up to the last tensor.
         gradient: calls the op, given its arguments and what runs it below autograd, such that
@@ -35,75 +36,44 @@ class Op:
     ) -> None:
         self.overload = overload
         self.kernel = kernel
-        arguments = overload._schema.arguments
-        self.takes_lists = any(is_tensorlist_like_type(a.type) for a in arguments)
-        at = [i for i, a in enumerate(arguments) if is_tensor_like_type(a.type)]
-        self.tensors = 1 + max(at, default=-1)
+        types = [str(argument.type) for argument in overload._schema.arguments]
+        self.takes_lists = "List[Tensor]" in types
+        self.tensors = 1 + max((i for i, of in enumerate(types) if "Tensor" in of), default=-1)
         self.gradient: Callable[..., Any] | None = None
-        # By the number of tensors, and the classes of all arguments: PyTorch's guards of tensors of
-        # earlier calls that were eager and plain, and whether one of them requires a gradient.
-        self._known: dict[Any, tuple[tuple[Any, bool], ...]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        if is_transformed():
+        tensors = flatten(args) if self.takes_lists else args[: self.tensors]
+        if not is_plain(tensors):
             return self.overload(*args)
-        found = self._examine(flatten(args) if self.takes_lists else args[: self.tensors])
-        if found is None:
-            return self.overload(*args)
-        run, differentiable = found
-        if differentiable and self.gradient and records_gradients():
+        run = self.kernel or self.overload
+        if self.gradient and records_gradients() and torch._C._any_requires_grad(*tensors):
             return self.gradient(args, run)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
 
-    def _examine(self, flat: Sequence[Any]) -> tuple[Callable[..., Any], bool] | None:
-        """What runs a call, and whether a tensor requires a gradient; None if it is not eager.
-
-        A guard compares what a call is eager and plain by, class and dispatch keys of each tensor,
-        in a tenth of the time in which these are looked at one by one.
-        """
-        key, tensors = None, []
-        if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
-            tensors = [each for each in flat if type(each) in _TENSORS]
-            if self.takes_lists:  # each once: a guard refuses one that comes again
-                tensors = [*dict(zip(map(id, tensors), tensors)).values()]
-            key = len(tensors), *map(type, flat)
-            for guard, differentiable in self._known.get(key, ()):
-                if guard.check(*tensors):
-                    return self.kernel or self.overload, differentiable
-        if not is_eager(flat):
-            return None
-        differentiable = torch._C._any_requires_grad(*flat)
-        if not is_plain(flat):
-            return self.overload, differentiable
-        if tensors:
-            free = [[None] * each.dim() for each in tensors]
-            guard = TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
-            known = self._known.get(key, ())
-            self._known[key] = ((guard, differentiable), *known[: _MOST_KNOWN - 1])
-        return self.kernel or self.overload, differentiable
-
 
 def is_plain(args: Sequence[Any]) -> bool:
-    """Whether no tensor and no mode asks for a dispatch of its own.
+    """Whether autograd and the kernel are all that a call needs: it is neither traced, transformed
+    nor watched by a mode, and its tensors are of PyTorch's own classes and have memory.
 
-    The imaginary part of a conjugate does: its memory holds the numbers with the other sign. So
-    does a tensor without memory: of the meta device, or of zeros of autograd's.
+    An argument may be of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
+    The dispatcher finds the tensor within it; without, autograd would take it for another leaf. The
+    imaginary part of a conjugate is in memory with the other sign; tensors of the meta device, and
+    zeros of autograd's, are not in memory at all.
     """
-    if not _has_plain_types(args):
+    if is_transformed() or torch.overrides.has_torch_function(args):
         return False
-    tensors = (each for each in args if isinstance(each, Tensor))
-    return not any(t.is_neg() or t.is_meta or t._is_zerotensor() for t in tensors)
-
-
-def _has_plain_types(args: Sequence[Any]) -> bool:
-    return not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
-
-
-_TENSORS = {Tensor, Parameter}
-# Arguments of an op without a dispatch of their own; lists are of numbers.
-_PLAIN = {*_TENSORS, type(None), bool, int, float, str, list, tuple}
-_MOST_KNOWN = 8  # guards that an op keeps of so many tensors
+    if torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
+        return False
+    for each in args:  # a generator would take half as long again
+        if isinstance(each, Tensor) and (
+            is_functorch_wrapped_tensor(each)
+            or each.is_neg()
+            or each.is_meta
+            or each._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def is_transformed() -> bool:
@@ -124,25 +94,11 @@ def records_gradients() -> bool:
     return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
-def is_eager(args: Sequence[Any]) -> bool:
-    """Whether a call is neither traced nor transformed, and no argument overrides functions.
-
-    Nor is an argument of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
-    The dispatcher finds the tensor within it; without, autograd would take it for another leaf.
-    """
-    if is_transformed() or torch.overrides.has_torch_function(args):
-        return False
-    for each in args:  # a generator would take half as long again
-        if isinstance(each, Tensor) and is_functorch_wrapped_tensor(each):
-            return False
-    return True
-
-
 def flatten(args: Iterable[Any]) -> list[Any]:
     """Arguments, those of lists one by one."""
     flat: list[Any] = []
     for each in args:
-        if type(each) is list:
+        if isinstance(each, list | tuple):  # torch.compile of torch 2.11 makes tuples of lists
             flat += each
         else:
             flat.append(each)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import tree_any_only, tree_leaves
 
 from hoconv.registration.batches import call_one_by_one
-from hoconv.registration.casts import NOTHING, register_autocast, without_autocast
+from hoconv.registration.casts import register_autocast, without_autocast
 from hoconv.registration.eager import Op, flatten
 
 
@@ -66,7 +64,7 @@ def register_gradient(
         return flatten(differentiate(ctx, *grads))
 
     compute = flatten_gradients if op.takes_lists else differentiate
-    returns_list = is_tensorlist_like_type(overload._schema.returns[0].type)
+    returns_list = str(overload._schema.returns[0].type) == "List[Tensor]"
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
         tensors = flatten(args) if op.takes_lists else args[: op.tensors]
@@ -83,7 +81,7 @@ def register_gradient(
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return run(*args)
 
-        if forward_ad._current_level >= 0 and tree_any_only(Tensor, has_tangent, args):
+        if forward_ad._current_level >= 0 and any(map(has_tangent, _find_tensors(args))):
             if with_tangents is None:
                 raise NotImplementedError(
                     f"{overload.name()} has no forward-mode derivative; use reverse mode "
@@ -141,10 +139,12 @@ def _without_autocast_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
 
     A derivative is computed in the dtypes of the saved tensors, which autocast may have cast.
     """
-    if not torch._C._is_any_autocast_enabled():
-        return NOTHING
-    devices = (t.device.type for t in tree_leaves(args) if isinstance(t, Tensor))
+    devices = (t.device.type for t in _find_tensors(args))
     return without_autocast(next(devices, "cpu"))
+
+
+def _find_tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    return (each for each in flatten(args) if isinstance(each, Tensor))
 
 
 def has_tangent(t: Tensor) -> bool:

@@ -18,7 +18,6 @@ from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.runtime.host import HostCode
-from hoconv.recurrent.runtime.instructions import lower
 from hoconv.recurrent.runtime.interpret import Loop, interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import Plan
@@ -70,7 +69,7 @@ def run_program(
     loop: Loop | None,
 ) -> dict[str, Tensor]:
     """Runs a program with a loop; returns its results, and the states after the last step."""
-    run = HostCode(lower(program, list(parameters), False), loop)
+    run = HostCode(program, list(parameters), False, loop)
     read = [sequences[name] for name, _ in program.sequences]
     found = run(read, list(states.values()), list(parameters.values()), seed)
     return dict(zip([*(name for name, _ in program.results), *states], found, strict=True))
@@ -152,7 +151,7 @@ class CellCase:
                 )
                 self.assert_close({name: results[name] for name in self.exact}, self.exact)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
-            host = HostCode(lower(plan.backward, list(self.parameters), True), loop(plan.backward))
+            host = HostCode(plan.backward, list(self.parameters), True, loop(plan.backward))
             d_x, *rest = host(
                 [read[name] for name, _ in plan.backward.sequences],
                 [self.cotangents[name] for name in self.states],

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hoconv
-import hoconv.registration.eager
 from hoconv import approx
 from hoconv import recurrent as rnn
 from hoconv.declaration import Sample, operators
@@ -205,35 +204,6 @@ def test_an_earlier_call_decides_nothing_of_a_later_one(variant: Variant, sample
     with torch.inference_mode():
         assert all(t.is_inference() for t in call(sample.args))
     assert not any(t.is_inference() for t in call(sample.args))
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (hoconv.HighOrderConv2d(3, 3), (1, 3, 5, 5)),
-        (hoconv.DynamicConv1d(4, 3), (1, 4, 6)),
-        (approx.ApproxLinear(8, 4), (2, 8)),
-        (rnn.LSTM(4, 4), (2, 1, 4)),  # whose first states are one tensor, given twice
-        (rnn.RNN(rnn.peephole_lstm, 4, 4), (2, 1, 4)),
-    ],
-    ids=["high-order", "dynamic", "approximate", "LSTM", "peephole"],
-)
-def test_a_call_like_an_earlier_one_is_recognised(
-    layer: nn.Module, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def call() -> None:
-        with torch.no_grad():
-            layer(torch.randn(shape))
-        tree_leaves(layer(torch.randn(shape)))[0].sum().backward()
-
-    call()
-    looked_at = []
-    is_eager = hoconv.registration.eager.is_eager
-    monkeypatch.setattr(
-        hoconv.registration.eager, "is_eager", lambda args: looked_at.append(args) or is_eager(args)
-    )
-    call()
-    assert not looked_at
 
 
 class Double(nn.Module):

@@ -40,13 +40,7 @@ BESIDE = "hoconv compiles"  # the name of threads
 _HOP = 1.6
 # Bytes that a product of a graph reads in a microsecond: its weights lie in the L2 cache.
 _GRAPH_READS = 2.4e6
-# What no layer needs a kernel of its own for.
-_COMMON = f"""{HEADER}
-extern "C" {{
-__global__ void probe() {{}}
-__device__ double zero;
-}}
-"""
+_PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
 
 
 @dataclass(frozen=True)
@@ -65,23 +59,6 @@ class Chip:
 
 # An H200's, as the driver says.
 H200 = Chip(SHARED_BYTES, ((1, 132), (2, 66), (4, 30), (8, 15), (16, 7)))
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A loaded kernel of clusters, which runs all steps of one run.
-
-    Attributes:
-        source: what it was compiled from.
-        address: of the kernel.
-        launch: the address of the driver's ``cuLaunchKernelEx``.
-        zero: the address of a zero of any dtype, on the kernel's GPU.
-    """
-
-    source: ClusterSource
-    address: int
-    launch: int
-    zero: int
 
 
 class Clusters:
@@ -175,22 +152,6 @@ class Clusters:
             )  # fmt: skip
 
         return launch_runs(source, runs, launch)
-
-    def load(self, layout: ClusterLayout, device: torch.device) -> Kernel:
-        """Compiles and loads the kernel of a layout for one run.
-
-        Args:
-            device: the current one.
-
-        Raises:
-            hoconv.jit.BuildError: NVRTC fails.
-        """
-        source = self._emit(layout, 1)
-        architecture = _architecture(device)
-        address = self._load(source, architecture).find_clustered(NAME, layout.shared_bytes)
-        zero = find_zero(device)
-        assert zero is not None
-        return Kernel(source, address, _load_common(architecture).launch_address, zero)
 
     def _make_layout(self, shape: ClusterShape, shared_bytes: int) -> ClusterLayout:
         return ClusterLayout(self._distribute(shape.blocks == 1), shape, shared_bytes)
@@ -292,26 +253,11 @@ def _estimate_graph(program: Program, B: int) -> float:
 @functools.cache
 def _describe(device: torch.device) -> Chip:
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    probe = _load_common(_architecture(device))
+    probe = _load_cubin(_PROBE, _architecture(device))
     with torch.cuda.device(device):
         threads = 32 * _WARPS[0]
         counts = (probe.count_clusters("probe", blocks, threads, most) for blocks in _BLOCKS)
         return Chip(most, tuple(zip(_BLOCKS, counts)))
-
-
-@functools.cache
-def _load_common(architecture: str) -> Cubin:
-    return _load_cubin(_COMMON, architecture)
-
-
-@functools.cache
-def find_zero(device: torch.device) -> int | None:
-    """The address of a zero of any dtype on a GPU, which nothing writes to; None if its blocks form
-    no clusters."""
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return None
-    with use(device):
-        return _load_common(_architecture(device)).find_variable("zero")
 
 
 def _load_cubin(text: str, architecture: str) -> Cubin:

@@ -26,7 +26,6 @@ from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.clusters import (
     Clusters,
-    Kernel,
     current_stream,
     open_cubin,
     use,
@@ -134,17 +133,6 @@ class CudaLoop:
         if self.clusters is None:
             return False
         return not isinstance(self.clusters.find(B, device, runs), str)
-
-    def find_kernel(self, B: int, device: torch.device) -> Kernel | None:
-        """The kernel that keeps the weights on a GPU for a batch, loaded; None if none does.
-
-        Raises:
-            hoconv.jit.BuildError: NVRTC fails.
-        """
-        if self.clusters is None or isinstance(layout := self.clusters.find(B, device), str):
-            return None
-        with use(device):
-            return self.clusters.load(layout, device)
 
     def prepare(self) -> None:
         """Compiles the kernels for the GPUs here.

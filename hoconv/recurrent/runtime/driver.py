@@ -24,7 +24,7 @@ class _Attribute(ctypes.Structure):
     )
 
 
-class Configuration(ctypes.Structure):
+class _Configuration(ctypes.Structure):
     """A ``CUlaunchConfig``."""
 
     _fields_ = (
@@ -41,11 +41,11 @@ class Configuration(ctypes.Structure):
 def _configure(
     clusters: tuple[int, int], blocks: int, threads: int, shared_bytes: int, stream: int | None,
     together: bool = False,
-) -> Configuration:  # fmt: skip
+) -> _Configuration:  # fmt: skip
     attributes = [_Attribute(id=_CLUSTER_DIMENSION, value=(blocks, 1, 1))]
     if together:
         attributes.append(_Attribute(id=_COOPERATIVE, value=(1,)))
-    return Configuration(
+    return _Configuration(
         grid=(clusters[0] * blocks, clusters[1], 1), block=(threads, 1, 1),
         shared_bytes=shared_bytes, stream=stream,
         attributes=(_Attribute * len(attributes))(*attributes), attribute_count=len(attributes),
@@ -141,22 +141,6 @@ class Cubin:
             )
         )
 
-    def find_clustered(self, name: str, shared_bytes: int) -> int:
-        """The address of a kernel, ready to run in clusters on the current device."""
-        return _address(self._clustered(name, shared_bytes, self._device()))
-
-    def find_variable(self, name: str) -> int:
-        """The address of a variable in the memory of the current device."""
-        address = ctypes.c_void_p()
-        made = ctypes.byref(address)
-        self._check(self.driver.cuLibraryGetGlobal(made, None, self.library, name.encode()))
-        return _address(address)
-
-    @property
-    def launch_address(self) -> int:
-        """The address of the driver's ``cuLaunchKernelEx``."""
-        return _address(ctypes.cast(self.driver.cuLaunchKernelEx, ctypes.c_void_p))
-
     def count_clusters(self, name: str, blocks: int, threads: int, shared_bytes: int) -> int:
         """The number of clusters of a kernel that the GPU runs at the same time."""
         count = ctypes.c_int()
@@ -191,8 +175,3 @@ class Cubin:
 
     def _check(self, status: int) -> None:
         check(self.driver, status)
-
-
-def _address(pointer: ctypes.c_void_p) -> int:
-    assert pointer.value
-    return pointer.value

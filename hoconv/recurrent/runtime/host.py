@@ -1,14 +1,16 @@
 """Writes what the host does around the loop of a program, as a function of Python.
 
-A call on small tensors takes as long as its Python. So the instructions of the host are written out
-as plain statements: nothing is looked up in a call but the tensors themselves.
+A call on small tensors takes as long as its Python. What a program does before and after its loop
+is known when the program is. So it is written out as plain statements: nothing is looked up in a
+call but the tensors themselves.
 
 B batch, T time steps, n features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from torch._C._dynamo.guards import (
 )
 
 from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
-from hoconv.recurrent.ir.program import Group, Op, Program, Value
+from hoconv.recurrent.ir.program import Group, Op, Param, Piece, Program, Value, flat
 from hoconv.recurrent.runtime import products
-from hoconv.recurrent.runtime.instructions import HostProgram, Instruction
 from hoconv.recurrent.runtime.interpret import (
+    GroupLoops,
     Loop,
     LoopRun,
     Tensors,
@@ -29,22 +31,27 @@ from hoconv.recurrent.runtime.interpret import (
     run_group,
     run_steps,
 )
+from hoconv.recurrent.runtime.packing import find_sources, group_params
 
 # Yields the arguments of a loop, is sent what that returns, and yields the results.
 Steps = Generator[Any, tuple[Tensors, list[Tensor]], None]
-GroupLoops = Mapping[Group, tuple[Program, Loop]]
 
 
 class HostCode:
     """What the host does in a run of a program, without autograd.
 
     Args:
+        parameters: the names of the cell's parameters, in the order in which they are given.
+        backward: whether a run returns the gradients of x and of the parameters, instead of the
+            program's results; then the states after the last step.
         loop: runs the steps; without one they run op by op.
     """
 
-    def __init__(self, host: HostProgram, loop: Loop | None) -> None:
-        writer = _Writer(host)
-        code = compile(writer.write(), f"<host of {host.program.name}>", "exec")
+    def __init__(
+        self, program: Program, parameters: Sequence[str], backward: bool, loop: Loop | None
+    ) -> None:
+        writer = _Writer(program, parameters)
+        code = compile(writer.write(backward), f"<host of {program.name}>", "exec")
         exec(code, writer.constants)
         self._steps: Callable[..., Steps] = writer.constants["steps"]
         self._loop = loop or run_steps
@@ -66,7 +73,8 @@ class HostCode:
             seed: int64 scalar, of the random masks.
 
         Returns:
-            The results of the host's program. Gradients may share memory, other tensors do not.
+            The results, and the states after the last step. Gradients may share memory, other
+            tensors do not.
         """
         steps = self.start(sequences, states, parameters, seed)
         run = next(steps)
@@ -79,25 +87,53 @@ class HostCode:
 
 
 class _Writer:
-    """Writes the function of the host; `constants` are its global names."""
+    """Writes the function of the host. Its variables are tensors.
 
-    def __init__(self, host: HostProgram) -> None:
-        self.host = host
+    Attributes:
+        constants: its global names.
+    """
+
+    def __init__(self, program: Program, parameters: Sequence[str]) -> None:
+        self.program = program
         self.constants: dict[str, Any] = {
             "cat": torch.cat,
+            "stack": torch.stack,
             "zeros_like": torch.zeros_like,
-            "separate": separate,
-            "misfit": _explain_misfit,
             "view": _reinterpret_tensor,
             "linear": products.linear,
             "outer": products.outer,
             "in_dtype": in_dtype,
             "evaluate_op": evaluate_op,
             "compute_group": _compute_group,
+            "explain": _explain,
+            "separate": separate,
             "LoopRun": LoopRun,
-            "program": host.program,
+            "program": program,
             **DTYPES,
         }
+        self.lines = ["def steps(sequences, states, parameters, seed, groups):"]
+        self.count = 0
+        sequences = self.unpack("sequences", len(program.sequences))
+        self.variables = dict(zip((v for _, v in program.sequences), sequences))
+        self.states = self.unpack("states", sum(s.total is None for s in program.states))
+        self.parameters = dict(zip(parameters, self.unpack("parameters", len(parameters))))
+
+    def write(self, backward: bool) -> str:
+        """The text of the generator ``steps``; `backward` as of :class:`HostCode`."""
+        self.pack_params()
+        for item in self.program.before:
+            self.compute(item)
+        last = self.run_loop()
+        for item in self.program.after:
+            self.compute(item)
+        values = [value for _, value in self.program.results]
+        found = self.unpack_gradients() if backward else [self.variables[v] for v in values]
+        results = _list((*found, *last))
+        # The loop writes each yield to memory of its own; of gradients, some may share memory.
+        written = {y.sequence for y in self.program.yields}
+        if not (backward or (len({*values}) == len(values) and written.issuperset(values))):
+            results = f"separate({results}, (*sequences, *states, *parameters))"
+        return "\n    ".join((*self.lines, f"yield {results}"))
 
     def constant(self, value: Any, name: str) -> str:
         """The name of a global that is this object."""
@@ -105,131 +141,183 @@ class _Writer:
         self.constants[name] = value
         return name
 
-    def write(self) -> str:
-        """The text of the generator ``steps``."""
-        host, at, lines = self.host, 0, []
-        for name in ("sequences", "states", "parameters"):
-            count = getattr(host, name)
-            lines += _unpack(range(at, at + count), name)
-            at += count
-        for each in host.instructions:
-            lines += self._write(each)
-        found = _list(map(_name, host.results))
-        if host.separate:
-            found = f"separate({found}, (*sequences, *states, *parameters))"
-        head = "def steps(sequences, states, parameters, seed, groups):"
-        return "\n    ".join((head, *lines, f"yield {found}"))
+    def new(self) -> str:
+        self.count += 1
+        return f"t{self.count}"
 
-    def _write(self, each: Instruction) -> Iterable[str]:
-        """The statements of an instruction."""
-        inputs, attrs = [*map(_name, each.inputs)], each.attrs
-        match each.kind:
-            case "columns":
-                yield from self._view_columns(each)
-            case "loop":
-                yield from self._run(each)
-            case "group":
-                yield from self._compute_group(each)
-            case "split":
-                rows = _list(f"{like}.shape[0]" for like in inputs[1:])
-                yield f"{_targets(each.outputs)}= {inputs[0]}.split_with_sizes({rows})"
-            case "sum":
-                dims, dtype = attrs
-                for x, output in zip(inputs, each.outputs, strict=True):
-                    yield f"{_name(output)} = {x}.sum({dims}, dtype={dtype})"
-            case _:
-                yield f"{_name(each.outputs[0])} = {self._compute(each.kind, inputs, attrs)}"
+    def let(self, expression: str) -> str:
+        """Names the value of an expression."""
+        self.lines.append(f"{(name := self.new())} = {expression}")
+        return name
 
-    def _compute(self, kind: str, inputs: Sequence[str], attrs: tuple[Any, ...]) -> str:
-        """The expression of an instruction with one result."""
-        x = next(iter(inputs), "")  # some ops have only numbers
-        match kind:
-            case "cat":
-                return f"cat({_list(inputs)}, {attrs[0]})"
-            case "contiguous":
-                return f"{x}.contiguous()"
-            case "unsqueeze":
-                return f"{x}.unsqueeze(0)"
-            case "narrow":
-                return f"{x}.narrow(1, {attrs[0]}, {attrs[1]})"
-            case "cast":
-                return f"in_dtype({x}, {attrs[0]})"
-            case "linear":
-                return f"linear({', '.join(inputs)})"
-            case "outer":
-                products = [f"outer({x}, {other})" for other in inputs[1:]]
-                return products[0] if len(products) == 1 else f"cat({_list(products)}, -1)"
-            case "linear_t":
-                return f"linear({x}, {inputs[1]}.mT)"
-            case "zero_rows":
-                n, dtype = attrs
-                return f"{x}.new_zeros((), dtype={dtype}).expand({x}.shape[0], {n})"
-            case "zeros":
-                return f"{x}.new_zeros({attrs[0]})"
-            case "zeros_like":
-                return f"zeros_like({x})"
-            case "op":
-                return self._evaluate(attrs[0], inputs)
-            case _:
-                raise AssertionError(kind)
+    def unpack(self, expression: str, count: int) -> list[str]:
+        """Names the elements of a sequence."""
+        names = [self.new() for _ in range(count)]
+        if names:
+            self.lines.append(f"{''.join(f'{name}, ' for name in names)}= {expression}")
+        return names
 
-    def _evaluate(self, op: Op, inputs: Sequence[str]) -> str:
-        tensors = iter(inputs)
-        operands = _list(
-            next(tensors) if isinstance(i, Value) else self.constant(i, "number") for i in op.inputs
-        )
-        return f"evaluate_op({self.constant(op, 'op')}, {operands}, {self._device})"
+    def pack_params(self) -> None:
+        """Makes the params of the program: :func:`hoconv.recurrent.runtime.packing.pack`."""
+        p = self.program
+        used = {v for op in flat((*p.before, *p.after)) for v in op.values} | p.read
+        used |= {value for _, value in p.results}
+        wholes: dict[tuple[str, ...], str] = {}
+        for param, names in zip(p.params, group_params(p)[0], strict=True):
+            if param.value not in used:
+                continue
+            if names is None:
+                packed = self.concatenate([self.read_piece(piece) for piece in param.pieces])
+            else:
+                if names not in wholes:
+                    wholes[names] = self.concatenate([self.parameters[name] for name in names])
+                packed = self.view_columns(wholes[names], param)
+            self.variables[param.value] = packed
 
-    @property
-    def _device(self) -> str:
-        return f"{_name(self.host.sequences)}.device"  # of the first state
+    def read_piece(self, piece: Piece) -> str:
+        whole = self.parameters[piece.parameter]
+        if piece.columns is None:
+            return whole
+        start, stop = piece.columns
+        return self.let(f"{whole}.narrow(1, {start}, {stop - start})")
 
-    def _view_columns(self, each: Instruction) -> Iterator[str]:
-        (whole,), (text, shape, first) = map(_name, each.inputs), each.attrs
-        yield f"rows, width = {whole}.shape"
-        yield f"if rows != {shape[0]} or width < {first + shape[1]}:"
-        yield f"    raise ValueError(misfit({text!r}, {shape}, {whole}))"
+    def view_columns(self, whole: str, param: Param) -> str:
+        piece, shape = param.pieces[0], param.value.type.shape
+        if piece.columns is None:
+            return whole
+        first, stop = piece.columns
+        self.lines += [
+            f"rows, width = {whole}.shape",
+            f"if rows != {shape[0]} or width < {stop}:",
+            f"    raise ValueError(explain({str(piece)!r}, {shape}, {whole}))",
+        ]
         # A view that PyTorch does not check: faster than narrow.
-        yield f"{_name(each.outputs[0])} = view({whole}, {shape}, (width, 1), {first})"
+        return self.let(f"view({whole}, {shape}, (width, 1), {first})")
 
-    def _run(self, each: Instruction) -> Iterator[str]:
-        (values,), yields = each.attrs, self.host.program.yields
-        inputs, initial = each.inputs[: len(values)], each.inputs[len(values) :]
-        given = f"{self._values(values, inputs)}, {_list(map(_name, initial))}"
-        yield f"written, final = yield LoopRun(program, {given}, seed)"
-        for made, output in zip(yields, each.outputs):
-            yield f"{_name(output)} = written[{self.constant(made.sequence, 'V')}]"
-        yield from _unpack(each.outputs[len(yields) :], "final")
+    def concatenate(self, tensors: Sequence[str], dim: int = 0) -> str:
+        if len(tensors) == 1:
+            return self.let(f"{tensors[0]}.contiguous()")
+        return self.let(f"cat({_list(tensors)}, {dim})")
 
-    def _compute_group(self, each: Instruction) -> Iterator[str]:
-        of, read = each.attrs
-        group, values = self.constant(of, "group"), self._values(read, each.inputs)
-        yield f"found = compute_group({group}, groups.get({group}), {values}, {self._device})"
+    def run_loop(self) -> list[str]:
+        """Runs the loop; returns the last of the states that are given."""
+        p, given = self.program, iter(self.states)
+        # Running sums begin with zeros, which nothing writes to: those of one type share them.
+        zeros: dict[Any, str] = {}
+        for state in p.states:
+            if state.total is not None and (type := state.value.type) not in zeros:
+                like = self.states[0]
+                zeros[type] = self.let(
+                    f"{like}.new_zeros((), dtype={type.dtype}).expand({like}.shape[0], {type.size})"
+                )
+        initial = [
+            zeros[s.value.type] if s.total else self.cast(next(given), s.value.type.dtype)
+            for s in p.states
+        ]
+        params = (each.value for each in p.params if each.value in p.read)
+        values = dict.fromkeys((*params, *(v for _, v in p.sequences), *p.made_before))
+        run = f"LoopRun(program, {self.dictionary(values)}, {_list(initial)}, seed)"
+        self.lines.append(f"written, final = yield {run}")
+        for each in p.yields:
+            sequence = self.constant(each.sequence, "V")
+            self.variables[each.sequence] = self.let(f"written[{sequence}]")
+        last = dict(zip(p.states, self.unpack("final", len(p.states)), strict=True))
+        self.add_rows({s.total: name for s, name in last.items() if s.total})
+        return [name for state, name in last.items() if state.total is None]
+
+    def add_rows(self, sums: Mapping[Value, str]) -> None:
+        """Adds running sums over the batch, those of one type at once; the ops after the loop read
+        the others as sequences of one step."""
+        ops = [*flat(self.program.after)]
+        read = {v for op in ops if op.kind != "total" for v in op.values}
+        read |= {value for _, value in self.program.results}
+        alike: dict[Any, list[Op]] = defaultdict(list)
+        for op in ops:
+            if op.kind == "total" and (value := op.values[0]) in sums.keys() - read:
+                alike[value.type, op.result.type.dtype].append(op)
+        for (_, dtype), of in alike.items():
+            parts = _list(sums[op.values[0]] for op in of)
+            names = self.unpack(f"stack({parts}).sum(1, dtype={dtype}).unbind()", len(of))
+            self.variables |= zip((op.result for op in of), names, strict=True)
+        for value, name in sums.items():
+            if value in read:
+                self.variables[value] = self.let(f"{name}.unsqueeze(0)")
+
+    def compute(self, item: Op | Group) -> None:
+        if isinstance(item, Group):
+            self.compute_group(item)
+        elif item.result not in self.variables:
+            self.variables[item.result] = self.compute_op(item)
+
+    def compute_op(self, op: Op) -> str:
+        operands, dtype = [self.variables[v] for v in op.values], op.result.type.dtype
+        match op.kind:
+            case "linear" | "outer":
+                return self.let(f"{op.kind}({', '.join(operands)})")
+            case "linear_t":
+                return self.let(f"linear({operands[0]}, {operands[1]}.mT)")
+            case "total":
+                return self.let(f"{operands[0]}.sum((0, 1), dtype={dtype})")
+            case "cast":
+                return self.cast(operands[0], dtype)
+        given = _list(
+            self.variables[i] if isinstance(i, Value) else self.constant(i, "number")
+            for i in op.inputs
+        )
+        return self.let(f"evaluate_op({self.constant(op, 'op')}, {given}, {self.states[0]}.device)")
+
+    def compute_group(self, group: Group) -> None:
+        made = [op.result for op in group.ops]
+        read = dict.fromkeys(v for op in group.ops for v in op.values if v not in made)
+        name, device = self.constant(group, "group"), f"{self.states[0]}.device"
+        values = self.dictionary(read)
+        self.lines.append(f"found = compute_group({name}, groups.get({name}), {values}, {device})")
         # The loop of a group returns only what is read outside of it.
-        for op, output in zip(of.ops, each.outputs, strict=True):
-            yield f"{_name(output)} = found.get({self.constant(op.result, 'V')})"
+        for value in made:
+            self.variables[value] = self.let(f"found.get({self.constant(value, 'V')})")
 
-    def _values(self, values: Iterable[Value], tensors: Iterable[int]) -> str:
+    def cast(self, tensor: str, dtype: str) -> str:
+        return self.let(f"in_dtype({tensor}, {dtype})")
+
+    def dictionary(self, values: Iterable[Value]) -> str:
         """A dictionary of these values."""
-        pairs = (f"{self.constant(v, 'V')}: {_name(t)}" for v, t in zip(values, tensors))
+        pairs = (f"{self.constant(v, 'V')}: {self.variables[v]}" for v in values)
         return f"{{{', '.join(pairs)}}}"
 
+    def unpack_gradients(self) -> list[str]:
+        """The gradients of x and of each parameter, 0 where the program has none; some are rows of
+        one tensor, beside each other."""
+        values = dict(self.program.results)
+        found: dict[str, str] = {}
+        for of, sources in find_sources(self.program):
+            parts = []
+            for i, number in sources:
+                param = self.program.params[i]
+                pieces = [self.parameters[piece.parameter] for piece in param.pieces]
+                if value := values.get(f"d_{i}"):
+                    part = self.variables[value]
+                else:
+                    part = self.let(f"{pieces[0]}.new_zeros({param.value.type.shape})")
+                if number is not None and len(pieces) > 1:
+                    part = self.split(part, pieces)[number]
+                parts.append(part)
+            whole = self.concatenate(parts, -1)
+            rows = self.split(whole, [self.parameters[n] for n in of]) if len(of) > 1 else [whole]
+            found |= zip(of, rows, strict=True)
+        if value := values.get("d_x"):
+            d_x = self.variables[value]
+        else:
+            d_x = self.let(f"zeros_like({self.variables[self.program.sequences[0][1]]})")
+        return [d_x, *(found[name] for name in self.parameters)]
 
-def _name(tensor: int) -> str:
-    return f"t{tensor}"
+    def split(self, whole: str, like: Sequence[str]) -> list[str]:
+        """Names rows of a tensor, as many as each of some others has."""
+        rows = _list(f"{tensor}.shape[0]" for tensor in like)
+        return self.unpack(f"{whole}.split_with_sizes({rows})", len(like))
 
 
 def _list(items: Iterable[str]) -> str:
     return f"[{', '.join(items)}]"
-
-
-def _targets(tensors: Iterable[int]) -> str:
-    return "".join(f"{_name(t)}, " for t in tensors)
-
-
-def _unpack(tensors: Iterable[int], of: str) -> list[str]:
-    """A statement that gives the elements of a sequence names; none if there are no names."""
-    return [f"{text}= {of}"] if (text := _targets(tensors)) else []
 
 
 def separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -243,9 +331,9 @@ def separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
     return found
 
 
-def _explain_misfit(read: str, shape: tuple[int, ...], whole: Tensor) -> str:
+def _explain(piece: str, shape: tuple[int, ...], whole: Tensor) -> str:
     return (
-        f"hoconv::recurrent: {read}: the program reads {shape} of it and of the parameters below "
+        f"hoconv::recurrent: {piece}: the program reads {shape} of it and of the parameters below "
         f"it; got {tuple(whole.shape)}"
     )
 
