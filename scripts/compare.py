@@ -21,7 +21,6 @@ the seed, and compares each group with a baseline. Writes::
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from rich.table import Table
 from wandb_report import ReportError, publish, require_online
 
 from hoconv.benchmarking.charts import COLOURS, save
-from hoconv.commands import add_out_option, record, write, write_json
+from hoconv.commands import add_out_option, record, write_json, write_text
 from hoconv.report.estimates import Estimate, estimate
 from hoconv.report.groups import ComparisonError, Group, choose_baseline, compare, group
 from hoconv.report.runs import find
@@ -86,8 +85,8 @@ def run(arguments: argparse.Namespace, command: str) -> None:
     text = markdown(columns, rows)
     path = arguments.out / f"{arguments.name}.json"
     write_json(path, {"command": command, "method": METHOD, **compared})
-    write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
-    write(path.with_suffix(".png"), functools.partial(_draw, groups))
+    write_text(path.with_suffix(".md"), text)
+    _draw(groups, path.with_suffix(".png"))
     if arguments.wandb:
         print(publish(arguments.name, text, path.with_suffix(".png")))
 

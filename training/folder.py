@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
+from hoconv.files import PARTIAL
 from training import console, disk
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.names import as_override
@@ -107,7 +108,7 @@ def _write(config: Any, path: Path) -> None:
         with disk.replaced(path) as file:
             file.write(OmegaConf.to_yaml(config).encode())
 
-    for partial in path.parent.rglob(f"*{disk.PARTIAL}"):
+    for partial in path.parent.rglob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     disk.attempt(path, write, again=True)
 

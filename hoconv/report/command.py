@@ -33,7 +33,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hoconv.commands import write
+from hoconv.commands import write_text
 from hoconv.report import files
 from hoconv.report.contents import NothingFoundError, join
 from hoconv.report.groups import ComparisonError
@@ -87,7 +87,7 @@ def make(
     contents: dict[str, Any] = {"command": command, "date": date, **joined}
     page = out / f"report_{re.sub(r'[^A-Za-z0-9_.-]', '_', operator)}.html"
     html, text = render(contents), as_json(contents)
-    write(page.with_suffix(".json"), lambda partial: partial.write_text(text))
-    write(page, lambda partial: partial.write_text(html))
+    write_text(page.with_suffix(".json"), text)
+    write_text(page, html)
     print(contents["verdict"]["headline"])
     return page

@@ -14,7 +14,6 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
 KEY = "run"  # of the description, in a checkpoint
 
@@ -92,7 +91,9 @@ def read(ckpt: str | Path) -> Saved:
             f"ckpt: {path} is damaged, unreadable, or not of a run of train.py "
             f"({type(error).__name__}); give a checkpoint that a run wrote"
         ) from error
-    return Saved(path, OmegaConf.create(run["config"]), run["identity"], run["class_names"], weights)
+    return Saved(
+        path, OmegaConf.create(run["config"]), run["identity"], run["class_names"], weights
+    )
 
 
 def load_weights(model: pl.LightningModule, saved: Saved) -> None:

@@ -86,7 +86,7 @@ from hoconv.benchmarking.measurement import (
     temporarily,
     time_together,
 )
-from hoconv.commands import count, hardware, write, write_json
+from hoconv.commands import count, hardware, write_json
 from hoconv.declaration import Sample, find
 from hoconv.high_order.conv2d import reference
 from hoconv.implementations import ImplementationError, choose
@@ -182,9 +182,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         _show(measured)
         path = arguments.out / f"layer_{device}.json"
         write_json(path, measured)
-        write(path.with_suffix(".png"), functools.partial(draw_times, measured))
+        draw_times(measured, path.with_suffix(".png"))
         memory = path.with_name(f"{path.stem}_memory.png")
-        write(memory, functools.partial(draw_memory, measured))
+        draw_memory(measured, memory)
 
 
 def measure(

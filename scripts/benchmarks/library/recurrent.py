@@ -76,7 +76,7 @@ from hoconv.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
-from hoconv.commands import count, write, write_json
+from hoconv.commands import count, write_json
 from hoconv.declaration import Sample
 from hoconv.tables import console, show
 
@@ -291,7 +291,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                 show(table(measured))
             write_json(path, measured)
             if draw := DRAWN.get(section):
-                write(path.with_suffix(".png"), functools.partial(draw, measured))
+                draw(measured, path.with_suffix(".png"))
 
 
 def measure(
