@@ -15,12 +15,11 @@ from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
 from datamodules.coco.folder import FolderBatch
 from models.arguments import require_share
 from models.metrics.captions import bleu4, cider_d
+from models.metrics.mean import Mean
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
-from models.networks.described import make
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Captioner(Optimized):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from models.arguments import require_share
-from models.networks.described import make
-from models.tasks.mean import EpochMean, Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.metrics.mean import EpochMean, Mean
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 if TYPE_CHECKING:  # its package needs pycocotools
     from datamodules.coco.folder import FolderBatch

@@ -15,11 +15,10 @@ from datamodules.coco.annotations.boxes import ImageBoxes
 from datamodules.coco.detection import DetectionBatch
 from datamodules.coco.folder import FolderBatch
 from models.metrics.boxes import ScoredBoxes, average_precision
+from models.metrics.mean import Mean
 from models.networks.backbone import load_backbones
-from models.networks.described import make
 from models.tasks.centres import Found, find, loss, make_targets
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Detector(Optimized):

@@ -14,11 +14,10 @@ from torchmetrics import MetricCollection
 from datamodules.coco.annotations.objects import IGNORE
 from datamodules.coco.folder import FolderBatch
 from models.arguments import require_share
+from models.metrics.mean import Mean
 from models.metrics.pixels import MeanIoU, PixelAccuracy
 from models.networks.backbone import load_backbones
-from models.networks.described import make
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Segmenter(Optimized):
