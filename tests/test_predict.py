@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from datamodules.coco.folder import ImageFolder
 from datamodules.digits import Digits
+from datamodules.prediction import ImageFolder
 from models.tasks.captioner import Captioner
 from models.tasks.classifier import Classifier
 from models.tasks.segmenter import Segmenter

@@ -1,7 +1,7 @@
 """Writes what an operator's kernels buy as one HTML page and its JSON: ``hoconv report OPERATOR``.
 
 It reads what other commands left: the JSON of ``hoconv check`` and of ``hoconv benchmark``, and the
-folders of training runs, of train.py's (results.json) or of Lightning's CSVLogger (metrics.csv).
+folders of training runs: results.json, or metrics.csv of Lightning's CSVLogger.
 Folders are searched; files are told apart by what they hold. What is missing, the page says.
 
 Writes::

@@ -265,9 +265,7 @@ def _missing(
     if any(0 < len(each["seeds"]) < LEAST_VALUES for each in training["groups"]):
         missing.append(f"Confidence intervals: they need {LEAST_VALUES} seeds or more.")
     if not training["noise"]["pairs"]:
-        missing.append(
-            "Noise: it needs two runs of one seed and the same code; scripts/report.py makes them."
-        )
+        missing.append("Noise: it needs two runs of one seed and the same code.")
     without = [
         each["label"]
         for each in training["groups"]
@@ -275,8 +273,8 @@ def _missing(
     ]
     if without:
         missing.append(
-            f"Share of the operator in a step of {', '.join(without)}: scripts/report.py measures "
-            "it with training.callbacks.measuring.shares.LayerShares."
+            f"Share of the operator in a step of {', '.join(without)}: it needs a shares.json "
+            "beside the results.json of a short run with the same settings."
         )
     if any(each["epoch_s"]["mean"] is None for each in training["groups"] if each["runs"]):
         missing.append("Time of an epoch: it needs runs with logger=csv.")

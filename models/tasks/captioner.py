@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
-from datamodules.coco.folder import FolderBatch
+from datamodules.prediction import PredictionBatch
 from models.arguments import require_share
 from models.metrics.captions import bleu4, cider_d
 from models.metrics.mean import Mean
@@ -101,7 +101,7 @@ class Captioner(Optimized):
     def on_test_epoch_end(self) -> None:
         self._score("test")
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[str]:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[str]:
         """Returns a caption of each image."""
         return self.describe(batch.images) if batch.names else []
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.annotations.boxes import ImageBoxes
 from datamodules.coco.detection import DetectionBatch
-from datamodules.coco.folder import FolderBatch
+from datamodules.prediction import PredictionBatch
 from models.metrics.boxes import ScoredBoxes, average_precision
 from models.metrics.mean import Mean
 from models.networks.backbone import load_backbones
@@ -93,7 +93,7 @@ class Detector(Optimized):
     def on_test_epoch_end(self) -> None:
         self._score("test")
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[ScoredBoxes]:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[ScoredBoxes]:
         """Returns the objects in each image, in pixels of its file."""
         if not batch.names:
             return []
