@@ -96,7 +96,7 @@ class ClassWriter(_TextWriter):
         self, images: Sequence[str], predictions: Any, names: Sequence[str] | None, path: Path
     ) -> str:
         names = names or [str(label) for label in range(predictions.shape[1])]
-        rows = [] if path.stat().st_size else [["image", "class", "probability", *names]]
+        rows = _heading(path, "image", "class", "probability", *names)
         for image, row in zip(images, predictions.tolist(), strict=True):
             best = max(row)
             rows.append([image, names[row.index(best)], best, *row])
@@ -116,7 +116,7 @@ class MaskWriter(_TextWriter):
     def text(
         self, images: Sequence[str], predictions: Any, names: Sequence[str] | None, path: Path
     ) -> str:
-        rows = [] if path.stat().st_size else [["image", "value", "class", "share"]]
+        rows = _heading(path, "image", "value", "class", "share")
         palette = colours().flatten().tolist()
         for image, mask in zip(images, predictions, strict=True):
             values, counts = torch.unique(mask, return_counts=True)
@@ -198,6 +198,11 @@ class BoxWriter(BasePredictionWriter):
 
 def _folder(trainer: pl.Trainer) -> Path:
     return Path(trainer.default_root_dir)
+
+
+def _heading(path: Path, *columns: str) -> list[Any]:
+    """Returns the first rows of what is added to a table: its columns, where it is empty."""
+    return [] if path.stat().st_size else [columns]
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> str:

@@ -1,16 +1,17 @@
 """The ways to call a layer: how its outputs come about, and what is derived from them.
 
-Results are by name: tensors, None for no gradient, and words.
-"""
+Results are by name: tensors, None for no gradient, and words."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,9 +33,6 @@ class Call:
         self.layer, self.draw_arguments, self.seed = layer, draw_arguments, seed
         self.given = draw_arguments()
         self.parameters: dict[str, Tensor] = dict(layer.named_parameters())
-
-    def again(self) -> Call:
-        return Call(self.layer, self.draw_arguments, self.seed)
 
     def run(self, x: Any = None, parameters: dict[str, Tensor] | None = None) -> list[Tensor]:
         """Calls the layer, also with another input or with other parameters."""
@@ -68,11 +66,9 @@ class Call:
 
     def is_noisy(self) -> bool:
         """Whether it draws random numbers, of which two threads would each get some."""
-        layer = self.layer
-        draws = hasattr(layer, "runs") and layer.runs[0][0].name.startswith(("random", "own"))
-        return layer.training and (
-            draws or any(getattr(layer, name, 0) for name in ("dropout", "weight_dropout"))
-        )
+        of, runs = vars(self.layer), getattr(self.layer, "runs", None)
+        draws = runs and runs[0][0].name.startswith(("random", "own"))
+        return of["training"] and (draws or of.get("dropout") or of.get("weight_dropout"))
 
 
 def flatten(result: Any) -> list[Tensor]:
@@ -93,7 +89,6 @@ class Way:
 
     Attributes:
         run: makes a context of outputs for a call; or takes a call and outputs, returns results.
-        weight: in draws.
         plain: another with the same results without what this one is about; itself where None.
         alone: whether the results do not define those of another implementation.
         packed: whether it takes a PackedSequence: PyTorch does not everywhere, nor in all versions.
@@ -112,20 +107,15 @@ OUTPUTS: dict[str, Way] = {}
 DERIVED: dict[str, Way] = {}
 
 
-def _outputs(weight: float, **options: Any) -> Callable[[Any], Way]:
-    def add(run: Callable[[Call], Iterator[list[Tensor]]]) -> Way:
-        OUTPUTS[run.__name__] = Way(contextlib.contextmanager(run), weight, **options)
-        return OUTPUTS[run.__name__]
+def _add(ways: dict[str, Way], weight: float, **options: Any) -> Callable[[Any], Way]:
+    def add(run: Callable[..., Any]) -> Way:
+        made = contextlib.contextmanager(run) if ways is OUTPUTS else run
+        return ways.setdefault(run.__name__, Way(made, weight, **options))
 
     return add
 
 
-def _derived(weight: float, **options: Any) -> Callable[[Any], Way]:
-    def add(run: Callable[[Call, list[Tensor]], Results]) -> Way:
-        DERIVED[run.__name__] = Way(run, weight, **options)
-        return DERIVED[run.__name__]
-
-    return add
+_outputs, _derived = functools.partial(_add, OUTPUTS), functools.partial(_add, DERIVED)
 
 
 def results(outputs: Way, derived: Way, call: Call) -> Results:
@@ -144,15 +134,9 @@ def plain(call: Call):
     yield call.run()
 
 
-@_outputs(3)
+@_outputs(5)
 def no_grad(call: Call):
-    with torch.no_grad():
-        yield call.run()
-
-
-@_outputs(2)
-def inference(call: Call):
-    with torch.inference_mode():
+    with torch.inference_mode() if call.seed % 2 else torch.no_grad():
         yield call.run()
 
 
@@ -184,17 +168,6 @@ def checkpointed(call: Call):
     )  # fmt: skip
 
 
-@_outputs(0.05, plain=plain, packed=False)
-def compiled(call: Call):
-    torch._dynamo.reset()
-    try:
-        function = torch.compile(call.layer, backend="eager", dynamic=False)
-        torch.manual_seed(call.seed)
-        yield flatten(function(*call.given.args, **call.given.kwargs))
-    finally:
-        torch._dynamo.reset()
-
-
 @_outputs(1, alone=True)
 def saved_hooks(call: Call):
     """Hooks that change what they saved: a call which ignores them gives other gradients."""
@@ -205,17 +178,11 @@ def saved_hooks(call: Call):
     yield outputs
 
 
-@_outputs(0.7, alone=True)
-def output_changed(call: Call):
-    """Outputs change in place before backward, as nn.ReLU(inplace=True) changes them."""
-    yield [o.mul_(2.0) for o in call.run()]
-
-
-@_outputs(1.4, alone=True)
-def input_changed(call: Call):
-    """What the call used changes in place before backward: a parameter, or the inputs."""
+@_outputs(2, alone=True)
+def changed(call: Call):
+    """Tensors change in place before backward: a parameter, the inputs, or the outputs."""
     outputs = call.run()
-    sets = [[p] for p in call.parameters.values()] + [[*call.given.leaves.values()]]
+    sets = [[p] for p in call.parameters.values()] + [[*call.given.leaves.values()], outputs]
     chosen = Draw(call.seed, "changed").choice(sets)
     before = [t.detach().clone() for t in chosen]
     with torch.no_grad():
@@ -236,15 +203,10 @@ def settings_changed(call: Call):
             setattr(layer, name, None)
             raise AssertionError(f"{name} was changed")
     names = ("impl", "residual", "recompute", "softmax", "gradient", "dilation", "training")
-    before = {name: getattr(layer, name) for name in names if name in vars(layer)}
-    others = {"impl": "auto", "gradient": "ste", "dilation": before.get("dilation", 1)}
-    try:
-        for name, value in before.items():
-            setattr(layer, name, others.get(name, not value))
+    others = {"impl": "auto", "gradient": "ste", "dilation": 1}
+    new = {n: others.get(n, not getattr(layer, n)) for n in names if n in vars(layer)}
+    with mock.patch.multiple(layer, **new):
         yield outputs
-    finally:
-        for name, value in before.items():
-            setattr(layer, name, value)
 
 
 # What is derived from them
@@ -261,9 +223,9 @@ def backward(call: Call, outputs: list[Tensor], around: Any = None) -> Results:
     used = [(o, c) for o, c in zip(outputs, call.cotangents(outputs)) if o.requires_grad]
     if used:
         with around or contextlib.nullcontext():
-            torch.autograd.backward(*zip(*used, strict=True))
-    grads = {name: leaf.grad for name, leaf in call.leaves().items()}
-    found = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
+            some, their = zip(*used, strict=True)
+            torch.autograd.backward(some, their)
+    found = {n: t.grad if t.grad is None else t.grad.clone() for n, t in call.leaves().items()}
     call.layer.zero_grad()
     return found
 
@@ -323,13 +285,6 @@ def _at(call: Call) -> tuple[dict[str, Tensor], Tensor]:
     return {n: p.detach() for n, p in call.parameters.items()}, call.given.args[0].detach()
 
 
-@_derived(1, packed=False)
-def func_grad(call: Call, outputs: list[Tensor]) -> Results:
-    gradient: Any = torch.func.grad(_loss(call), (0, 1))
-    of_parameters, of_x = gradient(*_at(call))
-    return {"d_x": of_x} | _under("d", of_parameters)
-
-
 @_derived(0.7, packed=False)
 def func_jvp(call: Call, outputs: list[Tensor]) -> Results:
     parameters, x = _at(call)
@@ -340,13 +295,14 @@ def func_jvp(call: Call, outputs: list[Tensor]) -> Results:
 
 
 def _mapped(call: Call, apply: Callable[..., Results]) -> Results:
-    """Returns outputs and gradients of parameters for two inputs."""
+    """Returns outputs, and gradients by ``torch.func.grad``, for two inputs."""
     parameters, x = _at(call)
-    gradient: Any = torch.func.grad(_loss(call), 0)
+    gradient: Any = torch.func.grad(_loss(call), (0, 1))
 
     def function(x: Tensor) -> Results:
+        of_parameters, of_x = gradient(parameters, x)
         outputs = {f"mapped {i}": o for i, o in enumerate(call.run(x))}
-        return outputs | _under("d", gradient(parameters, x))
+        return outputs | {"d x": of_x} | _under("d", of_parameters)
 
     return apply(function, torch.stack((x, x * 0.5)))
 
@@ -357,7 +313,7 @@ def _loop(function: Callable[[Tensor], Results], inputs: Tensor) -> Results:
 
 
 # PyTorch has no full backward hooks under torch.func.
-@_derived(1.2, plain=Way(lambda call, _: _mapped(call, _loop), 0), packed=False,
+@_derived(2, plain=Way(lambda call, _: _mapped(call, _loop), 0), packed=False,
           refused="hooks.py:")  # fmt: skip
 def func_vmap(call: Call, outputs: list[Tensor]) -> Results:
     if call.is_noisy():  # vmap draws other numbers
@@ -365,27 +321,20 @@ def func_vmap(call: Call, outputs: list[Tensor]) -> Results:
     return _mapped(call, lambda function, xs: torch.vmap(function, randomness="same")(xs))
 
 
-def _one_thread(call: Call, outputs: Any = None) -> Results:
-    found = _again(call)
-    return _under("0", found) | _under("1", found)
-
-
-def _again(call: Call) -> Results:
-    other = call.again()
-    return twice.run(other, other.run())
-
-
-@_derived(0.7, plain=Way(_one_thread, 0))
-def threads(call: Call, outputs: list[Tensor]) -> Results:
-    # A pruned tensor is an attribute that each call of a module sets: threads take each other's.
-    if call.is_noisy() or prune.is_pruned(call.layer):
-        return _one_thread(call)
+def _in_threads(call: Call, count: int) -> Results:
     enabled = torch.is_grad_enabled()
 
-    def work(_: int) -> Results:
+    def work(number: int) -> Results:
+        other = Call(call.layer, call.draw_arguments, call.seed)
         with torch.set_grad_enabled(enabled):
-            return [_again(call) for _ in range(3)][-1]
+            return _under(str(number), twice.run(other, other.run()))
 
-    with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(work, range(2))
-    return _under("0", one) | _under("1", two)
+    with ThreadPoolExecutor(count) as pool:
+        return {k: v for found in pool.map(work, range(4)) for k, v in found.items()}
+
+
+@_derived(0.7, plain=Way(lambda call, _: _in_threads(call, 1), 0))
+def threads(call: Call, outputs: list[Tensor]) -> Results:
+    # A pruned tensor is an attribute that each call of a module sets: threads take each other's.
+    alone = call.is_noisy() or prune.is_pruned(call.layer)
+    return _in_threads(call, 1 if alone else 2)

@@ -26,18 +26,16 @@ from fuzzing.draw import Draw
 from fuzzing.sequences.layers import Kind
 
 _HOOKS = ("forward_hook(scale_output)", "forward_pre_hook(scale_input)",
-          "full_backward_hook(scale_gradient)", "full_backward_pre_hook(scale_gradient)",
-          "forward_hook(observe)", "full_backward_hook(observe)")  # fmt: skip
+          "full_backward_hook(scale_gradient)",
+          "full_backward_pre_hook(scale_gradient)")  # fmt: skip
 _OF_GENERATOR = ("padding = 1, 1", "padding = 0, 0", "padding = 'valid'", "padding = 'same'",
                  "padding_mode = 'circular'", "stride = 2, 2", "stride = 1", "dilation = 2, 2",
                  "groups = 2", "in_channels = 7", "out_channels = 3")  # fmt: skip
 _CLASSES = ("nn.Conv2d.forward", "nn.Conv2d._conv_forward", "nn.Linear.forward",
             "nn.Module.__call__", "nn.Module._call_impl", "$class.$method")  # fmt: skip
-_SETTINGS = {
-    "default_dtype": ("get_default_dtype", "torch.float16"),
-    "num_threads": ("get_num_threads", "1"),
-    "grad_enabled": ("is_grad_enabled", "False"),
-}
+_SETTINGS = (("default_dtype", "get_default_dtype", "torch.float16"),
+             ("num_threads", "get_num_threads", "1"),
+             ("grad_enabled", "is_grad_enabled", "False"))  # fmt: skip
 # Line -> its weight in draws.
 _FOR_GOOD = {
     "$any.detach().mul_(-1.2).add_(0.05)": 2, "$any.data = $any.data * 0.9": 1,
@@ -47,8 +45,8 @@ _FOR_GOOD = {
     "$owner.$other = $p": 1,
     "$any.requires_grad_(not $any.requires_grad)": 2,
     "layer.requires_grad_(not $any.requires_grad)": 1,
-    "layer.load_state_dict(smaller(layer.state_dict()))": 0.6,
-    "layer.load_state_dict(smaller(layer.state_dict()), assign=True)": 0.4,
+    "layer.load_state_dict({k: v * 0.95 for k, v in layer.state_dict().items()})": 0.6,
+    "layer.load_state_dict({k: v * 0.95 for k, v in layer.state_dict().items()}, assign=True)": 0.4,
     "layer.$attribute = $value": 7, "layer.to($dtype)": 1, "layer.train(not layer.training)": 2,
     "layer = copied(layer)": 1, "layer = pickle.loads(pickle.dumps(layer))": 0.7,
     "torch.manual_seed($n); layer.reset_parameters()": 0.5,
@@ -75,7 +73,7 @@ _UNTIL_UNDONE: dict[str, tuple[str, float]] = {
     **{f"f$n = {method}; {method} = scaling(f$n)":
         (f"{method} = f$n", 2 if "$" in method else 0.3) for method in _CLASSES},
     **{f"s$n = torch.{read}(); torch.set_{name}({value})": (f"torch.set_{name}(s$n)", 0.5)
-       for name, (read, value) in _SETTINGS.items()},
+       for name, read, value in _SETTINGS},
 }  # fmt: skip
 # The same, undone after the next call: most of these calls are to be refused.
 _FOR_A_CALL = {
@@ -87,6 +85,8 @@ _FOR_A_CALL = {
     **{f"v$n = layer.generator.{each.split()[0]}; layer.generator.{each}":
         (f"layer.generator.{each.split()[0]} = v$n", 0.1) for each in _OF_GENERATOR},
 }  # fmt: skip
+_NOT_OF_A_CALL = ("extra_repr", "explain", "why_unfused", "_load_from_state_dict", "_convert",
+                  "_is_whole", "reset_parameters", "initial_state", "step")  # fmt: skip
 _UNDO = "undo"
 LINES = {
     _UNDO: 12, **_FOR_GOOD,
@@ -96,13 +96,8 @@ LINES = {
 
 @dataclass
 class World:
-    """A layer in the middle of a sequence.
-
-    Attributes:
-        names: what lines refer to; ``layer`` among them.
-        undo: lines that undo changes, the last first; all run at the end.
-        mend: those that run after the next call.
-    """
+    """What lines refer to by `names`, the layer among it, and lines that undo changes: `mend` after
+    the next call, `undo` at the end of the sequence or earlier."""
 
     kind: Kind
     impl: str
@@ -118,29 +113,22 @@ class World:
     def change(self, line: str, draw: Draw) -> str:
         """Runs a line of `LINES`; returns what was run."""
         if line == _UNDO:
-            undo = self.undo.pop()
-            self.run(undo)
-            return undo
+            line = self.undo.pop()
+            self.take_back([line])
+            return line
         values = dict(self._values(draw))
         filled = Template(line).substitute(values)
-        self.run(filled)
+        exec(filled, self.names)
         for lines, where in ((_UNTIL_UNDONE, self.undo), (_FOR_A_CALL, self.mend)):
             if line in lines:
                 where.append(Template(lines[line][0]).substitute(values))
         return filled
 
-    def run(self, line: str) -> None:
-        exec(line, self.names)
-
-    def mend_all(self) -> None:
-        while self.mend:
-            self.run(self.mend.pop())
-
-    def end(self) -> None:
-        self.mend_all()
-        while self.undo:
-            with contextlib.suppress(Exception):  # the layer may be another one by now
-                self.run(self.undo.pop())
+    def take_back(self, lines: list[str]) -> None:
+        """Runs lines, the last first. They fail where the layer became another one meanwhile."""
+        while lines:
+            with contextlib.suppress(Exception):
+                exec(lines.pop(), self.names)
 
     def _values(self, draw: Draw) -> Iterator[tuple[str, Any]]:
         """Yields what stands for the names in a line."""
@@ -181,15 +169,9 @@ def _path(name: str) -> str:
 
 def _methods(kind: type) -> list[str]:
     """Lists the methods that the library's classes define for what a layer computes."""
-    skipped = ("extra_repr", "explain", "why_unfused", "_load_from_state_dict", "_convert",
-               "_is_whole", "reset_parameters", "initial_state", "step")  # fmt: skip
-    found = {
-        name
-        for base in kind.__mro__
-        if base.__module__.startswith("hoconv.")
-        for name, value in vars(base).items()
-        if inspect.isfunction(value) and not name.startswith("__") and name not in skipped
-    }
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("hoconv.")]
+    found = {n for base in bases for n, value in vars(base).items() if inspect.isfunction(value)}
+    found = {n for n in found if not n.startswith("__") and n not in _NOT_OF_A_CALL}
     return sorted(found) or ["forward", "_conv_forward"]
 
 
@@ -201,10 +183,6 @@ def copied(layer: Any) -> Any:
     values = [value for module in layer.modules() for value in vars(module).values()]
     results = (v for v in values if isinstance(v, Tensor) and not v.is_leaf)
     return copy.deepcopy(layer, {id(t): t.detach().clone() for t in results})
-
-
-def smaller(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor * 0.95 for name, tensor in state.items()}
 
 
 def scaled(value: Any) -> Any:
@@ -240,10 +218,6 @@ def scale_gradient(module: nn.Module, gradient: Any, of_output: Any = None) -> A
     return scaled(gradient)
 
 
-def observe(*args: Any) -> None:
-    return None
-
-
 class Times(nn.Module):
     """A parametrization; the inverse is as exact as the product."""
 
@@ -257,7 +231,7 @@ class Times(nn.Module):
 NAMES = {
     each.__name__.rpartition(".")[2]: each
     for each in (
-        copied, smaller, scaling, overriding, scale_output, scale_input, scale_gradient, observe,
-        Times, torch, nn, parametrizations, parametrize, prune, pickle, types,
+        copied, scaling, overriding, scale_output, scale_input, scale_gradient, Times,
+        torch, nn, parametrizations, parametrize, prune, pickle, types,
     )
 }  # fmt: skip

@@ -6,7 +6,6 @@ B batch, T time steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +20,10 @@ from hoconv.recurrent.cells import elman
 from hoconv.testing.random_cells import random_cell
 
 _REPEATED = 0.75  # the share of calls with the first shape of the case
+_SIDES, _FEW = (3, 4, 5, 6, 7, 8), (0, 1, 1, 2, 3)
+_IMAGE = ((2, 4, 5, 6), _FEW, (4,), _SIDES, _SIDES)
+_SEQUENCE = ((2, 4, 6), _FEW, (4,), (1, 2, 3, 5, 9))
+_ROWS = ((4, 3), _FEW, (3,))
 # So few that their compiled loops are found in the cache. The outputs of each depend on the input:
 # a full backward hook of PyTorch is not called where autograd knows that they do not, which it does
 # for the reference alone.
@@ -43,14 +46,14 @@ class Kind:
     Attributes:
         options: of the constructor, and the values to draw from.
         settings: attribute -> the values that a sequence may set it to.
-        shape: draws that of an input; None for a recurrent layer.
+        shape: that of most inputs, then the sizes to draw from; empty for a recurrent layer.
         cells: of a recurrent layer that is given one, each with its own options.
     """
 
     type: Any
     options: dict[str, tuple[Any, ...]]
     settings: dict[str, tuple[Any, ...]]
-    shape: Callable[[Draw], tuple[int, ...]] | None = None
+    shape: tuple[tuple[int, ...], ...] = ()
     cells: tuple[tuple[rnn.Cell, dict[str, Any]], ...] = ()
     dtype: torch.dtype = torch.float64
 
@@ -66,16 +69,17 @@ def make(kind: Kind, draw: Draw, impl: str, device: str) -> tuple[Any, str]:
     layer = kind.type(**options, impl=impl).to(device, kind.dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(_normal(draw, *parameter.shape) * 0.7)
+            parameter.copy_(draw.values(*parameter.shape) * 0.7)
     words = (f"{name}={getattr(value, 'name', value)!r}" for name, value in options.items())
     return layer, f"{kind.type.__name__}({', '.join(words)}, impl={impl!r})"
 
 
 def arguments(kind: Kind, draw: Draw, layer: Any) -> Arguments:
     """Draws the arguments of a call."""
-    if kind.shape is None:
+    if not kind.shape:
         return _of_recurrent(kind, draw, layer)
-    x = _leaf(kind, draw, layer, *kind.shape(draw))
+    first, *sizes = kind.shape
+    x = _leaf(kind, draw, layer, *(first if draw.chance(_REPEATED) else map(draw.choice, sizes)))
     return Arguments((x,), {}, {"x": x}, _say(x))
 
 
@@ -117,31 +121,16 @@ def _leaf(kind: Kind, draw: Draw, layer: nn.Module, *shape: int) -> Tensor:
     """Draws an input: mostly contiguous, at times with other strides, at times of a subclass."""
     first = next(layer.parameters(), None)
     dtype = kind.dtype if first is None or not first.is_floating_point() else first.dtype
-    values = _normal(draw, *shape).to(draw.device, dtype)
+    values = draw.values(*shape).to(draw.device, dtype)
     values = draw.layout(values) if draw.chance(0.3) else values
     values = values.as_subclass(Subclassed) if draw.chance(0.03) else values
     return values.requires_grad_() if draw.chance(0.8) else values
-
-
-def _normal(draw: Draw, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=draw.generator(), dtype=torch.float64)
 
 
 def _say(x: Tensor) -> str:
     strides = "" if x.is_contiguous() else f" strides {x.stride()}"
     free = "" if x.requires_grad else ", no gradient"
     return f"{type(x).__name__} {tuple(x.shape)}{strides}{free}"
-
-
-def _sizes(first: tuple[int, ...], *ranges: tuple[int, ...]) -> Callable[[Draw], tuple[int, ...]]:
-    """Returns what draws a shape: mostly the first."""
-    return lambda d: first if d.chance(_REPEATED) else tuple(d.choice(sizes) for sizes in ranges)
-
-
-_SIDES, _FEW = (3, 4, 5, 6, 7, 8), (0, 1, 1, 2, 3)
-_IMAGE = _sizes((2, 4, 5, 6), _FEW, (4,), _SIDES, _SIDES)
-_SEQUENCE = _sizes((2, 4, 6), _FEW, (4,), (1, 2, 3, 5, 9))
-_ROWS = _sizes((4, 3), _FEW, (3,))
 
 
 @rnn.cell(state={"h": "hidden_size", "memory": "slots"})
@@ -155,25 +144,16 @@ def own(x, h, memory, *, slots=2, p=0.1, factors=(0.5,)):
     return h, dict(h=h, memory=memory)
 
 
-def _recurrent(
-    type: Any, input_size: int = 4, cells: tuple[Any, ...] = (), **options: tuple[Any, ...]
-) -> Kind:
-    shared = {"input_size": (input_size,), "hidden_size": (4,), "num_layers": (1, 1, 2),
+_BOTH = (True, False)
+_OF_RECURRENT = {"dropout": (0.0, 0.5), "batch_first": _BOTH, "recompute": (False, False, True),
+                 "schedule": ("auto", "auto", "fused")}  # fmt: skip
+_RECURRENT = {"input_size": (4,), "hidden_size": (4,), "num_layers": (1, 1, 2),
               "bidirectional": (False,) * 7 + (True,), "dropout": (0.0, 0.0, 0.4),
               "batch_first": (False, False, True),
               "recompute": (False,) * 9 + (True,)}  # fmt: skip
-    settings = {"dropout": (0.0, 0.5), "batch_first": (False, True),
-                "schedule": ("auto", "auto", "fused"),
-                "recompute": (False, False, True)}  # fmt: skip
-    return Kind(type, shared | options, settings, cells=cells)
-
-
-_BOTH = (True, False)
-_CONV1D = {"padding": ("causal", "same"), "softmax": _BOTH}
-_CONV1D_OPTIONS = _CONV1D | {"channels": (4,), "kernel_size": (1, 2, 3, 5),
-                             "heads": (1, 2, 4), "weight_dropout": (0.0, 0.0, 0.3),
-                             "bias": _BOTH}  # fmt: skip
-_CONV1D_SETTINGS = _CONV1D | {"weight_dropout": (0.0, 0.5)}
+_OF_CONV1D = {"padding": ("causal", "same"), "softmax": _BOTH, "weight_dropout": (0.0, 0.5)}
+_CONV1D = _OF_CONV1D | {"channels": (4,), "kernel_size": (1, 2, 3, 5), "heads": (1, 2, 4),
+                        "weight_dropout": (0.0, 0.0, 0.3), "bias": _BOTH}  # fmt: skip
 _APPROX = {"multiplier": ("mbm16", "exact", "mitchell16"),
            "gradient": ("approx", "ste", "analytic", ("ste", "approx"))}  # fmt: skip
 
@@ -187,12 +167,9 @@ KINDS = {
         _IMAGE,
     ),
     "DynamicConv1d": Kind(
-        hoconv.DynamicConv1d, _CONV1D_OPTIONS | {"generator_bias": _BOTH}, _CONV1D_SETTINGS,
-        _SEQUENCE,
+        hoconv.DynamicConv1d, _CONV1D | {"generator_bias": _BOTH}, _OF_CONV1D, _SEQUENCE,
     ),
-    "LightweightConv1d": Kind(
-        hoconv.LightweightConv1d, _CONV1D_OPTIONS, _CONV1D_SETTINGS, _SEQUENCE,
-    ),
+    "LightweightConv1d": Kind(hoconv.LightweightConv1d, _CONV1D, _OF_CONV1D, _SEQUENCE),
     "ApproxLinear": Kind(
         hoconv.ApproxLinear,
         {"in_features": (3,), "out_features": (4,), "bias": _BOTH, **_APPROX},
@@ -209,13 +186,16 @@ KINDS = {
          "kernel_size": ((3, 3), (2, 2)), "padding_mode": ("zeros", "circular"), **_APPROX},
         _IMAGE, dtype=torch.float32,
     ),
-    "LSTM": _recurrent(rnn.LSTM, bias=(True, True, False), proj_size=(0,) * 9 + (2,)),
-    "GRU": _recurrent(rnn.GRU, bias=(True, True, False)),
-    "ready": _recurrent(
-        rnn.RNN, cells=tuple((c, {}) for c in (elman, rnn.peephole_lstm, rnn.layernorm_lstm))
+    "LSTM": Kind(
+        rnn.LSTM, _RECURRENT | {"bias": (True, True, False), "proj_size": (0,) * 9 + (2,)},
+        _OF_RECURRENT,
     ),
-    "own": _recurrent(
-        rnn.RNN, 3, ((own, {}), (own, {"slots": 3, "p": 0.3, "factors": [0.5, 1.5]})),
-    ),
-    "random": _recurrent(rnn.RNN, 3, tuple((random_cell(n).cell, {}) for n in _RANDOM_CELLS)),
+    "GRU": Kind(rnn.GRU, _RECURRENT | {"bias": (True, True, False)}, _OF_RECURRENT),
+} | {
+    name: Kind(rnn.RNN, _RECURRENT, _OF_RECURRENT, cells=cells)
+    for name, cells in {
+        "ready": ((elman, {}), (rnn.peephole_lstm, {}), (rnn.layernorm_lstm, {})),
+        "own": ((own, {}), (own, {"slots": 3, "p": 0.3, "factors": [0.5, 1.5]})),
+        "random": tuple((random_cell(n).cell, {}) for n in _RANDOM_CELLS),
+    }.items()
 }  # fmt: skip
