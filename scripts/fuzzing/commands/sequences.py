@@ -20,15 +20,15 @@ from hoconv.implementations import ImplementationError, choose
 
 METHOD = (
     f"Each case is a sequence of {sequence.LENGTH} operations on one layer in float64: calls in "
-    "modes of autograd, under transforms of torch.func, in threads and in compiled autograd; between "
-    "them changes of parameters, hooks, attributes, methods, classes and settings. Every call is "
-    "compared with a copy of the layer that was never called, with the same of impl='reference', "
-    "and with one that calls its generator. They give the same results and gradients, to 1e-9, or "
-    "the same type of error. A sequence that fails is shrunk to the operations that matter."
+    "modes of autograd, under transforms of torch.func, in threads and in compiled autograd, and "
+    "between them changes of parameters, hooks, attributes, methods, classes and settings. Every "
+    "call is compared with a copy of the layer that was never called, with the same of "
+    "impl='reference', and with one that calls its generator. They give the same results and "
+    "gradients, to 1e-9, or the same type of error. A sequence that fails is shrunk to the "
+    "operations that matter."
 )
 SECONDS = 900.0  # the most that a case may take: it compiles loops, and is shrunk
 _SHRINKING = 90.0  # seconds
-IMPLS = ("cpp", "cuda")
 
 
 class Key(NamedTuple):
