@@ -38,12 +38,15 @@ class Run:
     epoch_steps: float | None = None
 
     @property
+    def overrides(self) -> dict[str, str]:
+        return dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
+
+    @property
     def settings(self) -> dict[str, str]:
         """The overrides, model, data and implementation: name -> value."""
-        overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
         named = {name: str(self.results.get(name, "")) for name in ("data", "model")}
         named["impl"] = impl_label(self.results["impl"])
-        return {k: v for k, v in (overrides | named).items() if k not in NO_SETTING}
+        return {k: v for k, v in (self.overrides | named).items() if k not in NO_SETTING}
 
     @property
     def gpu(self) -> str | None:
@@ -125,12 +128,6 @@ def read_metrics(path: Path) -> Run:
     }
     losses = {int(row["step"]): row[loss] for row in numbers if loss in row and "step" in row}
     return Run(path.parent, results, losses, _epoch_steps(rows))
-
-
-def find(paths: Iterable[Path]) -> list[Run]:
-    """Reads all runs in folders and their subfolders, in the order of their paths."""
-    found = {path.parent for folder in paths for path in folder.rglob(RESULTS)}
-    return [read(path) for path in sorted(found)]
 
 
 def varied(settings: Sequence[dict[str, str]]) -> list[str]:
