@@ -46,7 +46,7 @@ def assert_refused(failed: Any, message: str) -> None:
         ),
         (
             (*STOPPING, "trainer.limit_val_batches=0"),
-            "callbacks.early_stopping.monitor: 'val/loss' comes from a validation, and there is none",
+            "callbacks.early_stopping.monitor: 'val/loss' comes from a validation, and there is",
         ),
         (
             ("scheduler=plateau", "trainer.limit_val_batches=0"),
