@@ -173,7 +173,8 @@ def _shorter(text: str) -> str:
 
 def _draw(jobs: list[Run], path: Path) -> None:
     figure = draw(group(job for job in jobs if job.results["status"] == "finished"))
-    figure.legend(loc="outside lower center", fontsize="small")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize="small")
     with disk.replaced(path) as file:
         figure.savefig(file, format="png", dpi=150)
 
