@@ -177,7 +177,7 @@ def measure(
     with Progress(console=Console(stderr=True)) as progress, memory_limit(device_type):
         task = progress.add_task(f"layer {device_type}", total=len(precisions) * len(sizes))
         for precision in precisions:
-            with precision.in_force(benchmark=True):
+            with precision.in_force(products=False, benchmark=True):
                 peak = matmul_peak(device, precision.dtype, precision.tf32, REPEATS[device_type])
                 peaks[precision.name] = peak
                 for size in sizes:

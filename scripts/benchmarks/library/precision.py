@@ -20,10 +20,15 @@ class Precision:
     tf32: bool = False
 
     @contextmanager
-    def in_force(self, benchmark: bool = False) -> Iterator[None]:
-        """Sets PyTorch to it; `benchmark` is cuDNN's choice of the fastest algorithm."""
+    def in_force(self, products: bool = True, benchmark: bool = False) -> Iterator[None]:
+        """Sets PyTorch to it.
+
+        Args:
+            products: whether matrix products may be rounded, too, and not cuDNN's results alone.
+            benchmark: whether cuDNN chooses the fastest algorithm.
+        """
         with (
-            temporarily(torch.backends.cuda.matmul, allow_tf32=self.tf32),
+            temporarily(torch.backends.cuda.matmul, allow_tf32=self.tf32 and products),
             temporarily(torch.backends.cudnn, allow_tf32=self.tf32, benchmark=benchmark),
         ):
             yield

@@ -138,7 +138,7 @@ def _kernel(case: str, row: dict[str, str]) -> dict[str, Any]:
 def _layer(precision: Precision) -> None:
     sample = layer_sample(IMAGES, torch.device("cuda"), precision.dtype)
     inputs = [t.detach().requires_grad_() for t in sample.args]
-    with precision.in_force(benchmark=True):
+    with precision.in_force(products=False, benchmark=True):
         out = hoconv.high_order_layer(*inputs, impl="cuda", **sample.kwargs)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
