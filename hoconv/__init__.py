@@ -8,7 +8,6 @@ Layers: :class:`HighOrderConv2d`, :class:`LightweightConv1d`, :class:`DynamicCon
 """
 
 from hoconv import approx as approx
-from hoconv import moved as _moved
 from hoconv import recurrent as recurrent
 from hoconv.approx import ApproxConv2d as ApproxConv2d
 from hoconv.approx import ApproxLinear as ApproxLinear
@@ -20,7 +19,5 @@ from hoconv.high_order import high_order_conv2d as high_order_conv2d
 from hoconv.high_order import high_order_layer as high_order_layer
 from hoconv.implementations import implementations as implementations
 from hoconv.implementations import set_impl as set_impl
-
-_moved.register()
 
 __version__ = "0.1.0"

@@ -50,7 +50,7 @@ from hoconv.implementations import BrokenImplementationError, ImplementationErro
 from hoconv.tables import print_line
 from hoconv.testing.cases import BrokenDefinitionError, Case, make_cases
 from hoconv.testing.comparison import output_and_gradients, relative_error, same_bits
-from hoconv.testing.last_words import LastWords
+from hoconv.testing.crashes import CrashReporter
 
 SMALL = (torch.float32, torch.bfloat16)
 SEVERAL = 2  # threads
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(SEVERAL, torch.get_num_threads()))
     print(f"seed {arguments.seed}")
     rows = []
-    with LastWords() as last_words:
+    with CrashReporter() as reporter:
 
         def say(what: str) -> None:
-            last_words.say(what)
+            reporter.say(what)
             _show_progress(what)
 
         for operator in operators():

@@ -1,15 +1,13 @@
-"""What hoconv's commands and the scripts share: options, the head of a JSON record, files written
-whole."""
+"""What hoconv's commands and the scripts share: options, and the JSON records that they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 
 from hoconv import doctor, jit
 from hoconv.declaration import broken_packages, operators
+from hoconv.files import replaced
 
 MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of the user
 
@@ -122,19 +121,12 @@ def write_json(path: Path, contents: Any, *, say: bool = True) -> None:
     Args:
         say: whether to print the path; not where more is measured and the file is written again.
     """
-    write(path, lambda partial: partial.write_text(json.dumps(contents, indent=2) + "\n"), say=say)
+    write_text(path, json.dumps(contents, indent=2) + "\n", say=say)
 
 
-def write(path: Path, write_to: Callable[[Path], Any], *, say: bool = True) -> None:
-    """Writes a file whole or not at all: a reader never sees half of one.
-
-    Args:
-        write_to: writes the file under the temporary name that it is given.
-        say: whether to print the path.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    write_to(partial)
-    os.replace(partial, path)
+def write_text(path: Path, text: str, *, say: bool = True) -> None:
+    """As :func:`write_json`, for text."""
+    with replaced(path) as file:
+        file.write(text.encode())
     if say:
         print(path)

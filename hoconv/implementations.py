@@ -95,6 +95,13 @@ def set_impl(module: nn.Module, impl: str | Mapping[str, str]) -> None:
         found[name].impl = choice
 
 
+def impl_label(impl: str | Mapping[str, str]) -> str:
+    """Returns `impl` as a word: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda`` of a mapping."""
+    if not isinstance(impl, Mapping):
+        return str(impl)
+    return "_".join(f"{key}-{name}" for key, name in impl.items())
+
+
 def check_name(operator: Operator, impl: str) -> None:
     """Checks an argument `impl`, of a layer, say, before there are tensors.
 

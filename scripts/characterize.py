@@ -16,7 +16,6 @@ Writes, and draws beside it the distribution of the errors over random operands:
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from hoconv import approx
 from hoconv.benchmarking.charts import COLOURS, save
-from hoconv.commands import add_out_option, record, write, write_json
+from hoconv.commands import add_out_option, record, write_json
 from hoconv.tables import show
 
 # Saadat, Bokhari, Parameswaran, IEEE TCAD 2018.
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(
         path, record("python scripts/characterize.py", argv) | {"seed": arguments.seed} | measured
     )
-    write(path.with_suffix(".png"), functools.partial(_draw, random))
+    _draw(random, path.with_suffix(".png"))
 
 
 def _random(samples: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

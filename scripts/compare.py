@@ -21,23 +21,19 @@ the seed, and compares each group with a baseline. Writes::
 from __future__ import annotations
 
 import argparse
-import functools
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 from wandb_report import ReportError, publish, require_online
 
-from hoconv.benchmarking.charts import COLOURS, save
-from hoconv.commands import add_out_option, record, write, write_json
-from hoconv.report.estimates import Estimate, estimate
-from hoconv.report.groups import ComparisonError, Group, choose_baseline, compare, group
-from hoconv.report.runs import find
-from hoconv.report.verdict import shown
+from hoconv.benchmarking.charts import save
+from hoconv.commands import add_out_option, record, write_json, write_text
+from hoconv.report import files, losses
+from hoconv.report.groups import ComparisonError, choose_baseline, compare, group
+from hoconv.report.table import Column, columns, metric_columns
 from hoconv.tables import show
 
 METHOD = (
@@ -63,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run(arguments, record("python scripts/compare.py", argv)["command"])
-    except (ComparisonError, ReportError) as error:
+    except (ComparisonError, FileNotFoundError, ReportError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -71,78 +67,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, command: str) -> None:
     """Compares the runs; shows, writes and publishes the comparison."""
-    groups = group(find(arguments.folders))
+    found = files.find(arguments.folders)
+    for unreadable, why in found.unreadable.items():
+        print(f"Not compared: {unreadable} cannot be read: {why}", file=sys.stderr)
+    groups = group(found.runs)
     baseline = choose_baseline(groups, arguments.baseline)
     if arguments.wandb:
         require_online()
     compared = compare(groups, baseline)
-    columns, *rows = lines(compared)
-    shown = Table(*columns[:2])
-    for name in columns[2:]:
-        shown.add_column(name, justify="right")
-    for cells in rows:
-        shown.add_row(*cells)
+    titles, cells = zip(*table(compared))
+    rows = [*zip(*cells)]
+    shown = Table(*titles[:2])
+    for title in titles[2:]:
+        shown.add_column(title, justify="right")
+    for row in rows:
+        shown.add_row(*row)
     show(shown)
-    text = markdown(columns, rows)
     path = arguments.out / f"{arguments.name}.json"
+    text = "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
     write_json(path, {"command": command, "method": METHOD, **compared})
-    write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
-    write(path.with_suffix(".png"), functools.partial(_draw, groups))
+    write_text(path.with_suffix(".md"), text)
+    title = "Training loss: mean, least and greatest over the seeds"
+    save(losses.draw([each for each in groups if each.runs]), title, path.with_suffix(".png"))
     if arguments.wandb:
         print(publish(arguments.name, text, path.with_suffix(".png")))
 
 
-def lines(compared: dict[str, Any]) -> list[list[str]]:
-    """Returns the comparison as the cells of a table: the headings, then a line for each group."""
+def table(compared: dict[str, Any]) -> list[Column]:
+    """Returns the comparison as columns, with a line for each group."""
     groups = compared["groups"]
-    metrics = list(dict.fromkeys(name for each in groups for name in each["metrics"]))
-    columns = [" ".join(groups[0]["settings"]) or "impl", "runs", "ms a step", "speed-up"]
-    columns += ["samples/s", "memory, MB"]
-    for name in metrics:
-        columns += [name, f"Δ vs {compared['baseline']}"]
-    found = [columns]
-    for each in groups:
-        runs = str(each["runs"])
-        runs += f", {len(each['unfinished'])} unfinished" if each["unfinished"] else ""
-        cells = [each["label"], runs, _shown(each["step_ms"]), _shown(each["speedup"], "{:.2f}")]
-        cells += [
-            _shown(each["samples_per_sec"], "{:,.0f}"),
-            _shown(each["peak_memory_mb"], "{:,.0f}"),
-        ]
-        for name in metrics:
-            cells.append(_shown(each["metrics"].get(name), "{:.4f}"))
-            cells.append(_shown(each["differences"].get(name), "{:+.4f}"))
-        found.append(cells)
-    return found
-
-
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    written = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in written) + "\n"
-
-
-def _shown(value: Estimate | None, form: str | None = None) -> str:
-    return "" if value is None else shown(value, form)
-
-
-def _draw(groups: list[Group], path: Path) -> None:
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for colour, each in zip(COLOURS, (g for g in groups if g.runs), strict=False):
-        curves = [run.curve() for run in each.finished()]
-        steps = min((curve[0] for curve in curves), key=len)
-        losses = list(zip(*(curve[1][: len(steps)] for curve in curves)))
-        step_ms = estimate(each.throughput("step_ms").values())["mean"]
-        for panel, scale in zip(panels, (1.0, step_ms and step_ms / 1000)):
-            if scale is None:
-                continue  # too short to be timed
-            x = [scale * step for step in steps]
-            panel.plot(x, [statistics.fmean(y) for y in losses], color=colour, label=each.label)
-            panel.fill_between(x, list(map(min, losses)), list(map(max, losses)),
-                               color=colour, alpha=0.2)  # fmt: skip
-    panels[0].set(xlabel="step", ylabel="training loss", yscale="log")
-    panels[1].set(xlabel="seconds of training")
-    save(figure, "Training loss: mean, least and greatest over the seeds", path)
+    runs = [
+        f"{each['runs']}"
+        + (f", {len(each['unfinished'])} unfinished" if each["unfinished"] else "")
+        for each in groups
+    ]
+    return [
+        (" ".join(groups[0]["settings"]) or "impl", [each["label"] for each in groups]),
+        ("runs", runs),
+        *columns(groups, ("ms a step", "speed-up", "samples/s", "memory, MB")),
+        *metric_columns(compared),
+    ]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from hoconv.files import replaced
 from training import disk
 
 CHUNK = 2**20  # bytes
@@ -84,16 +85,12 @@ def unpack(archive: Path, folder: Path) -> None:
         size = sum(member.file_size for member in members)
         _require_space(folder, size)
         task = progress.add_task(f"Unpacking {archive.name}", total=size)
-        scratch = folder / f".{archive.name}.partial"
         for member in members:
-            # Not `disk.replaced`, which waits for the disk: over 118,000 pictures for minutes.
-            with disk.named(folder / member.filename):
-                partial = Path(source.extract(member, scratch))
-                target = folder / partial.relative_to(scratch)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(partial, target)
+            path = folder / member.filename
+            # Waiting for the disk would take minutes over 118,000 pictures.
+            with disk.named(path), replaced(path, flush=False) as file, source.open(member) as data:
+                shutil.copyfileobj(data, file)
             progress.advance(task, member.file_size)
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fetch(url: str, part: Path) -> None:

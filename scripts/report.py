@@ -41,12 +41,12 @@ from wandb_report import ReportError, log_page
 
 from hoconv import check
 from hoconv.declaration import operators
+from hoconv.implementations import impl_label
 from hoconv.report.command import make
 from hoconv.report.contents import NothingFoundError
 from hoconv.report.files import SHARES
 from hoconv.report.groups import ComparisonError
 from hoconv.report.page import PageError, require_packages
-from hoconv.report.runs import label
 
 LOG = "train.out"  # what a run prints, in its folder
 SOURCES = ("hoconv", "csrc", "conf", "datamodules", "models", "training")
@@ -169,7 +169,9 @@ def _values(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 def _name(impl: str) -> str:
     """An implementation in the name of a folder."""
     found = OverridesParser.create().parse_override(f"impl={impl}").value()
-    return label({str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else impl)
+    return impl_label(
+        {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else impl
+    )
 
 
 def run_all(jobs: Sequence[Job], out: Path) -> None:

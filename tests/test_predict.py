@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from datamodules.coco.folder import ImageFolder
 from datamodules.digits import Digits
+from datamodules.prediction import ImageFolder
 from models.tasks.captioner import Captioner
 from models.tasks.classifier import Classifier
 from models.tasks.segmenter import Segmenter
@@ -201,7 +201,7 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
     [
         (("mode=predict",), "needs ckpt="),
         (("mode=predict", "ckpt=nowhere.ckpt", "input=."), "there is no file"),
-        (("mode=predict", "ckpt={stray}", "input=."), "is not in the folder of a run"),
+        (("mode=predict", "ckpt={stray}", "input=."), "not of a run of train.py (KeyError); give"),
         (("mode=test",), "mode=test needs ckpt="),
         (("mode=test", "ckpt=nowhere.ckpt"), "there is no file"),
         (("ckpt=nowhere.ckpt", "debug=fast"), "there is no file"),
@@ -216,7 +216,7 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
 )
 def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message):
     (tmp_path / "empty").mkdir()
-    stray = tmp_path / "stray.ckpt"  # as an earlier version wrote it
+    stray = tmp_path / "stray.ckpt"
     contents = torch.load(trained, weights_only=True)
     del contents["run"]
     torch.save(contents, stray)

@@ -289,6 +289,18 @@ def test_a_run_whose_results_cannot_be_read_is_named_and_passed_over(tmp_path, c
     assert line.endswith(f"hydra.run.dir={folder} goes on with it")
 
 
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "trainer: {}"])
+def test_a_configuration_that_cannot_be_read_is_one_line(run, tmp_path, text):
+    (tmp_path / "resume").mkdir()
+    (tmp_path / "resume" / "step_5.ckpt").touch()
+    (tmp_path / "config.yaml").write_text(text)
+    failed = run(*SHORT, "resume=auto", folder=tmp_path)
+    assert failed.exit_code == 1
+    (line,) = failed.err.splitlines()
+    assert line.startswith("Error: resume: the configuration of the run in ")
+    assert line.endswith("; put the file back, or leave resume out")
+
+
 def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):
     folder = tmp_path / "run"
     reached, resumed = copies.Event(), copies.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -84,6 +85,36 @@ def test_arrows_run_one_way(imports: networkx.DiGraph, room: str) -> None:
     allowed = {room, *BELOW[room]}
     up = [f"{a} -> {b}" for a, b in imports.edges if rooms[a] == room and rooms[b] not in allowed]
     assert up == []
+
+
+def test_no_sentence_of_the_library_names_the_app() -> None:
+    """No wheel holds the app. A package that ``hoconv new`` writes may be used with it."""
+    inner = "|".join(
+        f"{room}[./]{path.stem}\\b"
+        for room in (*APP, "scripts")
+        for path in (ROOT / room).iterdir()
+        if path.stem.isidentifier()
+    )
+    app = re.compile(rf"\b({inner}|train\.py)")
+    named = [
+        f"{path.relative_to(ROOT)}: {found[0]}"
+        for path in (ROOT / "hoconv").rglob("*.*")
+        if path.suffix in (".py", ".jinja", ".css")
+        and "template" not in path.parts
+        and (found := app.search(path.read_text()))
+    ]
+    assert named == []
+
+
+def test_tools_of_the_library_serve_the_end_of_a_run_only(imports: networkx.DiGraph) -> None:
+    """Training needs no command of the library's; a table of runs reads them as its report does."""
+    users = {a for a, b in imports.edges if a.startswith("training.") and ".report." in b}
+    assert users == {"training.results.sweep"}
+
+
+def test_the_model_of_any_images_knows_no_data_set(imports: networkx.DiGraph) -> None:
+    used = networkx.descendants(imports, "models.tasks.classifier")
+    assert not [name for name in used if name.startswith("datamodules.coco")]
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "csrc"])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from hoconv import files
 from training import console
 
-PARTIAL = ".partial"  # suffix of a file that is being written
-LONGEST_NAME = 255 - len(PARTIAL)  # bytes of a file name, of which a file system has 255
+LONGEST_NAME = 255 - len(files.PARTIAL)  # bytes of a file name, of which a file system has 255
 DIGEST = 8  # hexadecimal digits that tell apart names with the same beginning
 
 
@@ -60,24 +60,9 @@ def named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that replaces `path`, flushed to the disk, when the block ends.
-
-    Raises:
-        DiskError: the file cannot be written; `path` is unchanged and no partial file is left.
-    """
-    partial = path.with_name(path.name + PARTIAL)
-    with named(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+    """As ``hoconv.files.replaced``; raises DiskError where the file cannot be written."""
+    with named(path), files.replaced(path) as file:
+        yield file
 
 
 def append(path: Path, text: str) -> None:

@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
+from hoconv.files import PARTIAL
 from training import console, disk
 from training.checkpoints import discard, find_step_checkpoints
-from training.configuration.moved import renamed, upgrade
 from training.configuration.names import as_override
 from training.configuration.same import LONGER, require_same
 from training.lock import is_running
@@ -108,21 +108,24 @@ def _write(config: Any, path: Path) -> None:
         with disk.replaced(path) as file:
             file.write(OmegaConf.to_yaml(config).encode())
 
-    for partial in path.parent.rglob(f"*{disk.PARTIAL}"):
+    for partial in path.parent.rglob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     disk.attempt(path, write, again=True)
 
 
 def saved_config(run_dir: Path) -> Any:
-    """The configuration that a run was begun with, in the names of today.
+    """The configuration that a run was begun with.
 
     Raises:
         MisconfigurationException: it cannot be read.
     """
     path = run_dir / CONFIG
     try:
-        return upgrade(OmegaConf.load(path))
-    except (OSError, YAMLError, AttributeError, KeyError, TypeError) as error:
+        config = OmegaConf.load(path)
+        if "model" not in config:
+            raise ValueError("it names no model")
+        return config
+    except (OSError, ValueError, YAMLError) as error:
         raise MisconfigurationException(
             f"the configuration of the run in {run_dir} cannot be read from {path} "
             f"({' '.join(str(error).split())}); put the file back"
@@ -195,5 +198,5 @@ def as_given(overrides: Any) -> list[str]:
 
 
 def _identity(overrides: Iterable[str]) -> set[str]:
-    """Returns overrides in the names of today, but for the one that says to go on."""
-    return {renamed(text) for text in overrides if text != "resume=auto"}
+    """Returns overrides but for the one that says to go on."""
+    return {*overrides} - {"resume=auto"}

@@ -13,8 +13,7 @@ from torch import nn
 
 import hoconv
 from hoconv.declaration import layers
-from hoconv.implementations import Choice, choose
-from hoconv.report import runs
+from hoconv.implementations import Choice, choose, impl_label
 from training import console
 
 MAX_LABEL = 64  # characters: the longest tag that W&B takes
@@ -93,4 +92,4 @@ def as_plain(impl: Any) -> Any:
 def label(impl: Any) -> str:
     """`impl` in the name of a folder or of a run: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda``
     for a mapping; what is longer than `MAX_LABEL` is cut off."""
-    return runs.label(as_plain(impl))[:MAX_LABEL]
+    return impl_label(as_plain(impl))[:MAX_LABEL]

@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_only
 
 from datamodules.images import ImageDataModule
+from datamodules.prediction import ImageFolder
 from training import console, disk
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.census import Census
@@ -173,8 +174,6 @@ def _write(predictions: Any, path: Path) -> None:
 
 def _images(source: str, data: DictConfig, names: list[str] | None) -> Any:
     """The images of a folder, or one image, as the model of a checkpoint reads them."""
-    from datamodules.coco.folder import ImageFolder  # its package needs pycocotools
-
     dataset = get_class(data._target_)
     if "image_size" in data:
         shape = (3, data.image_size, data.image_size)

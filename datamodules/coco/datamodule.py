@@ -21,13 +21,13 @@ from datamodules.coco.annotations.objects import CROWDS
 from datamodules.coco.captions import CaptionSet, Vocabulary
 from datamodules.coco.detection import DetectionSet
 from datamodules.coco.files import KINDS, Files, FolderFiles
-from datamodules.coco.folder import FolderBatch, SplitSet, batches_of
 from datamodules.coco.on_device import DeviceSet, DeviceSets, TaskSet
-from datamodules.coco.pixels import Images
+from datamodules.coco.pixels import Images, SplitSet
 from datamodules.coco.segmentation import SegmentationSet
 from datamodules.coco.splits import Splits, divide
 from datamodules.memory import EvaluationBatches, TrainingBatches
 from datamodules.placement import get_training_device, require_known
+from datamodules.prediction import PredictionBatch, batches_of
 from datamodules.reading.decoding import decode
 from datamodules.reading.pixels import denormalise, normalise
 from datamodules.reading.skipped import Skipped, report
@@ -56,8 +56,8 @@ class COCO(pl.LightningDataModule):
 
     Batches are :class:`SegmentationBatch`, :class:`DetectionBatch` or :class:`CaptionBatch`, images
     float32, normalised with ImageNet's mean and standard deviation. Predictions are made for the
-    images of val, in a :class:`FolderBatch`. A damaged image or annotation is left out: a warning
-    counts them and names the first, `skipped` names them all.
+    images of val, in a :class:`PredictionBatch`. A damaged image or annotation is left out: a
+    warning counts them and names the first, `skipped` names them all.
 
     Args:
         data_dir: holds the folder ``coco``.
@@ -295,7 +295,7 @@ class COCO(pl.LightningDataModule):
             where = "GPU memory" if self.device == "gpu" else f"GPU memory if it fits, or {where}"
         return f"{how}, in {where}", why
 
-    def predict_dataloader(self) -> DataLoader | EvaluationBatches[FolderBatch]:
+    def predict_dataloader(self) -> DataLoader | EvaluationBatches[PredictionBatch]:
         data, rank = self._sets["val"], get_rank(self.trainer)
         numbers = np.unique(data.numbers)[rank.get("rank", 0) :: rank.get("world_size", 1)]
         split = SplitSet(data.images, numbers)

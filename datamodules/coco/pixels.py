@@ -25,6 +25,7 @@ from datamodules.coco.annotations.instances import Instances
 from datamodules.coco.annotations.names import one_line
 from datamodules.images import DataNotFoundError
 from datamodules.memory import send
+from datamodules.prediction import PredictionBatch, PredictionSet
 from datamodules.reading.cache import Entry, find_or_make
 from datamodules.reading.decoding import UnreadableImageError, decode, decode_on
 from datamodules.reading.pixels import find_nearest, resize, resize_all
@@ -234,3 +235,32 @@ class LabelMaps:
         for _ in in_threads(draw_into, len(self.instances), f"Drawing {self.instances.path.stem}"):
             pass
         labels.flush()
+
+
+class SplitSet(PredictionSet):
+    """The images of a split that can be decoded, to predict from."""
+
+    def __init__(self, images: Images, numbers: np.ndarray) -> None:
+        self.images = images
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> PredictionBatch:
+        number = int(self.numbers[index])
+        return self._make_batch([number], self.images[number][None])
+
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> PredictionBatch:
+        numbers = self.numbers[list(indices)].tolist()
+        return self._make_batch(numbers, self.images.read_on(device, numbers))
+
+    def _make_batch(self, numbers: Sequence[int], images: Tensor) -> PredictionBatch:
+        annotations = self.images.annotations
+        return PredictionBatch(
+            images=images,
+            sizes=[tuple(annotations.sizes[number].tolist()) for number in numbers],
+            names=[str(annotations.file_names[number]) for number in numbers],
+            ids=[int(annotations.ids[number]) for number in numbers],
+            skipped=[],
+        )

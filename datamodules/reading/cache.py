@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from datamodules.images import CacheError
 
@@ -71,14 +71,13 @@ def find_or_make(
         return Entry(folder)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        lock = folder.with_suffix(".lock").open("w")
+        lock = FileLock(folder.with_suffix(".lock"), fallback_to_soft=False).acquire()
     except OSError as error:
         raise CacheError(
             f"cannot write the cache {cache_dir} ({error.strerror}); set data.cache_dir to a "
             "folder that can be written"
         ) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():  # another process may have made it while this one waited
             _make(folder, make, text, size)
     return Entry(folder)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from hoconv.commands import hardware
+from hoconv.files import replaced
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = (
@@ -50,11 +51,14 @@ def sizes_axis(panel: Axes, rows: Sequence[dict[str, Any]], label: str) -> None:
 
 
 def save(figure: Figure, title: str, path: Path, columns: int = 6) -> None:
-    """Adds the title and one legend for all panels, in `columns` columns; writes a PNG."""
+    """Adds the title and one legend for all panels, in `columns` columns; writes a PNG, and
+    prints its path."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, format="png", dpi=150)
+    with replaced(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    print(path)
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:

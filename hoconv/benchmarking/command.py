@@ -30,7 +30,6 @@ Writes, and draws beside it where matplotlib is installed::
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +65,6 @@ from hoconv.commands import (
     hardware,
     record,
     report_broken_packages,
-    write,
     write_json,
 )
 from hoconv.declaration import Operator, find, operators
@@ -132,7 +130,7 @@ def _run(
     if find_spec("matplotlib"):
         from hoconv.benchmarking.charts import draw
 
-        write(path.with_suffix(".png"), functools.partial(draw, measured))
+        draw(measured, path.with_suffix(".png"))
     broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
     return any(row["contender"] in operator.implementations for row in broken)
 

@@ -7,7 +7,6 @@ a file that was truncated, damaged or never finished is made again.
 
 from __future__ import annotations
 
-import fcntl
 import grp
 import hashlib
 import os
@@ -18,6 +17,8 @@ import tempfile
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 
 class BuildError(RuntimeError):
@@ -66,7 +67,7 @@ def keep(name: str, make: Callable[[Path], Path]) -> Path:
         for missing in reversed([each for each in (cache, *cache.parents) if not each.exists()]):
             missing.mkdir(0o755, exist_ok=True)  # whatever the umask, only the user can write to it
         target = _check_trusted(cache) / name
-        with _lock(target.with_suffix(".lock")):
+        with FileLock(target.with_suffix(".lock"), fallback_to_soft=False):
             if not _is_intact(target):  # another process may have made it while this one waited
                 with _working_folder(target.with_suffix(".build")) as working:
                     made = make(working)
@@ -162,11 +163,3 @@ def _working_folder(working: Path) -> Iterator[Path]:
         yield working
     finally:
         shutil.rmtree(working, ignore_errors=True)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lets one process in at a time; the system frees the lock of a process that was killed."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from hoconv.recurrent.codegen.cluster.layout import ClusterLayout
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, flat
@@ -78,40 +77,17 @@ def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
 
 
 def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
-    """Says how an H200 keeps the weights on the chip, or why it does not."""
+    """Says whether a GPU with clusters of blocks keeps the weights on the chip, or why not."""
+    where = f"compute capability {'.'.join(map(str, CAPABILITY))} and later"
     for name, program in (("forward", plan.forward), ("backward", plan.backward)):
         clusters = Clusters(program, always=plan.schedule == "persistent")
         for runs in range(directions, 0, -1):
             one = "one kernel" if runs == 1 else "one kernel for both directions at once"
-            found = {B: clusters.choose(B, H200, runs) for B in _BATCHES}
-            fitting = {B: layout for B, layout in found.items() if not isinstance(layout, str)}
-            if fitting:
-                yield f"{name}: {one} {_describe_clusters(fitting)}"
+            found = [clusters.choose(B, H200, runs) for B in _BATCHES]
+            if any(not isinstance(each, str) for each in found):
+                yield f"{name}: {one} where blocks form clusters ({where})"
                 break
-            yield f"{name}: not {one}, since {found[_BATCHES[0]]}"
-
-
-def _describe_clusters(fitting: Mapping[int, ClusterLayout]) -> str:
-    """Says what clusters there are, given the layout for each number of rows that has one."""
-    B, layout = next(iter(fitting.items()))
-    shape = layout.shape
-    rows, blocks = _count(shape.rows, "row"), _count(shape.blocks, "block")
-    shared = f"clusters of {rows} and {blocks}"
-    if shape.clusters > 1:
-        shared = f"teams of {shape.clusters} clusters of {blocks}, {rows} a team"
-    kept = f"{layout.register_bytes >> 10} KiB of weights a block in registers"
-    if layout.kept_bytes:
-        kept += f", {layout.kept_bytes >> 10} KiB in shared memory"
-    if layout.far_bytes:
-        kept += f", {layout.far_bytes >> 10} KiB read from the L2 cache at every step"
-    waits = f"{_count(layout.shared.exchanges, 'exchange')} a step"
-    if posted := sum(map(layout.posted_bytes, range(layout.shared.exchanges))):
-        waits += f", in which a block posts {posted} bytes to the other cluster"
-    limit = "" if _BATCHES[-1] in fitting else f"; for up to {max(fitting)} rows"
-    return (
-        f"where blocks form clusters (compute capability {'.'.join(map(str, CAPABILITY))} and "
-        f"later); for {B} rows on an H200 {shared}, {kept}, {waits}{limit}"
-    )
+            yield f"{name}: not {one}, since {found[0]}"
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:

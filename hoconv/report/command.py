@@ -1,7 +1,7 @@
 """Writes what an operator's kernels buy as one HTML page and its JSON: ``hoconv report OPERATOR``.
 
 It reads what other commands left: the JSON of ``hoconv check`` and of ``hoconv benchmark``, and the
-folders of training runs, of train.py's (results.json) or of Lightning's CSVLogger (metrics.csv).
+folders of training runs: results.json, or metrics.csv of Lightning's CSVLogger.
 Folders are searched; files are told apart by what they hold. What is missing, the page says.
 
 Writes::
@@ -33,7 +33,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hoconv.commands import write
+from hoconv.commands import write_text
 from hoconv.report import files
 from hoconv.report.contents import NothingFoundError, join
 from hoconv.report.groups import ComparisonError
@@ -87,7 +87,7 @@ def make(
     contents: dict[str, Any] = {"command": command, "date": date, **joined}
     page = out / f"report_{re.sub(r'[^A-Za-z0-9_.-]', '_', operator)}.html"
     html, text = render(contents), as_json(contents)
-    write(page.with_suffix(".json"), lambda partial: partial.write_text(text))
-    write(page, lambda partial: partial.write_text(html))
+    write_text(page.with_suffix(".json"), text)
+    write_text(page, html)
     print(contents["verdict"]["headline"])
     return page

@@ -11,6 +11,7 @@ from hoconv.commands import hardware
 from hoconv.report.estimates import LEAST_VALUES, estimate
 from hoconv.report.files import Found
 from hoconv.report.groups import Group, choose_baseline, compare, group
+from hoconv.report.losses import curve
 from hoconv.report.step import Share, find_share, parts, predict
 from hoconv.report.verdict import verdict
 
@@ -150,7 +151,7 @@ def _training(
         "settings": _common_settings(groups),
         "predictions": predictions,
         "noise": _noise(groups),
-        "curves": [_curve(each) for each in groups if each.finished()],
+        "curves": [curve(each) for each in groups if each.finished()],
     }
 
 
@@ -224,25 +225,6 @@ def _noise(groups: list[Group]) -> dict[str, Any]:
     }
 
 
-def _curve(each: Group) -> dict[str, Any]:
-    """The training loss: mean, least and greatest over the runs; None where it was not finite."""
-    curves = [run.curve() for run in each.finished() if run.losses]
-    step_ms = estimate(each.throughput("step_ms").values())["mean"]
-    steps = min((steps for steps, _ in curves), key=len, default=[])
-    points = []
-    for i, step in enumerate(steps):
-        values = [losses[i] for _, losses in curves]
-        finite = all(map(math.isfinite, values))
-        points.append({
-            "step": step,
-            "seconds": None if step_ms is None else step * step_ms / 1000,
-            "mean": statistics.fmean(values) if finite else None,
-            "low": min(values) if finite else None,
-            "high": max(values) if finite else None,
-        })  # fmt: skip
-    return {"label": each.label, "points": points}
-
-
 def _missing(
     found: Found,
     operator: str,
@@ -265,9 +247,7 @@ def _missing(
     if any(0 < len(each["seeds"]) < LEAST_VALUES for each in training["groups"]):
         missing.append(f"Confidence intervals: they need {LEAST_VALUES} seeds or more.")
     if not training["noise"]["pairs"]:
-        missing.append(
-            "Noise: it needs two runs of one seed and the same code; scripts/report.py makes them."
-        )
+        missing.append("Noise: it needs two runs of one seed and the same code.")
     without = [
         each["label"]
         for each in training["groups"]
@@ -275,8 +255,8 @@ def _missing(
     ]
     if without:
         missing.append(
-            f"Share of the operator in a step of {', '.join(without)}: scripts/report.py measures "
-            "it with training.callbacks.measuring.shares.LayerShares."
+            f"Share of the operator in a step of {', '.join(without)}: it needs a shares.json "
+            "beside the results.json of a short run with the same settings."
         )
     if any(each["epoch_s"]["mean"] is None for each in training["groups"] if each["runs"]):
         missing.append("Time of an epoch: it needs runs with logger=csv.")

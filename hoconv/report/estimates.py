@@ -61,3 +61,19 @@ def holds(value: Estimate, wanted: float) -> bool | None:
     if value["mean"] is None or value["ci95"] is None:
         return None
     return abs(wanted - value["mean"]) <= value["ci95"]
+
+
+def shown(value: Estimate, form: str | None = None) -> str:
+    """A mean, and half of its interval where there is one, to the same digit.
+
+    Args:
+        form: of the mean; by default, three digits.
+    """
+    mean, half = value["mean"], value["ci95"]
+    if mean is None:
+        return ""
+    if form is None:
+        digits = 2 - math.floor(math.log10(abs(mean))) if mean else 0
+        form = f"{{:,.{max(0, digits)}f}}"
+    text = form.format(mean)
+    return text if half is None else f"{text} ± {form.replace('+', '').format(half)}"

@@ -21,8 +21,8 @@ class Found:
     Attributes:
         checks: of ``hoconv check``.
         kernels: of ``hoconv benchmark``: times of an operator on one device in one dtype.
-        steps: of ``scripts/benchmark.py step``: times of a step and of its layers.
-        shares: of the callback LayerShares, the same in a training run; with the settings of that.
+        steps: times of a step of a network and of its layers.
+        shares: the same in a training run; with the settings of that.
         runs: training runs.
         unreadable: path -> why.
     """

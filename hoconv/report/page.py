@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hoconv.report import charts
-from hoconv.report.verdict import shown
+from hoconv.report.estimates import shown
+from hoconv.report.table import CELLS, columns, metric_columns, metrics
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
+OF_A_STEP = [title for title in CELLS if title != "speed-up"]  # which has a table of its own
 TIMES = "\N{MULTIPLICATION SIGN}"
 NEEDED = ("jinja2", "scipy", "vl_convert")  # of the extra [report]
 
@@ -39,6 +41,7 @@ def render(contents: dict[str, Any]) -> str:
     """
     import jinja2
 
+    training = contents["training"]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -58,8 +61,9 @@ def render(contents: dict[str, Any]) -> str:
         contents=contents,
         charts=draw(contents),
         tiles=tiles(contents),
-        step_columns=step_columns(contents["training"]) if contents["training"] else [],
-        metric_names=metrics(contents["training"]) if contents["training"] else [],
+        step_columns=columns(training["groups"], OF_A_STEP) if training else [],
+        metric_names=metrics(training) if training else [],
+        metric_columns=metric_columns(training) if training else [],
         library=_library(),
     )
 
@@ -100,11 +104,6 @@ def draw(contents: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def metrics(training: dict[str, Any]) -> list[str]:
-    """Returns the names of the metrics that any group has."""
-    return [*dict.fromkeys(name for each in training["groups"] for name in each["metrics"])]
-
-
 def tiles(contents: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the figures at the top: what it is, the figure, and what belongs to it."""
     found = []
@@ -139,37 +138,6 @@ def tiles(contents: dict[str, Any]) -> list[tuple[str, str, str]]:
             what = f"of a step of {training['baseline']} is the operator"
             found.append(("share", f"{best['share']:.0%}", what))
     return found
-
-
-def step_columns(training: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Returns title and cells of the columns of the table of steps that hold anything."""
-    groups = training["groups"]
-
-    def share(part: str) -> list[str]:
-        shares = [(each["parts"] or {"shares": {}})["shares"].get(part) for each in groups]
-        return ["" if each is None else f"{each:.1%}" for each in shares]
-
-    def means(name: str, form: str | None = None) -> list[str]:
-        return [shown(each[name], form) for each in groups]
-
-    columns = {
-        "ms a step": means("step_ms"),
-        "operator": share("operator"),
-        "other": share("other"),
-        "not divided": share("undivided"),
-        "waits for the host": share("idle"),
-        "waits for data": share("wait"),
-        "samples/s": means("samples_per_sec", "{:,.0f}"),
-        "epoch, s": means("epoch_s"),
-        "memory, MB": means("peak_memory_mb", "{:,.0f}"),
-        "GPU busy, at most": [
-            "" if g["gpu_busy"] is None else f"{g['gpu_busy']:.0%}" for g in groups
-        ],
-        "launches a step": [
-            "1 (CUDA graph)" if g["captured"] else f"{g['launches'] or ''}" for g in groups
-        ],
-    }
-    return [(title, cells) for title, cells in columns.items() if any(cells)]
 
 
 def pivot(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:

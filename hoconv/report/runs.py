@@ -1,5 +1,5 @@
-"""Reading training runs: results.json and losses.csv of train.py's, metrics.csv of Lightning's
-CSVLogger and of train.py's."""
+"""Reading training runs: a results.json, with a losses.csv and a metrics.csv if they are there, or
+the metrics.csv of Lightning's CSVLogger alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hoconv.implementations import impl_label
 
 CURVE_POINTS = 100  # about so many points make a loss curve; each is a mean over steps
 NO_SETTING = ("seed", "resume", "logger")  # overrides in which runs of one group may differ
@@ -36,12 +38,15 @@ class Run:
     epoch_steps: float | None = None
 
     @property
+    def overrides(self) -> dict[str, str]:
+        return dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
+
+    @property
     def settings(self) -> dict[str, str]:
         """The overrides, model, data and implementation: name -> value."""
-        overrides = dict(text.split("=", 1) for text in self.results["overrides"] if "=" in text)
         named = {name: str(self.results.get(name, "")) for name in ("data", "model")}
-        named["impl"] = label(self.results["impl"])
-        return {k: v for k, v in (overrides | named).items() if k not in NO_SETTING}
+        named["impl"] = impl_label(self.results["impl"])
+        return {k: v for k, v in (self.overrides | named).items() if k not in NO_SETTING}
 
     @property
     def gpu(self) -> str | None:
@@ -72,13 +77,6 @@ class Run:
         starts = range(0, len(self.losses), size)
         steps, losses = [*self.losses], [*self.losses.values()]
         return [steps[i] for i in starts], [statistics.fmean(losses[i : i + size]) for i in starts]
-
-
-def label(impl: str | Mapping[str, str]) -> str:
-    """``cuda``, or ``recurrent-cpp_approx_conv2d-cuda`` for a mapping."""
-    if not isinstance(impl, Mapping):
-        return str(impl)
-    return "_".join(f"{key}-{name}" for key, name in impl.items())
 
 
 def read(path: Path) -> Run:
@@ -130,12 +128,6 @@ def read_metrics(path: Path) -> Run:
     }
     losses = {int(row["step"]): row[loss] for row in numbers if loss in row and "step" in row}
     return Run(path.parent, results, losses, _epoch_steps(rows))
-
-
-def find(paths: Iterable[Path]) -> list[Run]:
-    """Reads all runs in folders and their subfolders, in the order of their paths."""
-    found = {path.parent for folder in paths for path in folder.rglob(RESULTS)}
-    return [read(path) for path in sorted(found)]
 
 
 def varied(settings: Sequence[dict[str, str]]) -> list[str]:

@@ -54,7 +54,7 @@ def find_share(found: Found, operator: str, group: Group) -> Share | None:
                 saved_a_launch = max(0.0, step_ms - computing) / launches
                 step_ms -= saved_a_launch * launches
                 operator_ms = max(0.0, operator_ms - saved_a_launch * counted)
-            source = f"LayerShares, {contents['step_ms']['repeats']} steps"
+            source = f"the layers of a run, {contents['step_ms']['repeats']} steps"
             return Share(contents["device"], step_ms, operator_ms, launches, source)
     return _share_of_network(found, group)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from hoconv.report.estimates import LEAST_VALUES, Estimate, holds
+from hoconv.report.estimates import LEAST_VALUES, holds, shown
 from hoconv.report.step import BUSY, WAITING
 
 SMALL = 1.05  # times as fast: a limit below that is not worth a kernel
@@ -51,8 +50,7 @@ def _of_kernels(contents: dict[str, Any]) -> dict[str, Any]:
         "headline": "What the kernels change in training was not measured.",
         "tone": "neutral",
         "reasons": reasons,
-        "next": "Train with two implementations: `python scripts/report.py impl=reference,cpp "
-        "seed=0,1,2`.",
+        "next": "Train with two implementations and three seeds, and give the folders of the runs.",
     }
 
 
@@ -172,19 +170,3 @@ def _next(group: dict[str, Any]) -> str | None:
         )
     gain = "" if limit is None else f", and a still faster kernel can gain {limit:.3g} times"
     return f"The operator is {shares['operator']:.0%} of the step now{gain}."
-
-
-def shown(value: Estimate, form: str | None = None) -> str:
-    """A mean, and half of its interval where there is one, to the same digit.
-
-    Args:
-        form: of the mean; by default, three digits.
-    """
-    mean, half = value["mean"], value["ci95"]
-    if mean is None:
-        return ""
-    if form is None:
-        digits = 2 - math.floor(math.log10(abs(mean))) if mean else 0
-        form = f"{{:,.{max(0, digits)}f}}"
-    text = form.format(mean)
-    return text if half is None else f"{text} ± {form.replace('+', '').format(half)}"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hoconv.declaration import Operator, Sample
+from hoconv.testing.call_forms import Form, forms
 from hoconv.testing.comparison import named, on_cpu, output_and_gradients
-from hoconv.testing.forms import Form, forms
 
 
 class BrokenDefinitionError(Exception):

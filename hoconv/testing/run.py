@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hoconv.commands import operator_name, report_broken_packages
 from hoconv.declaration import Operator, operators
-from hoconv.testing.last_words import LastWords
+from hoconv.testing.crashes import CrashReporter
 
 TESTS = Path(__file__).parent / "test_operators.py"
 
@@ -23,12 +23,12 @@ TESTS = Path(__file__).parent / "test_operators.py"
 class _Chosen:
     """A plugin of pytest that leaves out the tests of other operators, and notes which runs."""
 
-    def __init__(self, names: Collection[str], last_words: LastWords) -> None:
+    def __init__(self, names: Collection[str], reporter: CrashReporter) -> None:
         self.names = names
-        self.last_words = last_words
+        self.reporter = reporter
 
     def pytest_runtest_logstart(self, nodeid) -> None:
-        self.last_words.say(nodeid.rpartition("::")[2])
+        self.reporter.say(nodeid.rpartition("::")[2])
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         others = [item for item in items if not self._wants(item)]
@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-pno:cacheprovider", "-phoconv.testing.fixtures",
     ]  # fmt: skip
     names = {operator.name for operator in chosen}
-    with LastWords() as last_words:
+    with CrashReporter() as reporter:
         tests = [*settings, *rest, str(TESTS), *map(str, folders)]
-        return int(pytest.main(tests, [_Chosen(names, last_words)]))
+        return int(pytest.main(tests, [_Chosen(names, reporter)]))
 
 
 def _own_tests(operator: Operator) -> list[Path]:

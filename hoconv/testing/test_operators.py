@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_struc
 from hoconv.declaration import Operator, Sample, broken_packages, operators
 from hoconv.implementations import choose, implementations
 from hoconv.registration import Op
+from hoconv.testing.call_forms import forms, unlike
 from hoconv.testing.cases import make_cases
 from hoconv.testing.comparison import (
     differentiable,
@@ -32,7 +33,6 @@ from hoconv.testing.comparison import (
     relative_error,
     same_bits,
 )
-from hoconv.testing.forms import forms, unlike
 from hoconv.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.captions import PAD, CaptionBatch, Vocabulary, split_words
-from datamodules.coco.folder import FolderBatch
+from datamodules.prediction import PredictionBatch
 from models.arguments import require_share
 from models.metrics.captions import bleu4, cider_d
+from models.metrics.mean import Mean
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import load_backbones
 from models.networks.beam_search import States, beam_search
-from models.networks.described import make
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Captioner(Optimized):
@@ -102,7 +101,7 @@ class Captioner(Optimized):
     def on_test_epoch_end(self) -> None:
         self._score("test")
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[str]:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[str]:
         """Returns a caption of each image."""
         return self.describe(batch.images) if batch.names else []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms
 
 from datamodules.coco.augmentation import CROWD
-from models.tasks.mean import Mean
+from models.metrics.mean import Mean
 
 # Standard deviation of the weight of locations around a centre, as a share of the box, and the
 # least one, in steps of the grid. The share is that of TTFNet (Liu et al., 2019,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from datamodules.prediction import PredictionBatch
 from models.arguments import require_share
-from models.networks.described import make
-from models.tasks.mean import EpochMean, Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
-
-if TYPE_CHECKING:  # its package needs pycocotools
-    from datamodules.coco.folder import FolderBatch
+from models.metrics.mean import EpochMean, Mean
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Classifier(Optimized):
@@ -65,7 +61,7 @@ class Classifier(Optimized):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("test", batch)
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> Tensor:
         """Returns the probability of every class for each image, (B, num_classes) float32."""
         if not batch.names:
             return batch.images.new_empty(0)

@@ -13,13 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from datamodules.coco.annotations.boxes import ImageBoxes
 from datamodules.coco.detection import DetectionBatch
-from datamodules.coco.folder import FolderBatch
+from datamodules.prediction import PredictionBatch
 from models.metrics.boxes import ScoredBoxes, average_precision
+from models.metrics.mean import Mean
 from models.networks.backbone import load_backbones
-from models.networks.described import make
 from models.tasks.centres import Found, find, loss, make_targets
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Detector(Optimized):
@@ -94,7 +93,7 @@ class Detector(Optimized):
     def on_test_epoch_end(self) -> None:
         self._score("test")
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[ScoredBoxes]:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[ScoredBoxes]:
         """Returns the objects in each image, in pixels of its file."""
         if not batch.names:
             return []

@@ -1,24 +1,33 @@
-"""The optimizer and the learning-rate schedule of all models."""
+"""The base of all models: an optimizer, a learning-rate schedule, and means over epochs."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from hydra.utils import instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from models.arguments import require_share
-from models.networks.described import make
-from models.tasks.mean import EpochMean, Mean
+from models.metrics.mean import EpochMean, Mean
 
 MONITORED = "val/loss"  # by a schedule that follows a metric
+
+
+def make(described: Any) -> Any:
+    """Returns what a ``_target_`` and its arguments make; what is no description, as it is.
+
+    A model of a run is given the network itself; ``load_from_checkpoint`` gives the description
+    that the checkpoint holds.
+    """
+    return instantiate(described) if isinstance(described, Mapping) else described
 
 
 class Optimized(pl.LightningModule):

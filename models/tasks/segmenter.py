@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 
 from datamodules.coco.annotations.objects import IGNORE
-from datamodules.coco.folder import FolderBatch
+from datamodules.prediction import PredictionBatch
 from models.arguments import require_share
+from models.metrics.mean import Mean
 from models.metrics.pixels import MeanIoU, PixelAccuracy
 from models.networks.backbone import load_backbones
-from models.networks.described import make
-from models.tasks.mean import Mean
-from models.tasks.optimizer import Optimized, warmup_cosine
+from models.tasks.optimizer import Optimized, make, warmup_cosine
 
 
 class Segmenter(Optimized):
@@ -84,7 +83,7 @@ class Segmenter(Optimized):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("test", batch, self.test_metrics)
 
-    def predict_step(self, batch: FolderBatch, batch_idx: int) -> list[Tensor]:
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[Tensor]:
         """Returns the class of every pixel of each image, in its original size, (H, W) uint8."""
         if not batch.names:
             return []

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fuzzing import operators, plain
+from fuzzing import operators, transforms
 from fuzzing.draw import Draw
 from fuzzing.memory import LARGE, MemoryUse
 from fuzzing.programs import BACKWARD, PROGRAMS, Program, Randoms
@@ -202,7 +202,7 @@ class Case:
     def _expected(self, jitter: float = 0.0, dtype: torch.dtype | None = None) -> Results:
         r = self._randoms(jitter)
         tensors = [r.disturbed(t).to(dtype or t.dtype) for t in self._exact()]
-        return self.program.run(self.call.definition, tensors, r, plain)
+        return self.program.run(self.call.definition, tensors, r, transforms)
 
     def _rounded(self) -> Results:
         """Returns the definition's results with every step rounded, to float32 at the lowest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +44,10 @@ class Draw:
 
     def choice(self, values: Sequence[T]) -> T:
         return self._random.choice(values)
+
+    def weighted(self, weights: Mapping[T, float]) -> T:
+        """Draws a key of a dictionary whose values are weights."""
+        return self._random.choices([*weights], [*weights.values()])[0]
 
     def chance(self, probability: float) -> bool:
         return self._random.random() < probability

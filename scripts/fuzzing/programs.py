@@ -1,8 +1,8 @@
 """Programs that run an operator: calls, gradients, torch.func's transforms, graphs of calls.
 
 A program is a function of the operator's function, its tensors, a source of random numbers and a
-module of transforms: torch.func for an implementation, :mod:`fuzzing.plain` for the definition. It
-returns named tensors.
+module of transforms: torch.func for an implementation, :mod:`fuzzing.transforms` for the
+definition. It returns named tensors.
 """
 
 from __future__ import annotations

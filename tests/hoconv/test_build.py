@@ -607,13 +607,13 @@ def test_second_process_waits_for_the_first_rather_than_compile_twice(
     toy.stops_half_way()
     first = compile_in_another_process(toy)
     locks, made = threading.Event(), []
-    flock = cache.fcntl.flock
+    acquire = cache.FileLock.acquire
 
-    def noted(*arguments: int) -> None:
+    def noted(*arguments: Any) -> Any:
         locks.set()
-        flock(*arguments)
+        return acquire(*arguments)
 
-    monkeypatch.setattr(cache.fcntl, "flock", noted)
+    monkeypatch.setattr(cache.FileLock, "acquire", noted)
     second = threading.Thread(target=lambda: made.append(toy.library.compile()), daemon=True)
     second.start()
     assert locks.wait(PATIENCE)

@@ -21,8 +21,8 @@ import hoconv
 from hoconv import approx
 from hoconv import recurrent as rnn
 from hoconv.declaration import Sample, operators
+from hoconv.testing.call_forms import unlike
 from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
-from hoconv.testing.forms import unlike
 from hoconv.testing.variants import Variant, variants
 
 

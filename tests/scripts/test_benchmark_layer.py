@@ -198,7 +198,7 @@ def test_precisions_set_the_flags_and_put_them_back(
         return definition(x, *parameters, kernel_size=kernel_size)
 
     contend(layer.Way("curious", "ours", curious))
-    precisions = [layer.FLOAT32, layer.Precision("tf32", torch.float32, tf32=True)]
+    precisions = [layer.FLOAT32, layer.TF32]
     monkeypatch.setitem(layer.PRECISIONS, "cpu", precisions)
     before = flags()
 

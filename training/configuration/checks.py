@@ -16,7 +16,6 @@ from omegaconf.errors import InterpolationResolutionError
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
 from training.configuration.folders import check_files, own_folders
-from training.configuration.moved import OVERRIDES
 from training.configuration.names import check_names, is_override
 
 DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
@@ -65,8 +64,8 @@ def check_command(
 
     Raises:
         MisconfigurationException: a file is not YAML, or would never be read; the checkpoint whose
-            configuration the command uses cannot be read; or an override has a name of before, sets
-            a key that does not exist, or chooses what a group does not have. The message says what
+            configuration the command uses cannot be read; or an override sets a key that does
+            not exist, or chooses what a group does not have. The message says what
             to write instead.
     """
     own = own_folders(arguments)
@@ -76,8 +75,6 @@ def check_command(
     for argument in arguments:
         name, equals, value = argument.partition("=")
         name = name.lstrip("+~")
-        if name in OVERRIDES:
-            raise MisconfigurationException(f"{name}: its name is {OVERRIDES[name]} now")
         if argument.startswith("~") and name in NEEDED:
             raise MisconfigurationException(
                 f"~{name}: every run needs one; {name}=... chooses another"

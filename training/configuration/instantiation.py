@@ -9,7 +9,6 @@ from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from training.configuration.moved import require_current_targets
 from training.configuration.targets import check_targets
 
 Kind = TypeVar("Kind")
@@ -24,7 +23,6 @@ def instantiate(config: DictConfig, **arguments: Any) -> Any:
             the arguments beside it; or a value is not allowed, for which the called code raised a
             ValueError.
     """
-    require_current_targets(config)
     check_targets(config, arguments)
     try:
         return hydra.utils.instantiate(config, _convert_="all", **arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
@@ -15,9 +14,6 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from training.configuration.moved import upgrade
-from training.folder import CONFIG, saved_config
-
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
 KEY = "run"  # of the description, in a checkpoint
 
@@ -27,7 +23,7 @@ class Saved(NamedTuple):
 
     Attributes:
         path: of the file.
-        config: of the run that wrote it, in the names of today.
+        config: of the run that wrote it, resolved.
         identity: ``model``, ``data`` and ``seed`` of that run.
         class_names: of the data set that it was trained on; None where that names none.
         state_dict: the weights.
@@ -73,11 +69,11 @@ def difference(before: list[str], now: list[str], of: str, where: str) -> str | 
 
 
 def read(ckpt: str | Path) -> Saved:
-    """Reads a checkpoint; one of an earlier version is described by the files of its run's folder.
+    """Reads a checkpoint.
 
     Raises:
-        MisconfigurationException: there is none, it is damaged or unreadable, or nothing describes
-            its run.
+        MisconfigurationException: there is none, it is damaged or unreadable, or it does not
+            describe its run.
     """
     path = Path(ckpt).resolve()
     if not path.is_file():
@@ -87,18 +83,17 @@ def read(ckpt: str | Path) -> Saved:
         )
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-        weights = contents["state_dict"]
+        weights, run = contents["state_dict"], contents[KEY]
     except (
         BadZipFile, EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError
     ) as error:  # fmt: skip
         raise MisconfigurationException(
-            f"ckpt: {path} is damaged, unreadable, or holds more than plain data "
+            f"ckpt: {path} is damaged, unreadable, or not of a run of train.py "
             f"({type(error).__name__}); give a checkpoint that a run wrote"
         ) from error
-    run = contents.get(KEY)
-    if run is None:
-        return Saved(path, *_beside(path), None, weights)
-    return Saved(path, upgrade(run["config"]), run["identity"], run["class_names"], weights)
+    return Saved(
+        path, OmegaConf.create(run["config"]), run["identity"], run["class_names"], weights
+    )
 
 
 def load_weights(model: pl.LightningModule, saved: Saved) -> None:
@@ -114,15 +109,3 @@ def load_weights(model: pl.LightningModule, saved: Saved) -> None:
             f"ckpt: {saved.path} is damaged, or not of the model that it describes: "
             f"{shorten(str(error), MOST_OF_A_REASON)}"
         ) from error
-
-
-def _beside(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The configuration and the identity of the run in whose folder a checkpoint is."""
-    folder = path.parent.parent
-    if not (folder / CONFIG).is_file():
-        raise MisconfigurationException(
-            f"ckpt: {path} does not hold the configuration of its run, and is not in the folder of "
-            f"a run: there is no {folder / CONFIG}"
-        )
-    record = json.loads((folder / "results.json").read_text())
-    return saved_config(folder), {key: record[key] for key in ("model", "data", "seed")}

@@ -1,4 +1,5 @@
-"""The end of a sweep: one table of its jobs, sweep.json, and loss curves in sweep.png."""
+"""The end of a sweep: a table of its jobs, sweep.json, and their loss curves in sweep.png, means of
+jobs that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from rich.table import Table
 
+from hoconv.report.groups import group
+from hoconv.report.losses import draw
 from hoconv.report.runs import Run, read, varied
 from hoconv.tables import print_table
 from training import console, disk
@@ -55,7 +57,7 @@ class SweepTable(Callback):
         best = _best(rows, objective, config.direction)
         print_table(console.stdout(), _table(rows, names, objective, best))
         disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))
-        disk.attempt(folder / "sweep.png", lambda: _draw(jobs, names, rows, folder / "sweep.png"))
+        disk.attempt(folder / "sweep.png", lambda: _draw(jobs, folder / "sweep.png"))
         disk.settle()
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
         numbers: dict[tuple[str, str], list[int]] = {}
@@ -149,7 +151,7 @@ def _row(number: int, job: Run, objective: str) -> dict[str, Any]:
     throughput = job.results["throughput"]
     return {
         "number": number,
-        "overrides": dict(t.split("=", 1) for t in job.results["overrides"] if "=" in t),
+        "overrides": job.overrides,
         "status": job.results["status"],
         "error": job.results.get("error"),
         **{name: value for name, value in metrics if name.startswith("test/") or name == objective},
@@ -169,15 +171,10 @@ def _shorter(text: str) -> str:
         return text
 
 
-def _draw(jobs: list[Run], names: list[str], rows: list[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    panel = figure.subplots()
-    for job, row in zip(jobs, rows, strict=True):
-        label = " ".join(str(row["overrides"].get(name, "")) for name in names)
-        panel.plot(*job.curve(), label=label)
-    panel.set(xlabel="step", ylabel="training loss", yscale="log")
-    if names:  # else all jobs are the same
-        panel.legend(fontsize="small")
+def _draw(jobs: list[Run], path: Path) -> None:
+    figure = draw(group(job for job in jobs if job.results["status"] == "finished"))
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize="small")
     with disk.replaced(path) as file:
         figure.savefig(file, format="png", dpi=150)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from datamodules.coco.annotations.habits import normalise
+from datamodules.coco.annotations.exporters import normalise
 from datamodules.coco.annotations.names import Found, find_all, one_line, show
 from datamodules.images import DataNotFoundError
 from datamodules.reading.cache import Entry, find_or_make

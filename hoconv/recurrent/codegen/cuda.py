@@ -4,7 +4,7 @@ A kernel reads the number of its step and the addresses of its tensors from memo
 several steps can therefore be launched again for later steps and for other tensors. A kernel past
 the last step returns at once. The last kernel of a step and the first kernel of the next step are
 fused across the loop's back edge: a step with n products then launches n kernels instead of n + 1.
-A loop without products may be one kernel (whole.py).
+A loop without products may be one kernel (single_kernel.py).
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import KernelWriter, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
-from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
-from hoconv.recurrent.codegen.whole import (
+from hoconv.recurrent.codegen.single_kernel import (
     count_independent_features,
     write_block_per_row,
     write_thread_per_feature,
 )
+from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.ir.program import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 

@@ -55,7 +55,7 @@ from hoconv.benchmarking.measurement import (
     temporarily,
     time_apart,
 )
-from hoconv.commands import count, hardware, write, write_json
+from hoconv.commands import count, hardware, write_json
 from hoconv.declaration import Sample
 from hoconv.implementations import ImplementationError, choose
 from hoconv.jit.generated import compile_cpp
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                 print(measured["unavailable"])
             path = arguments.out / f"approx_{device}.json"
             write_json(path, measured)
-            write(path.with_suffix(".png"), functools.partial(draw, measured))
+            draw(measured, path.with_suffix(".png"))
     finally:
         torch.set_num_threads(threads)
 

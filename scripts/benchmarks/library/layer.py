@@ -54,8 +54,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.library.precision import BFLOAT16, FLOAT32, TF32, Precision
 from hoconv import high_order_conv2d, high_order_layer
 from hoconv.benchmarking.charts import grid, lines, save, sizes_axis
 from hoconv.benchmarking.measurement import (
@@ -83,10 +83,9 @@ from hoconv.benchmarking.measurement import (
     method,
     percentiles,
     take_turns,
-    temporarily,
     time_together,
 )
-from hoconv.commands import count, hardware, write, write_json
+from hoconv.commands import count, hardware, write_json
 from hoconv.declaration import Sample, find
 from hoconv.high_order.conv2d import reference
 from hoconv.implementations import ImplementationError, choose
@@ -115,30 +114,8 @@ _FURTHER = (
 METHOD = _FURTHER + method(TOGETHER)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """A dtype, and whether a GPU may round float32 products to TF32."""
-
-    name: str
-    dtype: torch.dtype
-    tf32: bool = False
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        with temporarily(torch.backends.cudnn, allow_tf32=self.tf32, benchmark=True):
-            yield
-
-
-FLOAT32 = Precision("float32", torch.float32)
-PRECISIONS = {
-    "cpu": [FLOAT32],
-    "cuda": [
-        FLOAT32,
-        Precision("tf32", torch.float32, tf32=True),
-        Precision("bfloat16", torch.bfloat16),
-        Precision("float16", torch.float16),
-    ],
-}
+FLOAT16 = Precision("float16", torch.float16)
+PRECISIONS = {"cpu": [FLOAT32], "cuda": [FLOAT32, TF32, BFLOAT16, FLOAT16]}
 
 
 @dataclass(frozen=True)
@@ -182,9 +159,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         _show(measured)
         path = arguments.out / f"layer_{device}.json"
         write_json(path, measured)
-        write(path.with_suffix(".png"), functools.partial(draw_times, measured))
+        draw_times(measured, path.with_suffix(".png"))
         memory = path.with_name(f"{path.stem}_memory.png")
-        write(memory, functools.partial(draw_memory, measured))
+        draw_memory(measured, memory)
 
 
 def measure(
@@ -200,7 +177,7 @@ def measure(
     with Progress(console=Console(stderr=True)) as progress, memory_limit(device_type):
         task = progress.add_task(f"layer {device_type}", total=len(precisions) * len(sizes))
         for precision in precisions:
-            with precision.in_force():
+            with precision.in_force(products=False, benchmark=True):
                 peak = matmul_peak(device, precision.dtype, precision.tf32, REPEATS[device_type])
                 peaks[precision.name] = peak
                 for size in sizes:

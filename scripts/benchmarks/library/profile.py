@@ -36,7 +36,8 @@ import torch
 from rich.table import Table
 
 import hoconv
-from benchmarks.library.layer import PRECISIONS, Precision, layer_sample
+from benchmarks.library.layer import PRECISIONS, layer_sample
+from benchmarks.library.precision import Precision
 from hoconv import approx, jit
 from hoconv.commands import write_json
 from hoconv.tables import show
@@ -137,7 +138,7 @@ def _kernel(case: str, row: dict[str, str]) -> dict[str, Any]:
 def _layer(precision: Precision) -> None:
     sample = layer_sample(IMAGES, torch.device("cuda"), precision.dtype)
     inputs = [t.detach().requires_grad_() for t in sample.args]
-    with precision.in_force():
+    with precision.in_force(products=False, benchmark=True):
         out = hoconv.high_order_layer(*inputs, impl="cuda", **sample.kwargs)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 

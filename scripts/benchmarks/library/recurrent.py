@@ -47,7 +47,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,6 +55,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from benchmarks.library.precision import BFLOAT16, FLOAT32, TF32, Precision
 from benchmarks.library.published import CELLS as PUBLISHED
 from benchmarks.library.recurrent_report import (
     PHASES,
@@ -74,9 +74,8 @@ from hoconv.benchmarking.measurement import (
     milliseconds_between,
     percentiles,
     take_turns,
-    temporarily,
 )
-from hoconv.commands import count, write, write_json
+from hoconv.commands import count, write_json
 from hoconv.declaration import Sample
 from hoconv.tables import console, show
 
@@ -108,32 +107,7 @@ class Case:
     layers: int = 1
 
 
-@dataclass(frozen=True)
-class Precision:
-    """A dtype, and whether a GPU may round float32 products to TF32."""
-
-    name: str
-    dtype: torch.dtype
-    tf32: bool = False
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        with (
-            temporarily(torch.backends.cuda.matmul, allow_tf32=self.tf32),
-            temporarily(torch.backends.cudnn, allow_tf32=self.tf32),
-        ):
-            yield
-
-
-FLOAT32 = Precision("float32", torch.float32)
-PRECISIONS = {
-    "cpu": (FLOAT32,),
-    "cuda": (
-        FLOAT32,
-        Precision("tf32", torch.float32, tf32=True),
-        Precision("bfloat16", torch.bfloat16),
-    ),
-}
+PRECISIONS = {"cpu": (FLOAT32,), "cuda": (FLOAT32, TF32, BFLOAT16)}
 IMPLS = {"cpu": "cpp", "cuda": "cuda"}
 CELLS = ("peephole_lstm", "layernorm_lstm", "coupled_lstm")
 NN = {"lstm": nn.LSTM, "gru": nn.GRU}
@@ -291,7 +265,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                 show(table(measured))
             write_json(path, measured)
             if draw := DRAWN.get(section):
-                write(path.with_suffix(".png"), functools.partial(draw, measured))
+                draw(measured, path.with_suffix(".png"))
 
 
 def measure(

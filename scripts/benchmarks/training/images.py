@@ -33,8 +33,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.training.step import CLASSES, NETWORKS, synchronize
-from datamodules.coco.folder import ImageFolder
 from datamodules.images import DataNotFoundError
+from datamodules.prediction import ImageFolder
 from hoconv import HighOrderConv2d
 from hoconv.benchmarking.measurement import failure, memory_limit, temporarily
 from hoconv.commands import count, write_json

@@ -24,7 +24,7 @@ import torch
 from common import ROOT
 from rich.table import Table
 
-from benchmarks.training.training_run import METHOD, measure_training
+from benchmarks.training.training_run import METHOD, add_run_options, measure_training
 from hoconv.commands import count, write_json
 from hoconv.tables import show
 
@@ -54,14 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="default: %(default)s")  # fmt: skip
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES),
                         help="of the images; default: all that the device has")  # fmt: skip
-    parser.add_argument(
-        "--steps", type=count, default=STEPS, help="of each run; default: %(default)s"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds for each run; default: %(default)s"
-    )
-    parser.add_argument("overrides", nargs="*", default=list(OVERRIDES),
-                        help="of train.py; default: " + " ".join(OVERRIDES))  # fmt: skip
+    add_run_options(parser, STEPS, 600, OVERRIDES)
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD as TRAINING
-from benchmarks.training.training_run import measure_training
+from benchmarks.training.training_run import add_run_options, measure_training
 from hoconv.commands import count, write_json
 from hoconv.tables import show
 
@@ -38,14 +38,7 @@ METHOD = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", nargs="+", type=count, default=[1, 2, 4],
                         help="how many; default: 1 2 4")  # fmt: skip
-    parser.add_argument(
-        "--steps", type=count, default=STEPS, help="of each run; default: %(default)s"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300, help="seconds for each run; default: %(default)s"
-    )
-    parser.add_argument("overrides", nargs="*", default=list(OVERRIDES),
-                        help="of train.py; default: " + " ".join(OVERRIDES))  # fmt: skip
+    add_run_options(parser, STEPS, 300, OVERRIDES)
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:

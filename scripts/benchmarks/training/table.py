@@ -22,7 +22,6 @@ linear classifier, on one fixed batch. The others are experiments of train.py. W
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import time
@@ -52,7 +51,7 @@ from hoconv.benchmarking.measurement import (
     percentiles,
     temporarily,
 )
-from hoconv.commands import count, write, write_json
+from hoconv.commands import count, write_json, write_text
 from hoconv.implementations import ImplementationError, choose
 from hoconv.tables import console
 
@@ -148,9 +147,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     console().print(Markdown(text))
     write_json(path, measured)
     begun.unlink()
-    write(path.with_suffix(".md"), lambda partial: partial.write_text(text))
+    write_text(path.with_suffix(".md"), text)
     if batches:
-        write(path.with_suffix(".png"), functools.partial(_draw, batches))
+        _draw(batches, path.with_suffix(".png"))
 
 
 def _continued(begun: Path, nothing: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import json
@@ -17,6 +18,7 @@ from typing import Any
 from common import ROOT
 
 from hoconv.benchmarking.measurement import percentiles
+from hoconv.commands import count
 
 METHOD = (
     "python train.py with logger=csv, without validation; step_ms are the intervals of "
@@ -25,6 +27,18 @@ METHOD = (
 )
 INTERVALS = 3  # the fewest that a run must have measured
 MEASURED = ("step_ms", "samples_per_s", "peak_memory_mb", "data_wait_fraction")
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, steps: int, timeout_s: float, overrides: Sequence[str]
+) -> None:
+    """Adds the options of runs with their defaults."""
+    parser.add_argument("--steps", type=count, default=steps,
+                        help="of each run; default: %(default)s")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=timeout_s,
+                        help="seconds for each run; default: %(default)s")  # fmt: skip
+    parser.add_argument("overrides", nargs="*", default=list(overrides),
+                        help="of train.py; default: " + " ".join(overrides))  # fmt: skip
 
 
 def measure_training(

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fuzzing.sequences import run as sequence
-from fuzzing.sequences.changes import CHANGES
+from fuzzing.sequences.calls import DERIVED, OUTPUTS
 from fuzzing.sequences.layers import KINDS
-from fuzzing.sequences.modes import MODES
 from fuzzing.verdicts import Verdict
 from hoconv.commands import add_device_option
 from hoconv.declaration import operators
@@ -21,16 +20,15 @@ from hoconv.implementations import ImplementationError, choose
 
 METHOD = (
     f"Each case is a sequence of {sequence.LENGTH} operations on one layer in float64: calls in "
-    "every mode of autograd, of torch.func, of threads and of compilers, and between them "
-    "changes of parameters, hooks, attributes, methods, classes and settings. Every call is "
-    "compared with a copy of the layer that was never called, with the same of impl='reference', "
-    "and, where no change prevents it, with the layer's definition in plain PyTorch. Both give the "
-    "same results and gradients, to 1e-9, or the same type of error. A sequence that fails is "
-    "shrunk to the operations that matter."
+    "modes of autograd, under transforms of torch.func, in threads and in compiled autograd, and "
+    "between them changes of parameters, hooks, attributes, methods, classes and settings. Every "
+    "call is compared with a copy of the layer that was never called, with the same of "
+    "impl='reference', and with one that calls its generator. They give the same results and "
+    "gradients, to 1e-9, or the same type of error. A sequence that fails is shrunk to the "
+    "operations that matter."
 )
 SECONDS = 900.0  # the most that a case may take: it compiles loops, and is shrunk
 _SHRINKING = 90.0  # seconds
-IMPLS = ("cpp", "cuda")
 
 
 class Key(NamedTuple):
@@ -51,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", type=int, default=[],
                         help="the operations that run, with --case")  # fmt: skip
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME",
-                        choices=[f.__name__ for f in (*MODES, *CHANGES)],
-                        help="operations left out, by the names of their functions")  # fmt: skip
+                        choices=[*OUTPUTS, *DERIVED],
+                        help="ways of calls that are left out")  # fmt: skip
     add_device_option(parser)
 
 

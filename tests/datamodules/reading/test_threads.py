@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from datamodules.coco.folder import FolderSet, join
+from datamodules.prediction import FolderSet, join
 from datamodules.reading.threads import FileSet
 
 WAIT_S = 60  # for the other reader, which comes at once or never

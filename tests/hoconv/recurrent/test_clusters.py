@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -514,27 +513,12 @@ def test_the_kernel_of_the_backward_pass_is_compiled_beside_that_of_the_forward_
     assert text == emit_cluster(layout, 1).text
 
 
-def test_explain_says_what_a_block_keeps_and_when() -> None:
+def test_explain_says_which_loops_are_one_kernel_and_why_others_are_not() -> None:
+    where = "where blocks form clusters (compute capability 9.0 and later)"
     said = rnn.RNN(rnn.peephole_lstm, 512, 512, dtype=torch.bfloat16).explain()
-    assert (
-        "forward: one kernel where blocks form clusters (compute capability 9.0 and later); for "
-        "64 rows on an H200 clusters of 10 rows and 16 blocks, 128 KiB of weights a block in "
-        "registers, 1 exchange a step; for up to" in said
-    )
+    assert f"forward: one kernel {where}\n" in said
     both = rnn.RNN(rnn.lstm, 512, 512, dtype=torch.bfloat16, bidirectional=True).explain()
-    assert (
-        "forward: one kernel for both directions at once where blocks form clusters (compute "
-        "capability 9.0 and later); for 64 rows on an H200 clusters of 22 rows and 16 blocks"
-    ) in both
-    team = rnn.RNN(rnn.lstm, 1024, 1024, dtype=torch.bfloat16).explain()
-    assert (
-        "forward: one kernel where blocks form clusters (compute capability 9.0 and later); for "
-        "64 rows on an H200 teams of 2 clusters of 16 blocks, 22 rows a team, 136 KiB of weights a "
-        "block in registers, 120 KiB in shared memory, 1 exchange a step, in which a block posts "
-        "1408 bytes to the other cluster; for up to 64 rows" in team
-    )
-    large = rnn.RNN(rnn.lstm, 1536, 1536, dtype=torch.bfloat16, schedule="persistent")
-    assert re.search("KiB in shared memory, [0-9]+ KiB read from the L2 cache", large.explain())
+    assert f"forward: one kernel for both directions at once {where}\n" in both
     said = rnn.RNN(rnn.lstm, 2048, 2048).explain()
     assert "backward: not one kernel, since graphs are faster for so many rows" in said
 

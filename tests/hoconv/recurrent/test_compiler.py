@@ -264,12 +264,9 @@ def test_explanations_say_what_a_plan_does() -> None:
         "  saved for backward: the state h, the state c, 3 results of sigmoid, 2 results of tanh; "
         "112 bytes a step and row",
         "  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch",
-        "  cuda: forward: one kernel where blocks form clusters (compute capability 9.0 and "
-        "later); for 64 rows on an H200 clusters of 1 row and 1 block, 4 KiB of weights a block "
-        "in registers, 1 exchange a step",
+        "  cuda: forward: one kernel where blocks form clusters (compute capability 9.0 and later)",
         "  cuda: backward: one kernel where blocks form clusters (compute capability 9.0 and "
-        "later); for 64 rows on an H200 clusters of 1 row and 1 block, 4 KiB of weights a block "
-        "in registers, 1 exchange a step",
+        "later)",
         "  cuda: else cuDNN's lstm, which keeps the weights on the chip in float32 with up to 192 "
         "hidden units; with lengths, resets or torch.compile as follows",
         "  cuda: graphs of up to 32 steps; each step 1 product and 1 kernel, backwards 1 product "

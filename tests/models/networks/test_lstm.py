@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch import nn
 
 from hoconv.declaration import layers
-from models.networks.lstm import ImageReader
+from models.networks.lstm import ImageReader, NarrowLinear
 from tests.support import set_to_reference
 
 
@@ -47,3 +48,18 @@ def test_unknown_cells_and_steps_are_refused():
         ImageReader((1, 8, 8), 10, "fast")
     with pytest.raises(ValueError, match="steps: expected 'rows' or 'pixels', got 'columns'"):
         ImageReader((1, 8, 8), 10, steps="columns")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_narrow_linear_is_pytorchs_linear(rows, bias):
+    narrow = NarrowLinear(5, 3, bias=bias, dtype=torch.float64)
+    linear = nn.Linear(5, 3, bias=bias, dtype=torch.float64)
+    linear.load_state_dict(narrow.state_dict())
+    x = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
+    found, expected = narrow(x), linear(x)
+    torch.testing.assert_close(found, expected)
+    cotangent = torch.randn_like(expected)
+    of_narrow = torch.autograd.grad(found, [x, *narrow.parameters()], cotangent)
+    of_linear = torch.autograd.grad(expected, [x, *linear.parameters()], cotangent)
+    torch.testing.assert_close(of_narrow, of_linear)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.coco.folder import ImageFolder
 from datamodules.images import DataNotFoundError
+from datamodules.prediction import ImageFolder
 from datamodules.reading.skipped import SkippedWarning
 from tests.datamodules.coco.files import write_jpeg
 

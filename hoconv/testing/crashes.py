@@ -1,4 +1,4 @@
-"""Says what a process did when it died: a kernel that reads past its memory ends Python at once."""
+"""Says what a process did when it crashed: a bad access of memory ends Python at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if last:
 """
 
 
-class LastWords:
+class CrashReporter:
     """A context in which the death of the process, by a segmentation fault, say, is followed by a
     line on stderr: what it was doing.
 
     A process of its own prints it. It imports nothing, and ends with the context.
     """
 
-    def __enter__(self) -> LastWords:
+    def __enter__(self) -> CrashReporter:
         # In a session of its own Ctrl-C does not reach it.
         self._listener = subprocess.Popen(
             [sys.executable, "-I", "-c", _LISTENER],

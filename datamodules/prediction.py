@@ -1,4 +1,4 @@
-"""Images for a trained model to predict from: those of a folder, or of a split.
+"""Images for a trained model to predict from, such as those of a folder.
 
 B batch, C channels, S image size.
 """
@@ -11,14 +11,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
-from datamodules.coco.pixels import Images
 from datamodules.images import DataNotFoundError
 from datamodules.memory import EvaluationBatches
 from datamodules.placement import get_training_device
@@ -36,7 +34,7 @@ from datamodules.reading.threads import FileSet
 from datamodules.sampling import EvenBatches, loader_options
 
 
-class FolderBatch(NamedTuple):
+class PredictionBatch(NamedTuple):
     """Images and the files that they come from.
 
     Attributes:
@@ -54,9 +52,22 @@ class FolderBatch(NamedTuple):
     skipped: list[tuple[str, str]]
 
 
-class FolderSet(FileSet[FolderBatch]):
-    """The image files of a folder, or one. An item is a batch of one image, or of none where the
-    file cannot be read."""
+class PredictionSet(FileSet[PredictionBatch]):
+    """Images by their index; an item is a batch of one, or of none where it cannot be read."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> PredictionBatch:
+        return self.read_on(torch.device("cpu"), [index])
+
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> PredictionBatch:
+        """Returns a batch of several images on a device, where they are decoded if it can."""
+        raise NotImplementedError
+
+
+class FolderSet(PredictionSet):
+    """The image files of a folder, or one."""
 
     def __init__(self, source: Path, image_shape: tuple[int, int, int]) -> None:
         self.folder, self.names = _find(source)
@@ -65,11 +76,7 @@ class FolderSet(FileSet[FolderBatch]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, index: int) -> FolderBatch:
-        return self.read_on(torch.device("cpu"), [index])
-
-    def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
-        """Returns a batch of several images on a device, where they are decoded if it can."""
+    def read_on(self, device: torch.device, indices: Sequence[int]) -> PredictionBatch:
         channels, _, image_size = self.image_shape
         sizes: list[tuple[int, int]] = []
         names: list[str] = []
@@ -87,56 +94,28 @@ class FolderSet(FileSet[FolderBatch]):
                 yield rgb_to_grayscale(image) if channels == 1 else image
 
         images = resize_all(readable(), image_size)
-        return FolderBatch(images.view(len(names), *self.image_shape), sizes, names, names, skipped)
-
-
-class SplitSet(FileSet[FolderBatch]):
-    """The images of a split that can be decoded, by their index in it, as batches of one."""
-
-    def __init__(self, images: Images, numbers: np.ndarray) -> None:
-        self.images = images
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> FolderBatch:
-        number = int(self.numbers[index])
-        return self._make_batch([number], self.images[number][None])
-
-    def read_on(self, device: torch.device, indices: Sequence[int]) -> FolderBatch:
-        """Returns a batch of several images on a device, where they are decoded if it can."""
-        numbers = self.numbers[list(indices)].tolist()
-        return self._make_batch(numbers, self.images.read_on(device, numbers))
-
-    def _make_batch(self, numbers: Sequence[int], images: Tensor) -> FolderBatch:
-        annotations = self.images.annotations
-        return FolderBatch(
-            images=images,
-            sizes=[tuple(annotations.sizes[number].tolist()) for number in numbers],
-            names=[str(annotations.file_names[number]) for number in numbers],
-            ids=[int(annotations.ids[number]) for number in numbers],
-            skipped=[],
+        return PredictionBatch(
+            images.view(len(names), *self.image_shape), sizes, names, names, skipped
         )
 
 
 class DecodedThere:
     """The images of a set in batches that a device decodes; see :class:`InMemory`."""
 
-    def __init__(self, data: FolderSet | SplitSet, device: torch.device) -> None:
+    def __init__(self, data: PredictionSet, device: torch.device) -> None:
         self.data = data
         self.device = device
 
     def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
         return ()
 
-    def select(self, rows: Tensor, *columns: Tensor) -> FolderBatch:
+    def select(self, rows: Tensor, *columns: Tensor) -> PredictionBatch:
         return self.data.read_on(self.device, rows.tolist())
 
 
 def batches_of(
-    data: FolderSet | SplitSet, batch_size: int, gpu: torch.device | None, **options: Any
-) -> DataLoader | EvaluationBatches[FolderBatch]:
+    data: PredictionSet, batch_size: int, gpu: torch.device | None, **options: Any
+) -> DataLoader | EvaluationBatches[PredictionBatch]:
     """Returns the batches of a set, in order.
 
     Args:
@@ -150,9 +129,9 @@ def batches_of(
     return DataLoader(data, batch_size=batch_size, collate_fn=join, **options)
 
 
-def join(items: Sequence[FolderBatch]) -> FolderBatch:
+def join(items: Sequence[PredictionBatch]) -> PredictionBatch:
     images, *lists = zip(*items)
-    return FolderBatch(torch.cat(images), *(list(chain(*parts)) for parts in lists))
+    return PredictionBatch(torch.cat(images), *(list(chain(*parts)) for parts in lists))
 
 
 class ImageFolder(pl.LightningDataModule):
@@ -191,7 +170,7 @@ class ImageFolder(pl.LightningDataModule):
         self.num_workers = num_workers
         self.skipped: dict[str, list[str]] = {}
 
-    def predict_dataloader(self) -> DataLoader | EvaluationBatches[FolderBatch]:
+    def predict_dataloader(self) -> DataLoader | EvaluationBatches[PredictionBatch]:
         device = get_training_device(self.trainer)
         gpu = device if decodes_on(device) else None
         options = loader_options(self.trainer, self.num_workers)
@@ -201,7 +180,7 @@ class ImageFolder(pl.LightningDataModule):
         """Returns an image as it is in its file, upright, (3, H, W) uint8."""
         return decode(self.images.folder / name, upright=True)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> FolderBatch:
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> PredictionBatch:
         for reason, name in batch.skipped:
             self.skipped.setdefault(reason, []).append(name)
         return batch._replace(images=self.normalise(batch.images))
