@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 import train
 from models.tasks.classifier import Classifier
 from training.configuration.checks import check_command
+from training.configuration.errors import MisconfigurationException
 from training.start.merging import complete
 
 CONF = Path(train.__file__).parent / "conf"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from datamodules.coco.shapes import CATEGORIES
 from hoconv.implementations import ImplementationError
 from models.tasks.classifier import Classifier
 from tests.offline import Offline, read
 from training import implementations
+from training.configuration.errors import MisconfigurationException
 from training.results import loggers
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4", "logger=wandb")

@@ -20,7 +20,6 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
@@ -28,6 +27,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from training import console, disk
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
 from training.processes import Exchange
 

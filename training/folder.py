@@ -14,13 +14,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
 from training import console, disk
 from training.checkpoints import discard, find_step_checkpoints
+from training.configuration.errors import MisconfigurationException
 from training.configuration.moved import renamed, upgrade
 from training.configuration.names import as_override
 from training.configuration.same import LONGER, require_same

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -16,6 +15,7 @@ from hoconv.declaration import layers
 from hoconv.implementations import Choice, choose
 from hoconv.report import runs
 from training import console
+from training.configuration.errors import MisconfigurationException
 
 MAX_LABEL = 64  # characters: the longest tag that W&B takes
 

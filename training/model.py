@@ -6,10 +6,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from torch.nn.parameter import is_lazy
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate_as
 from training.implementations import set_implementations
 

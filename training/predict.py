@@ -8,7 +8,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from hydra.utils import get_class
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_only
@@ -17,6 +16,7 @@ from datamodules.images import ImageDataModule
 from training import console, disk
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.census import Census
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
 from training.implementations import show_implementations
 from training.model import build

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_fabric.utilities import exceptions as of_lightning
 from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
@@ -27,6 +27,7 @@ from training.callbacks.finite import NotFiniteError
 from training.capture.graph import CaptureError
 from training.checkpoints import discard, find_step_checkpoints
 from training.configuration.checks import check_command, check_config
+from training.configuration.errors import MisconfigurationException
 from training.configuration.names import as_override
 from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
@@ -51,6 +52,7 @@ USER_ERRORS = (
     MisconfigurationException,
     NotFiniteError,
     WeightsNotFoundError,
+    of_lightning.MisconfigurationException,  # of Lightning, of models and of users' code
 )
 # Exit codes, as a shell has them: 128 and the number of the signal.
 INTERRUPTED, TERMINATED = 130, 143

@@ -10,7 +10,6 @@ from typing import Any
 import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
@@ -25,6 +24,7 @@ from training.callbacks.statistics import FirstStatistics
 from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.direction import missing_mode
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import entries, instantiate_as
 from training.configuration.kinds import check_kinds
 

@@ -13,7 +13,6 @@ from collections import Counter
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from hoconv.lightning import leave_out_step
 from training import console
@@ -26,6 +25,7 @@ from training.capture.graph import Call, CaptureError, StepGraph, capture
 from training.capture.observed import ObservedStep
 from training.capture.obstacles import find_obstacle
 from training.capture.unchanged import Unchanged
+from training.configuration.errors import MisconfigurationException
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
 # algorithms. DistributedDataParallel arranges its buckets and measures itself for ten.

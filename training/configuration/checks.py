@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
+from training.configuration.errors import MisconfigurationException
 from training.configuration.folders import check_files, own_folders
 from training.configuration.moved import OVERRIDES
 from training.configuration.names import check_names, is_override

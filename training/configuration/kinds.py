@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+
+from training.configuration.errors import MisconfigurationException
 
 NUMBERS = (int, float, bool)
 # What no text and no number is, and becomes nowhere.

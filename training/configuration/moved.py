@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
+
+from training.configuration.errors import MisconfigurationException
 
 CLASSIFIER = "models.tasks.classifier.Classifier"
 SEGMENTER = "models.tasks.segmenter.Segmenter"

@@ -12,9 +12,9 @@ from zipfile import BadZipFile
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.moved import upgrade
 from training.folder import CONFIG, saved_config
 

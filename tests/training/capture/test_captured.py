@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import (
     GradientAccumulationScheduler,
@@ -39,6 +38,7 @@ from tests.training.capture.support import (
 from training.callbacks.measuring.profile import Profile
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps, CaptureError
+from training.configuration.errors import MisconfigurationException
 
 CONF = Path(train.__file__).parent / "conf"
 
