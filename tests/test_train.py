@@ -21,7 +21,7 @@ from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
 from models.tasks.classifier import Classifier
-from training.run import run_command
+from training.command import run_command
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
 CONF = Path(train.__file__).parent / "conf"

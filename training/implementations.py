@@ -13,11 +13,8 @@ from torch import nn
 import hoconv
 from hoconv.declaration import layers
 from hoconv.implementations import Choice, choose
-from hoconv.report import runs
 from training import console
 from training.configuration.errors import MisconfigurationException
-
-MAX_LABEL = 64  # characters: the longest tag that W&B takes
 
 
 def set_implementations(model: nn.Module, impl: Any) -> None:
@@ -88,9 +85,3 @@ def _why_unfused(layer: Any, trainer: pl.Trainer) -> str | None:
 def as_plain(impl: Any) -> Any:
     """`impl` as results.json holds it: a string, or a dict."""
     return OmegaConf.to_container(impl, resolve=True) if OmegaConf.is_config(impl) else impl
-
-
-def label(impl: Any) -> str:
-    """`impl` in the name of a folder or of a run: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda``
-    for a mapping; what is longer than `MAX_LABEL` is cut off."""
-    return runs.label(as_plain(impl))[:MAX_LABEL]

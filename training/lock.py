@@ -14,7 +14,7 @@ from datetime import datetime
 from io import FileIO
 from pathlib import Path
 
-from pytorch_lightning.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from training import console
 

@@ -15,6 +15,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from datamodules.images import ImageDataModule
 from training import console, disk
 from training.callbacks.outcome.evaluated import EvaluatedLosses
+from training.callbacks.progress import make_progress
 from training.census import Census
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
@@ -139,7 +140,7 @@ def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
         logger=False,
         callbacks=[
             Census(),
-            console.make_progress(),
+            make_progress(),
             EvaluatedLosses(),
             *make_callbacks(config.callbacks).values(),
         ],

@@ -20,6 +20,7 @@ from training.callbacks.hooks import OverriddenHooks
 from training.callbacks.losses import LossRecord
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.outcome.feasible import Feasible
+from training.callbacks.progress import make_progress
 from training.callbacks.statistics import FirstStatistics
 from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
@@ -77,7 +78,7 @@ def make_trainer(
             *callbacks,
             OverriddenHooks(),
             LossRecord(run_dir / "losses.csv"),
-            console.make_progress(),
+            make_progress(),
             FirstStatistics(),
             Census(),
             Feasible(configured),

@@ -7,16 +7,17 @@ import json
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile
 
-import pytorch_lightning as pl
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from training.configuration.errors import MisconfigurationException
 from training.configuration.moved import upgrade
 from training.folder import CONFIG, saved_config
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
 KEY = "run"  # of the description, in a checkpoint
@@ -85,6 +86,8 @@ def read(ckpt: str | Path) -> Saved:
             f"ckpt: there is no file {path}; give the path of a checkpoint, such as "
             "outputs/<run>/checkpoints/epoch_5.ckpt"
         )
+    import torch  # here: to compose a configuration, only one of a checkpoint needs it
+
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
         weights = contents["state_dict"]
