@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.plans import CompiledPlan, find_plan, find_read
-from hoconv.recurrent.runtime.clusters import current_stream, use
-from hoconv.recurrent.runtime.host import separate
+from hoconv.recurrent.plans import find_plan, find_read
 from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import pack
+from hoconv.recurrent.runtime.packing import pack, separate
 from hoconv.recurrent.runtime.zeros import make_zeros
 from hoconv.registration import (
     Op,
@@ -37,6 +35,9 @@ from hoconv.registration import (
     register_vmap,
     without_autocast,
 )
+
+if TYPE_CHECKING:
+    from hoconv.recurrent.compiled_plan import CompiledPlan
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
@@ -60,14 +61,8 @@ def _run(
     impl: str,
 ) -> list[Tensor]:
     """Runs a program. Gradients may share memory; other results and states do not."""
-    made, x = find_plan(plan), sequences[0]
-    with without_autocast(x.device.type):  # the program chooses its dtypes itself
-        if impl == "cuda" and (run := made.find_compiled(which, x.shape[1], x.device)):
-            with use(x.device):
-                found = run([*sequences, *states, *parameters], seed, current_stream())
-            if found:
-                return found
-        return made.find(which, impl, x)(sequences, states, parameters, seed)
+    with without_autocast(sequences[0].device.type):  # the program chooses its dtypes itself
+        return find_plan(plan).run(which, impl, sequences, states, parameters, seed)
 
 
 class Inputs(NamedTuple):

@@ -10,15 +10,18 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hoconv.jit import CSRC, Library
-from hoconv.recurrent.codegen.storage import Buffer
 from hoconv.recurrent.ir.evaluate import DTYPES
-from hoconv.recurrent.runtime.clusters import Kernel
-from hoconv.recurrent.runtime.instructions import HostProgram, Instruction
+
+if TYPE_CHECKING:
+    from hoconv.recurrent.codegen.storage import Buffer
+    from hoconv.recurrent.runtime.clusters import Kernel
+    from hoconv.recurrent.runtime.instructions import HostProgram, Instruction
 
 LIBRARY = Library("recurrent_host", sorted(CSRC.glob("recurrent/host/*.cpp")), include=[CSRC])
 # In the order of `Instruction::Kind`; C++ knows no others.

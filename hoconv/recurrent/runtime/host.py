@@ -29,6 +29,7 @@ from hoconv.recurrent.runtime.interpret import (
     run_group,
     run_steps,
 )
+from hoconv.recurrent.runtime.packing import separate
 
 # Yields the arguments of a loop, is sent what that returns, and yields the results.
 Steps = Generator[Any, tuple[Tensors, list[Tensor]], None]
@@ -230,17 +231,6 @@ def _targets(tensors: Iterable[int]) -> str:
 def _unpack(tensors: Iterable[int], of: str) -> list[str]:
     """A statement that gives the elements of a sequence names; none if there are no names."""
     return [f"{text}= {of}"] if (text := _targets(tensors)) else []
-
-
-def separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Copies what shares memory with an earlier tensor, or with one of `others`."""
-    taken = {t.untyped_storage().data_ptr() for t in others}
-    found = []
-    for tensor in tensors:
-        start = tensor.untyped_storage().data_ptr()
-        found.append(tensor.clone() if start in taken else tensor.contiguous())
-        taken.add(start)
-    return found
 
 
 def _explain_misfit(read: str, shape: tuple[int, ...], whole: Tensor) -> str:

@@ -10,7 +10,6 @@ import functools
 import torch
 from torch import Tensor
 
-from hoconv.recurrent.runtime.clusters import find_zero
 from hoconv.recurrent.runtime.compiled_host import can_compile, view_zeros
 
 _KEPT = 256
@@ -32,6 +31,8 @@ def _find(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, _inference: bool
 ) -> Tensor | None:
     """Those of a GPU, if it has some. Tensors that are made in inference mode are others."""
+    from hoconv.recurrent.runtime.clusters import find_zero  # brings the compiler
+
     zero = find_zero(device)
     if zero is None or not can_compile():
         return None
