@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_fabric.utilities import exceptions as of_lightning
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
@@ -13,7 +14,12 @@ from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
 from training.configuration.errors import MisconfigurationException
 
-DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
+DATA_ERRORS = (
+    CacheError,
+    DataNotFoundError,
+    MisconfigurationException,
+    of_lightning.MisconfigurationException,  # of users' code
+)
 
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
