@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.run import run_command, run_job
+from training.command import run_command
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -16,6 +16,8 @@ CONF = Path(__file__).resolve().parent / "conf"
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float | None:
     """Runs one job, that of a command or one of a sweep; returns what a search improves."""
+    from training.run import run_job  # after composition, since it imports all that a job needs
+
     return run_job(config)
 
 

@@ -57,7 +57,7 @@ class Run:
 def run(monkeypatch, tmp_path, capfd):
     """Runs train.py in this process, in a folder of its own in tmp_path or in one that is there."""
     import train
-    from training.run import run_command
+    from training.command import run_command
 
     count = 0
 

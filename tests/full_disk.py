@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import train
-from training.run import run_command
+from training.command import run_command
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000

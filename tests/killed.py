@@ -22,7 +22,7 @@ import torch
 
 import train
 from models.tasks.classifier import Classifier
-from training.run import run_command
+from training.command import run_command
 
 
 def held_up(step: int, overrides: Sequence[str], reached: Event, go_on: Event) -> None:

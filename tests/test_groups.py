@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 import train
 from models.tasks.classifier import Classifier
-from training.configuration.checks import check_command
-from training.start.merging import complete
+from training.command import check_command
+from training.configuration.errors import MisconfigurationException
 
 CONF = Path(train.__file__).parent / "conf"
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
@@ -239,9 +238,9 @@ def test_names_of_a_sweep_and_of_a_folder_of_one_s_own_are_known(tmp_path):
         [*own, f"hydra.searchpath=[file://{tmp_path}]", "model.size=1"],
         ["--shell-completion", "install=bash"],
     ):
-        check_command(arguments, CONF, complete)
+        check_command(arguments, CONF)
     with pytest.raises(MisconfigurationException, match=r"model\.siez: .* use model\.size, or"):
-        check_command([*own, "model.siez=1"], CONF, complete)
+        check_command([*own, "model.siez=1"], CONF)
 
 
 def test_a_logger_whose_package_is_missing_is_one_line(run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from training.run import run_command
+from training.command import run_command
 
 CPU = ("trainer=cpu", "impl=reference", "logger=none")
 

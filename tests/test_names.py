@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from hoconv.files import PARTIAL
 from training import console, disk
 from training.results.table import GrowingTable
 
@@ -86,7 +87,7 @@ def test_every_image_is_predicted_whatever_its_name(run, trained, photos, tmp_pa
 def test_the_name_of_a_file_for_another_one_is_short_and_its_own():
     names = [disk.file_name(name, ".png") for name in LONG]
     assert len(set(names)) == len(names)
-    assert all(len((name + disk.PARTIAL).encode()) <= 255 for name in names)
+    assert all(len((name + PARTIAL).encode()) <= 255 for name in names)
     assert all(name.endswith(".png") for name in names)
     assert disk.file_name("one/two.jpg", ".png") == "one/two.jpg.png"
     assert disk.file_name(f"{BYTES}/a.jpg", ".png") == f"{SHOWN}/a.jpg.png"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -22,6 +21,7 @@ from models.tasks.captioner import Captioner
 from models.tasks.classifier import Classifier
 from models.tasks.segmenter import Segmenter
 from training.callbacks.pictures import colours
+from training.configuration.errors import MisconfigurationException
 from training.results import saved
 
 CPU = ("trainer=cpu", "impl=reference")

@@ -17,7 +17,7 @@ import torch
 import train
 from hoconv.implementations import ImplementationError
 from models.tasks.classifier import Classifier
-from training import disk, implementations
+from training import disk, model
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
@@ -29,8 +29,8 @@ def test_a_sweep_goes_on_after_a_job_that_failed(run, monkeypatch):
             raise ImplementationError("no compiler")
         return choose(operator, impl, device_type)
 
-    choose = implementations.choose
-    monkeypatch.setattr(implementations, "choose", refuse_cpp)
+    choose = model.choose
+    monkeypatch.setattr(model, "choose", refuse_cpp)
     sweep = run("-m", "debug=fast", "trainer=cpu", "impl=cpp,reference", "seed=1,2")
     assert sweep.exit_code == 1
     jobs = [json.loads((sweep.folder / str(i) / "results.json").read_text()) for i in range(4)]
@@ -154,8 +154,8 @@ def test_an_implementation_that_is_not_there_is_skipped_where_asked_for(run, mon
             raise ImplementationError(f"{impl} is missing")
         return choose(operator, impl, device_type)
 
-    choose = implementations.choose
-    monkeypatch.setattr(implementations, "choose", refuse)
+    choose = model.choose
+    monkeypatch.setattr(model, "choose", refuse)
     sweep = run(*SHORT[::2], "sweep=impl", "seed=0", "model.network.width=4")
     assert sweep.exit_code == 0
     rows = json.loads((sweep.folder / "sweep.json").read_text())
@@ -168,7 +168,7 @@ def test_the_same_error_of_several_jobs_is_printed_once(run, monkeypatch):
     def refuse(*args: Any) -> Any:
         raise ImplementationError("no compiler")
 
-    monkeypatch.setattr(implementations, "choose", refuse)
+    monkeypatch.setattr(model, "choose", refuse)
     sweep = run("-m", *SHORT, "seed=1,2")
     assert sweep.exit_code == 1
     assert sweep.err.count("no compiler") == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -24,6 +26,44 @@ from training import console
 
 ROOT = Path(train.__file__).parent
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
+
+
+# Runs train.py on each command line; prints after each, on stderr, the code with which it ends and
+# what it has imported of what takes long.
+COMMANDS = """
+import json, runpy, sys
+
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["train.py", *line]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+        code = 0
+    except SystemExit as exit:
+        code = exit.code
+    slow = {"hoconv", "lightning_fabric", "matplotlib", "numpy", "pytorch_lightning", "torch"}
+    print("ends", line, code, slow & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_what_runs_no_job_imports_nothing_that_only_a_job_needs():
+    answers = {  # a command line -> its exit code, and a word of what it says
+        ("--help",): (0, "python train.py -m impl=reference,cpp"),
+        ("--hydra-help",): (0, "--hydra-help"),
+        ("--cfg", "job"): (0, "max_epochs:"),
+        ("--shell-completion", "query=bash"): (0, "model.network.width="),
+        ("modle=x",): (1, "Error: modle: there is no such key; use mode"),
+        ("-m", "optimizer.lr=1,2"): (1, "Error: optimizer.lr: there is no such key"),
+        ("model=cnnn",): (1, "Error: model: there is no 'cnnn'; choose cnn"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps([*answers])],
+        cwd=ROOT, env=os.environ | {"COMP_LINE": "python train.py model.network.wid"},
+        text=True, capture_output=True,
+    )  # fmt: skip
+    ends = [line for line in done.stderr.splitlines() if line.startswith("ends ")]
+    assert ends == [f"ends {[*line]} {code} set()" for line, (code, _) in answers.items()]
+    for _, said in answers.values():
+        assert said in done.stdout + done.stderr
 
 
 def test_the_configuration_is_a_line_a_group_unless_asked_for(run):

@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 import hoconv
 import train
 import training.configuration.resolvers
-import training.implementations
+import training.model
 from datamodules.digits import Digits
 from hoconv.implementations import ImplementationError
 from hoconv.lightning import Throughput
 from models.tasks.classifier import Classifier
-from training.run import run_command
+from training.command import run_command
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu")
 CONF = Path(train.__file__).parent / "conf"
@@ -298,7 +298,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
     def refuse(*args):
         raise ImplementationError("the reason; the fix")
 
-    monkeypatch.setattr(training.implementations, "choose", refuse)
+    monkeypatch.setattr(training.model, "choose", refuse)
     monkeypatch.setattr(Digits, "load", lambda self: pytest.fail("data was loaded"))
     failed = run(*SHORT)
     assert failed.exit_code == 1

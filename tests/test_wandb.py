@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from datamodules.coco.shapes import CATEGORIES
 from hoconv.implementations import ImplementationError
 from models.tasks.classifier import Classifier
 from tests.offline import Offline, read
-from training import implementations
+from training import model
+from training.configuration.errors import MisconfigurationException
 from training.results import loggers
 
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4", "logger=wandb")
@@ -96,7 +96,7 @@ def test_a_job_that_cannot_begin_leaves_no_run(recorded, monkeypatch):
     def refuse(*args: Any) -> Any:
         raise ImplementationError("the reason")
 
-    monkeypatch.setattr(implementations, "choose", refuse)
+    monkeypatch.setattr(model, "choose", refuse)
     done, runs = recorded()
     assert done.exit_code == 1
     assert runs == []

@@ -16,7 +16,7 @@ def group_norm(channels: int, **_: Any) -> nn.GroupNorm:
 nn.BatchNorm2d = group_norm  # pyright: ignore[reportAttributeAccessIssue]
 
 import train  # noqa: E402  after its networks' layers are others
-from training.run import run_command  # noqa: E402
+from training.command import run_command  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(run_command(train.main))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-import shutil
 import signal
 import threading
 import warnings
@@ -20,20 +19,19 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from training import console, disk, lightning_loop
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
+from training.folder import STEP_CHECKPOINTS, find_step_checkpoints
 from training.processes import Exchange
 
 # Of a model and of its data, where they save their arguments.
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-FOLDER = "resume"  # of the step checkpoints, in the folder of the run
 # A resumed run finds its own checkpoints there.
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 # WholeFiles says what becomes of it.
@@ -199,7 +197,7 @@ class StepCheckpoints(pl.Callback):
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, keep: int) -> None:
-        self.folder = run_dir / FOLDER
+        self.folder = run_dir / STEP_CHECKPOINTS
         self.every_n_steps = every_n_steps
         self.keep = keep
         self._restored: dict[str, Any] | None = None
@@ -318,12 +316,6 @@ def _resumes_exactly(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """Returns the step and the path of every step checkpoint, the newest last."""
-    paths = (run_dir / FOLDER).glob("step_*.ckpt")
-    return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
-
-
 def find_newest(run_dir: Path) -> tuple[Path | None, list[dict[str, Any]]]:
     """Finds the newest checkpoint that can be read; returns it and the resumed loggers' arguments.
 
@@ -343,13 +335,6 @@ def find_newest(run_dir: Path) -> tuple[Path | None, list[dict[str, Any]]]:
         resume = contents["resume"]
         return path, resume["loggers"] if "loggers" in resume else [resume["logger"]]
     return None, []
-
-
-@rank_zero_only
-def discard(run_dir: Path) -> None:
-    """Deletes the step checkpoints of a run that finished."""
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    disk.forget(run_dir / FOLDER)
 
 
 def _delete(path: Path) -> None:

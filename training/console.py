@@ -1,4 +1,4 @@
-"""Printing to the terminal: configuration, implementations, progress, results, errors.
+"""Printing to the terminal: configuration, implementations, results, errors.
 
 Plain text where the output is a file or a pipe: no colours, no moving bar, no cut lines.
 """
@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import RichProgressBar
-from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -164,29 +162,6 @@ def _complain(text: str, style: str) -> None:
         console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
     with contextlib.suppress(OSError):
         sys.stderr.write(captured.get())
-
-
-def make_progress() -> pl.Callback:
-    """Makes the callback that shows progress, in a terminal as a bar, elsewhere a line an epoch."""
-    return _ProgressBar() if stdout().is_terminal else _EpochLines()
-
-
-class _ProgressBar(RichProgressBar):
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
-
-
-class _EpochLines(pl.Callback):
-    """A line an epoch, which is counted as in the bar, in loggers and in the names of files."""
-
-    @rank_zero_only
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        metrics = (f"{name} {value:.4g}" for name, value in trainer.callback_metrics.items())
-        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs - 1}"
-        line = f"epoch {trainer.current_epoch}{last}"
-        stdout().print(line, *metrics, soft_wrap=True, markup=False, highlight=False)
 
 
 def short(path: Path) -> Path:

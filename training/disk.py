@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hoconv import files
 from training import console
 
-LONGEST_NAME = 255 - len(files.PARTIAL)  # bytes of a file name, of which a file system has 255
+# Bytes of a file name: a file system takes 255, and a partial file's name has a suffix.
+LONGEST_NAME = 240
 DIGEST = 8  # hexadecimal digits that tell apart names with the same beginning
 
 
@@ -61,6 +61,8 @@ def named(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """As ``hoconv.files.replaced``; raises DiskError where the file cannot be written."""
+    from hoconv import files  # brings PyTorch, which composing a configuration does without
+
     with named(path), files.replaced(path) as file:
         yield file
 

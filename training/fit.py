@@ -19,8 +19,7 @@ from training.capture.steps import CapturedSteps
 from training.checkpoints import find_newest
 from training.configuration.instantiation import instantiate_as
 from training.folder import RESUMING
-from training.implementations import show_implementations
-from training.model import build
+from training.model import build, show_implementations
 from training.predict import missing_for_test
 from training.results.loggers import make_loggers
 from training.results.record import Results

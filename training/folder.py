@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -14,20 +15,22 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities import rank_zero_only
 from yaml import YAMLError
 
-from hoconv.files import PARTIAL
 from training import console, disk
-from training.checkpoints import discard, find_step_checkpoints
+from training.configuration.errors import MisconfigurationException
 from training.configuration.names import as_override
 from training.configuration.same import LONGER, require_same
 from training.lock import is_running
 
 RESUMING = ("auto", True)  # values of resume with which a run may go on
-CONFIG, RESULTS = "config.yaml", "results.json"  # in the folder of a run
+CONFIG, RESULTS, STEP_CHECKPOINTS = (
+    "config.yaml",
+    "results.json",
+    "resume",
+)  # in the folder of a run
 PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures
 
 
@@ -80,6 +83,19 @@ def _require_writable(folder: str, name: str) -> None:
         sys.exit(1)
 
 
+def find_step_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Returns the step and the path of every step checkpoint, the newest last."""
+    paths = (run_dir / STEP_CHECKPOINTS).glob("step_*.ckpt")
+    return sorted((int(path.stem.removeprefix("step_")), path) for path in paths)
+
+
+@rank_zero_only
+def discard(run_dir: Path) -> None:
+    """Deletes the step checkpoints of a run that finished."""
+    shutil.rmtree(run_dir / STEP_CHECKPOINTS, ignore_errors=True)
+    disk.forget(run_dir / STEP_CHECKPOINTS)
+
+
 def begin(config: DictConfig, run_dir: Path) -> None:
     """Writes config.yaml. Of an earlier run in this folder it deletes partial files, and the step
     checkpoints unless this run resumes from them.
@@ -104,6 +120,8 @@ def begin(config: DictConfig, run_dir: Path) -> None:
 
 @rank_zero_only
 def _write(config: Any, path: Path) -> None:
+    from hoconv.files import PARTIAL  # brings PyTorch, which composing a configuration does without
+
     def write() -> None:
         with disk.replaced(path) as file:
             file.write(OmegaConf.to_yaml(config).encode())

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pytorch_lightning.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from training import console
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from hydra.utils import get_class
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_only
@@ -16,11 +15,12 @@ from pytorch_lightning.utilities import rank_zero_only
 from datamodules.images import ImageDataModule
 from datamodules.prediction import ImageFolder
 from training import console, disk
+from training.callbacks.census import Census
 from training.callbacks.outcome.evaluated import EvaluatedLosses
-from training.census import Census
+from training.callbacks.progress import make_progress
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
-from training.implementations import show_implementations
-from training.model import build
+from training.model import build, show_implementations
 from training.results.record import Results
 from training.results.saved import Saved, class_names, difference, load_weights
 from training.trainer import make_callbacks, new_trainer, notes_of
@@ -140,7 +140,7 @@ def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
         logger=False,
         callbacks=[
             Census(),
-            console.make_progress(),
+            make_progress(),
             EvaluatedLosses(),
             *make_callbacks(config.callbacks).values(),
         ],

@@ -1,4 +1,4 @@
-"""One command, and each of its jobs: training or prediction, what goes wrong, the exit code."""
+"""A job: training or prediction, what goes wrong, the exit code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_fabric.utilities import exceptions as of_lightning
 from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
@@ -25,19 +24,19 @@ from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError
 from training.capture.graph import CaptureError
-from training.checkpoints import discard, find_step_checkpoints
-from training.configuration.checks import check_command, check_config
+from training.command import failed_jobs
+from training.configuration.checks import check_config
+from training.configuration.errors import MisconfigurationException
 from training.configuration.names import as_override
-from training.configuration.resolvers import ROOT, register
 from training.fit import fit_and_test
-from training.folder import as_given, begin, is_finished
-from training.implementations import as_plain
+from training.folder import as_given, begin, discard, find_step_checkpoints, is_finished
 from training.lock import RunningError, held
+from training.model import as_plain
 from training.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
 from training.results.saved import read
-from training.start.merging import UNKNOWN, complete, merge, uses_configuration
+from training.start.merging import UNKNOWN, merge, uses_configuration
 
 MODES = {"train": fit_and_test, "test": test, "predict": predict}
 # Their messages say what the user can do: no traceback is shown.
@@ -51,33 +50,10 @@ USER_ERRORS = (
     MisconfigurationException,
     NotFiniteError,
     WeightsNotFoundError,
+    of_lightning.MisconfigurationException,  # of Lightning, of models and of users' code
 )
 # Exit codes, as a shell has them: 128 and the number of the signal.
 INTERRUPTED, TERMINATED = 130, 143
-
-register()  # here, since a process that runs one job of a sweep imports nothing before this
-
-failed_jobs: list[Path] = []  # of this process; a sweep goes on after them
-
-
-def run_command(main: Callable[[], Any]) -> int:
-    """Runs the command in ``sys.argv``; returns the exit code: 1 where a job failed.
-
-    Args:
-        main: of train.py, which Hydra gives each job's configuration.
-    """
-    failed_jobs.clear()
-    console.take_any_text()
-    try:
-        sys.argv[1:] = check_command(sys.argv[1:], ROOT / "conf", complete)
-    except MisconfigurationException as error:
-        console.show_problem("Error", str(error))
-        return 1
-    main()
-    if failed_jobs:
-        return 1
-    _leave_process_group()
-    return 0
 
 
 def run_job(config: DictConfig) -> float | None:
@@ -133,6 +109,7 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         paths += [("predictions", path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
     console.show_results(results.metrics, results.notes, throughput, results.capture, paths)
+    _leave_process_group()
     return _objective(config, results)
 
 

@@ -10,20 +10,21 @@ from typing import Any
 import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies import DDPStrategy
 
 from training import console
+from training.callbacks.census import Census
 from training.callbacks.compilation import CompileFirst
 from training.callbacks.finite import FiniteLayers
 from training.callbacks.losses import LossRecord
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.outcome.feasible import Feasible
+from training.callbacks.progress import make_progress
 from training.callbacks.statistics import FirstStatistics
-from training.census import Census
 from training.checkpoints import StepCheckpoints, make_epoch_checkpoints, make_plugins
 from training.configuration.direction import missing_mode
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import entries, instantiate_as
 from training.configuration.kinds import check_kinds
 
@@ -75,7 +76,7 @@ def make_trainer(
         callbacks=[
             *callbacks,
             LossRecord(run_dir / "losses.csv"),
-            console.make_progress(),
+            make_progress(),
             FirstStatistics(),
             Census(),
             Feasible(configured),

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.approx import reference
-from hoconv.registration import Op, define, kernels, register_gradient
+from hoconv.registration import Op, define, kernels, register_flop_formula, register_gradient
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "

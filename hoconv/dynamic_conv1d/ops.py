@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import BilinearOps, register_bilinear
 from hoconv.dynamic_conv1d import composed
-from hoconv.registration import Op, define, kernels, register_layer
+from hoconv.registration import Op, define, kernels, register_flop_formula, register_layer
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv

@@ -29,8 +29,8 @@ from hoconv.recurrent.frontend.language import parameter as parameter
 from hoconv.recurrent.frontend.language import silu as silu
 from hoconv.recurrent.frontend.language import softmax as softmax
 from hoconv.recurrent.frontend.language import zoneout as zoneout
+from hoconv.recurrent.ladder import SCHEDULES as SCHEDULES
 from hoconv.recurrent.layers import RNN as RNN
-from hoconv.recurrent.schedule import SCHEDULES as SCHEDULES
 from hoconv.recurrent.torch_layers import GRU as GRU
 from hoconv.recurrent.torch_layers import LSTM as LSTM
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from hoconv.recurrent.ops import (
     differentiate_again,
     read_backward,
 )
-from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.recurrent.plans import find_plan
 from hoconv.registration import call_one_by_one, is_plain, without_autocast
+
+if TYPE_CHECKING:
+    from hoconv.recurrent.compiled_plan import CompiledPlan
 
 
 def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:

@@ -20,15 +20,14 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from hoconv.implementations import check_name, resolve
 from hoconv.recurrent.directions import run_directions
-from hoconv.recurrent.explain import explain
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import Declaration, trace
 from hoconv.recurrent.ir.evaluate import NAMES
+from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
-from hoconv.recurrent.schedule import SCHEDULES, plan
 from hoconv.registration import FixedAttributes, autocasts, check_dense, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
@@ -386,6 +385,9 @@ class RNN(FixedAttributes):
         products a step has, what is saved for the gradient, and what runs on a CPU and on a GPU and
         why. The text is the same with and without a GPU.
         """
+        from hoconv.recurrent.explain import explain  # both bring the compiler
+        from hoconv.recurrent.schedule import plan
+
         dtype = next(self.parameters()).dtype
         directions = 1 + self.bidirectional
         made = functools.partial(

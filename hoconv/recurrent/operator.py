@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
-from hoconv.recurrent.runtime import cpp, cuda
 from hoconv.registration import autocast, check_dense, check_dtypes
 
 _TOLERANCES = {
@@ -122,6 +122,13 @@ def _call(
     return ops.Call(bound, names, plan, x, states, parameters, reverse=reverse)
 
 
+def _runtime(impl: str) -> Any:
+    """Returns the module that runs loops in C++ or CUDA; it brings the compiler."""
+    from hoconv.recurrent.runtime import cpp, cuda
+
+    return {"cpp": cpp, "cuda": cuda}[impl]
+
+
 def _bind(cell: str, input_size: int, hidden_size: int) -> BoundCell:
     made, options = _CELLS[cell]
     return made.bind(input_size, hidden_size, options)
@@ -219,15 +226,15 @@ OPERATOR = declare(
                 _implementation(ops.RUNS["cpp"]),
                 devices=("cpu", "cuda"),
                 thread_invariant=False,
-                load=cpp.load,
-                obstacle=cpp.obstacle,
+                load=lambda: _runtime("cpp").load(),
+                obstacle=lambda: _runtime("cpp").obstacle(),
                 prepare=functools.partial(prepare, "cpp"),
             ),
             "cuda": Implementation(
                 _implementation(ops.RUNS["cuda"]),
                 devices=("cuda",),
-                load=cuda.load,
-                obstacle=cuda.obstacle,
+                load=lambda: _runtime("cuda").load(),
+                obstacle=lambda: _runtime("cuda").obstacle(),
                 prepare=functools.partial(prepare, "cuda"),
             ),
         },

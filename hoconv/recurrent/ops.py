@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.plans import CompiledPlan, find_plan, find_read
-from hoconv.recurrent.runtime.host import separate
+from hoconv.recurrent.plans import find_plan, find_read
 from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import pack
+from hoconv.recurrent.runtime.packing import pack, separate
 from hoconv.registration import (
     Op,
     call_one_by_one,
@@ -34,6 +33,9 @@ from hoconv.registration import (
     register_vmap,
     without_autocast,
 )
+
+if TYPE_CHECKING:
+    from hoconv.recurrent.compiled_plan import CompiledPlan
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 

@@ -1,16 +1,4 @@
-"""Schedules: which passes run on a cell, in which order.
-
-The schedules are a ladder. Each one, a rung, adds one optimisation to the one before, so that its
-effect can be measured:
-
-- ``naive``: every op by itself, every step;
-- ``combined``: products of one operand are one product;
-- ``fused``: what is between products is one kernel;
-- ``hoisted``: what depends on the input alone is computed for all steps before the loop;
-- ``graph``: the whole loop is one call;
-- ``persistent``: one kernel runs all steps and keeps the weights on the chip;
-- ``auto``: the fastest plan, with the reason.
-"""
+"""Which passes run on a cell by its schedule, in which order."""
 
 from __future__ import annotations
 
@@ -23,6 +11,7 @@ import torch
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
 from hoconv.recurrent.ir.program import Program, flat
+from hoconv.recurrent.ladder import reaches
 from hoconv.recurrent.match import CudnnLayer, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
@@ -34,8 +23,6 @@ from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
-
-SCHEDULES = ("naive", "combined", "fused", "hoisted", "graph", "persistent", "auto")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +72,17 @@ class Plan:
     @property
     def recorded(self) -> bool:
         """Whether CUDA graphs record chunks of steps; otherwise kernels are launched one by one."""
-        return _reaches(self.schedule, "graph")
+        return reaches(self.schedule, "graph")
 
     @property
     def persistent(self) -> bool:
         """Whether one kernel keeps the weights on the chip, where it can."""
-        return _reaches(self.schedule, "persistent")
+        return reaches(self.schedule, "persistent")
 
     @property
     def stages(self) -> tuple[tuple[str, Program], ...]:
         """The program after each pass, by the pass's name, in order."""
-        fused = [("fuse", self.inference)] if _reaches(self.schedule, "fused") else []
+        fused = [("fuse", self.inference)] if reaches(self.schedule, "fused") else []
         gradient = ("gradient", self._gradient[1]), ("fuse the gradient", self.backward)
         return (*self.common, *fused, *gradient)
 
@@ -109,7 +96,7 @@ class Plan:
         return trim(forward, accumulate(backward))
 
     def _fuse(self, program: Program) -> Program:
-        return fuse(program) if _reaches(self.schedule, "fused") else program
+        return fuse(program) if reaches(self.schedule, "fused") else program
 
 
 def plan(
@@ -153,7 +140,7 @@ def plan_trace(
 
     Args:
         dtype: of sequences and parameters.
-        schedule: one of :data:`SCHEDULES`.
+        schedule: one of :data:`hoconv.recurrent.SCHEDULES`.
         masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
         resets: whether states are reset: the program reads ``reset`` (T, B, 1) bool.
         reverse: whether the first step is the last of the sequence.
@@ -170,17 +157,13 @@ def plan_trace(
         then("mask", mask)
     then("infer dtypes", lambda program: infer_dtypes(program, dtype))
     then("simplify", simplify)
-    if _reaches(schedule, "hoisted"):
+    if reaches(schedule, "hoisted"):
         then("hoist", hoist)
-    if _reaches(schedule, "combined"):
+    if reaches(schedule, "combined"):
         then("combine", combine)
-    if _reaches(schedule, "hoisted"):
+    if reaches(schedule, "hoisted"):
         then("sink", sink)
     return Plan(schedule, traced.declarations, tuple(common), recompute)
-
-
-def _reaches(schedule: str, rung: str) -> bool:
-    return SCHEDULES.index(schedule) >= SCHEDULES.index(rung)
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:

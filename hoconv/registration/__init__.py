@@ -18,6 +18,7 @@ from hoconv.registration.definition import kernels as kernels
 from hoconv.registration.eager import Op as Op
 from hoconv.registration.eager import is_plain as is_plain
 from hoconv.registration.eager import records_gradients as records_gradients
+from hoconv.registration.flops import register_flop_formula as register_flop_formula
 from hoconv.registration.gradient import gradient_layout as gradient_layout
 from hoconv.registration.gradient import gradients as gradients
 from hoconv.registration.gradient import has_tangent as has_tangent

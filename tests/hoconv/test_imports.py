@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import hoconv
@@ -34,3 +36,23 @@ def test_no_file_imports_in_a_circle() -> None:
     del modules["hoconv"]  # names what users import, from everywhere
     graph = {name: imported(path, {*modules}) - {name} for name, path in modules.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises with the circle
+
+
+# Says what of these an import of the library loads, and which ops PyTorch's counter does not know
+# when it is imported after that.
+LOADED = """
+import sys
+import hoconv
+
+SLOW = ("triton", "torch.utils.flop_counter", "hoconv.jit.nvrtc", "hoconv.jit.generated",
+        "hoconv.recurrent.schedule", "hoconv.recurrent.passes", "hoconv.recurrent.codegen")
+print([name for name in SLOW if name in sys.modules])
+from torch import ops
+from torch.utils.flop_counter import flop_registry
+print({ops.hoconv.high_order_layer, ops.hoconv.approx_matmul} - flop_registry.keys())
+"""
+
+
+def test_an_import_loads_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], text=True, capture_output=True)
+    assert done.stdout.splitlines() == ["[]", "set()"], done.stderr

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch import Tensor, nn
 
+from training.configuration.errors import MisconfigurationException
 from training.results.saved import Saved
 from training.start.weights import InitialWeights
 

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from training.implementations import choose_implementations
+from training.model import choose_implementations
 from training.tensors import map_tensors
 
 

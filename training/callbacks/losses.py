@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.strategies import FSDPStrategy
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from training.callbacks.finite import NotFiniteError
+from training.configuration.errors import MisconfigurationException
 from training.lightning_loop import is_last_of_step
 from training.processes import Exchange
 from training.results.table import GrowingTable

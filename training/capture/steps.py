@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from hoconv.lightning import leave_out_step
@@ -24,6 +23,7 @@ from training.capture.gpu import Gpu
 from training.capture.graph import Call, CaptureError, StepGraph, capture
 from training.capture.obstacles import find_obstacle
 from training.capture.trial import compare
+from training.configuration.errors import MisconfigurationException
 from training.lightning_loop import is_last_of_step, replace_optimization, restore_optimization
 from training.tensors import describe
 
@@ -119,6 +119,7 @@ class CapturedSteps(pl.Callback):
         self._trainer: Any = trainer
         self._kinds: dict[Any, _Kind] = {}
         self._captured = False  # whether this fit has had a graph
+        self._replaced: str | None = None  # what a step replaced, which its graph would not see
         self._why_eager = self._find_obstacle(pl_module)
         # Whether processes still ask each other which step they capture first, and how often.
         self._undecided, self._asked = self.mode != "off" and trainer.world_size > 1, 0
@@ -180,6 +181,8 @@ class CapturedSteps(pl.Callback):
         Another key, another graph."""
         if fit.optimizer.changes_rates:
             return _Kind(why_eager="the step changes the learning rate")
+        if self._replaced is not None:
+            return _Kind(why_eager=f"the step replaces {self._replaced}; write into it")
         batch = describe(call.kwargs["batch"], tensors)
         trainer = self._trainer
         key = batch, *call[3:], trainer.accumulate_grad_batches, *fit.describe(call.first)
@@ -235,7 +238,7 @@ class CapturedSteps(pl.Callback):
             fit.optimizer.find_changed_rates()
             for name in before.keys() & after.keys():
                 if after[name] is not before[name]:
-                    kind.why_eager = f"the step replaces {name}; write into it"
+                    self._replaced = name
             return result
         if kind.graph is None:
             try:

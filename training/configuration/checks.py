@@ -1,29 +1,26 @@
-"""Checking a command line and the configuration that it composes, before anything is made."""
+"""Checking the configuration that a command line composed, before anything is made."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_fabric.utilities import exceptions as of_lightning
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from datamodules.images import CacheError, DataNotFoundError
 from training.configuration.direction import check_directions
-from training.configuration.folders import check_files, own_folders
-from training.configuration.names import check_names, is_override
+from training.configuration.errors import MisconfigurationException
 
-DATA_ERRORS = (CacheError, DataNotFoundError, MisconfigurationException)
+DATA_ERRORS = (
+    CacheError,
+    DataNotFoundError,
+    MisconfigurationException,
+    of_lightning.MisconfigurationException,  # of users' code
+)
 
-# Options of Hydra's with which the overrides are not those of conf/config.yaml.
-OTHER_CONFIGURATION = {"--config-name", "-cn", "--config-path", "-cp", "--shell-completion", "-sc"}
-NEEDED = ("data", "model", "trainer")  # groups that no run can do without
-SEVERAL = ("callbacks", "logger")  # groups of which several options can be chosen
 # Values that a command line often sets, and the least that they may be; null where it is allowed.
 WHOLE_NUMBERS = {
     "seed": 0, "capture.verify_every_n_steps": 1, "data.batch_size": 1, "data.num_workers": 0,
@@ -48,65 +45,6 @@ MAY_BE_NULL = (
     "data.num_workers", "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val",
     "trainer.max_epochs", "trainer.val_check_interval",
 )  # fmt: skip
-
-
-def check_command(
-    arguments: Sequence[str],
-    conf: Path,
-    complete: Callable[[Sequence[str], Sequence[Path]], list[str]],
-) -> list[str]:
-    """Checks a command line, and the files of its own folders of configuration (``--config-dir``);
-    returns it as Hydra needs it.
-
-    Args:
-        conf: the folder of the configuration, which has a folder for each group.
-        complete: adds what a checkpoint says, given the command line and all folders.
-
-    Raises:
-        MisconfigurationException: a file is not YAML, or would never be read; the checkpoint whose
-            configuration the command uses cannot be read; or an override sets a key that does
-            not exist, or chooses what a group does not have. The message says what
-            to write instead.
-    """
-    own = own_folders(arguments)
-    other = OTHER_CONFIGURATION.intersection(each.partition("=")[0] for each in arguments)
-    if not other:
-        check_files(conf, own)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        name = name.lstrip("+~")
-        if argument.startswith("~") and name in NEEDED:
-            raise MisconfigurationException(
-                f"~{name}: every run needs one; {name}=... chooses another"
-            )
-        folders = [folder / name for folder in (conf, *own) if (folder / name).is_dir()]
-        if not equals or not folders or name.startswith("-"):
-            continue
-        options = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-        if value in ("", "null"):
-            fix = f"leave it out, or choose one of {', '.join(options)}"
-            fix = f"write {name}=none" if "none" in options else fix
-            raise MisconfigurationException(f"{name}: null is none of its options; {fix}")
-        if value.startswith("[") and name not in SEVERAL:
-            fix = f"-m {name}={value.strip('[]')} runs each"
-            raise MisconfigurationException(
-                f"{name}: expected one of its options, got {value}; {fix}"
-            )
-        simple = re.fullmatch(r"\[?\w+(,\w+)*\]?", value)  # one or several, not an interpolation
-        for chosen in re.findall(r"\w+", value) if simple else ():
-            if chosen not in options and not other:
-                named = [
-                    each for each in options if each != "none"
-                ]  # "choose none" reads as advice
-                close = difflib.get_close_matches(chosen, named, 1) or options
-                raise MisconfigurationException(
-                    f"{name}: there is no {chosen!r}; choose {', '.join(close)}"
-                )
-    if other:
-        return [*arguments]
-    completed = complete(arguments, (conf, *own))
-    check_names(filter(is_override, completed), conf, own)
-    return completed
 
 
 def check_config(config: DictConfig) -> None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.targets import locate
 
 MODES = {"minimize": "min", "maximize": "max"}  # by direction: as Lightning's callbacks call it

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.names import first_values
 
 

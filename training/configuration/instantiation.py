@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.targets import check_targets
 
 Kind = TypeVar("Kind")

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
+from training.configuration.errors import MisconfigurationException
 
 NUMBERS = (int, float, bool)
 # What no text and no number is, and becomes nowhere.
-NO_TEXT = (*NUMBERS, type(None), torch.Tensor, timedelta)
+NO_TEXT = (*NUMBERS, type(None), timedelta)
+TENSOR = "<class 'torch.Tensor'>"  # nor this one, in words: torch takes a second to import
 NO_NUMBER = (str, type(None), timedelta, dict, list)
 ANYTHING = (Any, object, inspect.Parameter.empty)
 
@@ -46,7 +46,9 @@ def check_kinds(name: str, called: Any, values: Mapping[str, Any]) -> None:
             fits = type(None) in allowed
         elif isinstance(value, str):
             fits = value in allowed or any(
-                kind not in NO_TEXT for kind in allowed if not isinstance(kind, str)
+                kind not in NO_TEXT and repr(kind) != TENSOR
+                for kind in allowed
+                if not isinstance(kind, str)
             )
         else:
             fits = not isinstance(value, NUMBERS) or any(

@@ -14,9 +14,10 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from training.configuration.errors import MisconfigurationException
 
 
 def check_names(overrides: Iterable[str], conf: Path, own: Sequence[Path]) -> None:

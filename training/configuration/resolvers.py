@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from training.configuration.direction import direction, mode
 from training.configuration.instantiation import instantiate
 from training.folder import run_folder
-from training.implementations import label
 
-MAX_TITLE = 128  # characters that W&B takes
+MAX_LABEL, MAX_TITLE = 64, 128  # characters that W&B takes of a tag and of a name
 # Groups and values that say what a run computes, and not where or how it is recorded.
 NAMED = (
     "capture", "channels_last", "compile", "data", "model", "optimizer", "scheduler", "callbacks",
@@ -28,10 +27,10 @@ def register() -> None:
     """``${project:x}`` is a path in the project; ``${attribute:${data},x}`` is what the class of
     ``data`` declares, or what an object of it says where that is a property;
     ``${attribute:module.Class,x}`` is what a class declares; ``${run_folder:...}`` is
-    :func:`training.folder.run_folder`; ``${label:${impl}}`` is
-    :func:`training.implementations.label`; ``${direction:...}`` and ``${mode:...}`` are those of
-    :mod:`training.configuration.direction`; ``${run_name:...}``, ``${title:...}`` and
-    ``${runs:...}`` are :func:`run_name`, :func:`title` and :func:`runs`."""
+    :func:`training.folder.run_folder`; ``${direction:...}`` and ``${mode:...}`` are those of
+    :mod:`training.configuration.direction`; ``${run_name:...}``, ``${label:${impl}}``,
+    ``${title:...}`` and ``${runs:...}`` are :func:`run_name`, :func:`label`, :func:`title` and
+    :func:`runs`."""
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("attribute", _attribute, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -46,6 +45,14 @@ def register() -> None:
 def run_name(mode: str, trained: str) -> str:
     """The name of a run: what is `trained`, or the mode of one that has a checkpoint do it."""
     return mode if mode in ("test", "predict") else trained
+
+
+def label(impl: str | DictConfig) -> str:
+    """`impl` in the name of a folder or of a run: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda``
+    for a mapping; what is longer than `MAX_LABEL` is cut off."""
+    from hoconv.implementations import impl_label  # brings PyTorch, which composing does without
+
+    return impl_label(impl)[:MAX_LABEL]
 
 
 def title(impl: str, seed: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
+
+from training.configuration.errors import MisconfigurationException
 
 # What makes a run longer.
 LONGER = ("trainer.max_epochs", "trainer.max_steps")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from training.configuration.errors import MisconfigurationException
 from training.configuration.kinds import check_kinds
 
 # Keys beside a `_target_` that are no arguments.

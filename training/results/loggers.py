@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from training import console, disk
 from training.configuration.direction import direction
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import entries, instantiate_as
 from training.results.table import GrowingTable
 

@@ -6,13 +6,15 @@ import itertools
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile
 
-import pytorch_lightning as pl
-import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+
+from training.configuration.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
 KEY = "run"  # of the description, in a checkpoint
@@ -81,6 +83,8 @@ def read(ckpt: str | Path) -> Saved:
             f"ckpt: there is no file {path}; give the path of a checkpoint, such as "
             "outputs/<run>/checkpoints/epoch_5.ckpt"
         )
+    import torch  # here: to compose a configuration, only one of a checkpoint needs it
+
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
         weights, run = contents["state_dict"], contents[KEY]

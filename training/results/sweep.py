@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from hoconv.tables import print_table
 from training import console, disk
 from training.configuration.checks import plain_errors
 from training.configuration.direction import check_directions
+from training.configuration.errors import MisconfigurationException
 
 DIGITS = 6  # significant, of a number in the table
 MEASURED = {  # the columns of every sweep, and the names in results.json

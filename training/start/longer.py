@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_only
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from training import console, disk
+from training.configuration.errors import MisconfigurationException
 
 NEEDED = ("callbacks", "loops", "lr_schedulers", "optimizer_states", "resume")
 # Of the state of a schedule: how long it is, which the new length of the run says.

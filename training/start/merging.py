@@ -10,10 +10,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from training import console
+from training.configuration.errors import MisconfigurationException
 from training.configuration.names import first_values
 from training.configuration.same import ABOUT, LONGER, require_same
 from training.configuration.targets import check_targets

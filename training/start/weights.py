@@ -7,11 +7,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from training import console
+from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
 from training.results.saved import Saved, class_names, difference
 

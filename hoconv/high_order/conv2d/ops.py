@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.bilinear import register_bilinear
-from hoconv.registration import kernels
+from hoconv.registration import kernels, register_flop_formula
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv

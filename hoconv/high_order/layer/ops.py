@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.high_order.layer import composed, reference
 from hoconv.high_order.layer.rule import KERNELS, is_backward_fused, why_unfused
-from hoconv.registration import Op, define, register_layer
+from hoconv.registration import Op, define, register_flop_formula, register_layer
 
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv

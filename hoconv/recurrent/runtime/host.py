@@ -31,7 +31,7 @@ from hoconv.recurrent.runtime.interpret import (
     run_group,
     run_steps,
 )
-from hoconv.recurrent.runtime.packing import find_sources, group_params
+from hoconv.recurrent.runtime.packing import find_sources, group_params, separate
 
 # Yields the arguments of a loop, is sent what that returns, and yields the results.
 Steps = Generator[Any, tuple[Tensors, list[Tensor]], None]
@@ -318,17 +318,6 @@ class _Writer:
 
 def _list(items: Iterable[str]) -> str:
     return f"[{', '.join(items)}]"
-
-
-def separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Copies what shares memory with an earlier tensor, or with one of `others`."""
-    taken = {t.untyped_storage().data_ptr() for t in others}
-    found = []
-    for tensor in tensors:
-        start = tensor.untyped_storage().data_ptr()
-        found.append(tensor.clone() if start in taken else tensor.contiguous())
-        taken.add(start)
-    return found
 
 
 def _explain(piece: str, shape: tuple[int, ...], whole: Tensor) -> str:

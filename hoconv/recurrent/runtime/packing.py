@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,6 +69,17 @@ def group_params(program: Program) -> tuple[list[_Names | None], set[_Names]]:
             readers[piece.parameter].add(names)
     alone = {names for names in groups if names and all(len(readers[n]) == 1 for n in names)}
     return groups, alone
+
+
+def separate(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Copies what shares memory with an earlier tensor, or with one of `others`."""
+    taken = {t.untyped_storage().data_ptr() for t in others}
+    found = []
+    for tensor in tensors:
+        start = tensor.untyped_storage().data_ptr()
+        found.append(tensor.clone() if start in taken else tensor.contiguous())
+        taken.add(start)
+    return found
 
 
 def _read(whole: Tensor, piece: Piece) -> Tensor:

@@ -20,8 +20,9 @@ from hoconv import recurrent as rnn
 from hoconv.commands import add_device_option
 from hoconv.implementations import ImplementationError, choose
 from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
-from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.recurrent.schedule import plan
 from hoconv.testing.cells import CellCase, assert_close, gradients
 from hoconv.testing.random_cells import random_cell
 

@@ -22,7 +22,7 @@ from models.tasks.detector import Detector
 from models.tasks.segmenter import Segmenter
 from tests.datamodules.counted.run import Problem, attempt, main, run
 from tests.support import set_to_reference
-from training.census import Census
+from training.callbacks.census import Census
 
 SIZE, STEP = 16, 4  # of the images of batches, and of the grid of the detector
 HEIGHT, WIDTH = 12, 20  # of the files

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from datamodules.folder import ClassFolder
 from models.tasks.classifier import Classifier
 from tests.datamodules.counted.run import attempt, main, run
-from training.census import Census
+from training.callbacks.census import Census
 
 SIZE = 16  # of the images of batches
 JUNK = ("@eaDir", "__MACOSX", ".ipynb_checkpoints", "lost+found", "#recycle", ".hidden")

@@ -17,6 +17,7 @@ from hoconv.jit import BuildError, nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
+from hoconv.recurrent.compiled_plan import CompiledPlan
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
@@ -24,7 +25,7 @@ from hoconv.recurrent.ir.program import Program, Value, flat
 from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
-from hoconv.recurrent.plans import CompiledPlan, find_plan, request
+from hoconv.recurrent.plans import find_plan, request
 from hoconv.recurrent.runtime import clusters
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.cpp import obstacle
@@ -498,7 +499,7 @@ def test_the_kernel_of_the_backward_pass_is_compiled_beside_that_of_the_forward_
     monkeypatch.setattr(clusters, "_describe", lambda _: H200)
     monkeypatch.setattr(clusters, "compile_cuda", keep)
     cell = to_text(trace(rnn.peephole_lstm.bind(48, 48, {})))
-    made = CompiledPlan(request(cell, torch.float32, "auto", False, False, False))
+    made = find_plan.__wrapped__(request(cell, torch.float32, "auto", False, False, False))  # anew
     loop = made.cuda_loop("forward").clusters
     assert loop is not None
     assert isinstance(loop.find(4, torch.device("cuda", 0)), ClusterLayout)

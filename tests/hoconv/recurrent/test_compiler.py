@@ -15,6 +15,7 @@ from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir import kinds
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.ir.verify import VerificationError, verify
+from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
@@ -23,7 +24,7 @@ from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
 from hoconv.recurrent.runtime.interpret import Loop, interpret
 from hoconv.recurrent.runtime.packing import pack
-from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.recurrent.schedule import plan
 from hoconv.testing.cells import CellCase
 from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, cell_case

@@ -337,7 +337,7 @@ def test_torch_library_finds_no_fault(which: str) -> None:
 def test_a_new_length_or_batch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = pair("gru")
     gradients(ours, sequence(5, 2, 3))
-    monkeypatch.setattr("hoconv.recurrent.plans.compile_loops", None)
+    monkeypatch.setattr("hoconv.recurrent.compiled_plan.compile_loops", None)
     gradients(ours, sequence(9, 4, 3))
 
 

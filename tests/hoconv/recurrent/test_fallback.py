@@ -17,7 +17,7 @@ from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.implementations import BrokenImplementationError
 from hoconv.jit import nvrtc
-from hoconv.recurrent import plans
+from hoconv.recurrent import compiled_plan, plans
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.runtime import cuda
@@ -92,14 +92,14 @@ def compiles_badly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         h = rnn.tanh(rnn.linear("h", x, h)) * slope
         return h, dict(h=h)
 
-    compile_loops = plans.compile_loops
+    compile_loops = compiled_plan.compile_loops
 
     def fail(programs: Any) -> Any:
         if any(program.name.startswith("hard ") for program in programs.values()):
             raise jit.BuildError("the compiler failed: hard to compile")
         return compile_loops(programs)
 
-    monkeypatch.setattr(plans, "compile_loops", fail)
+    monkeypatch.setattr(compiled_plan, "compile_loops", fail)
     return lambda slope, **options: rnn.RNN(hard, 3, 4, dtype=torch.float64, slope=slope, **options)
 
 

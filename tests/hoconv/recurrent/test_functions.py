@@ -17,8 +17,9 @@ from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.ir.functions import FUNCTIONS, Function, Reduction
+from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.runtime.cpp import obstacle
-from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.recurrent.schedule import plan
 from hoconv.testing.random_cells import random_cell
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import agree, cell_case

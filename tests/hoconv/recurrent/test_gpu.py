@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
 from hoconv.implementations import resolve
-from hoconv.recurrent.plans import CompiledPlan, find_plan
+from hoconv.recurrent.compiled_plan import CompiledPlan
+from hoconv.recurrent.ladder import SCHEDULES
+from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
-from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import (
     READY,
     cell_case,

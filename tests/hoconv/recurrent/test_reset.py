@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.runtime.cpp import obstacle
-from hoconv.recurrent.schedule import SCHEDULES, plan
+from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import bound, gradients, layer, sequence
 
 IMPLS = [

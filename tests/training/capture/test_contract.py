@@ -10,7 +10,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
@@ -18,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.training.capture.support import CLASSES, Plain, Ran, check_captured, check_eager, same
 from training.capture import trial
 from training.capture.steps import CapturedSteps, CaptureError
+from training.configuration.errors import MisconfigurationException
 
 
 class Unmarked(Plain):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from training.callbacks.outcome.ending import reasons
+from training.configuration.errors import MisconfigurationException
 
 VALIDATED = 1  # batches, to see what a validation logs
 TRAINING = "train/"  # begins the names of metrics that are logged while training
