@@ -1,4 +1,4 @@
-"""docs/your_own.md, run as it stands: a model and data of no class of this project."""
+"""docs/use/your_own.md, run as it stands: a model and data of no class of this project."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import train
 
 ROOT = Path(train.__file__).parent
-PAGE = (ROOT / "docs" / "your_own.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "your_own.md").read_text()
 FILES = dict(re.findall(r"`(mine/\S+)`:?\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 LINES = re.findall(r"^python .*", PAGE, re.MULTILINE)
 COMMANDS = [shlex.split(line)[2:] for line in LINES]

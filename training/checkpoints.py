@@ -233,7 +233,7 @@ class StepCheckpoints(pl.Callback):
             console.warn(
                 f"data: the training loader, a {type(loader).__name__}, has no state_dict and "
                 "load_state_dict: resume=auto restores all but the place in the epoch, and draws "
-                "other batches for the rest of it (docs/your_own.md)"
+                "other batches for the rest of it (docs/use/your_own.md)"
             )
         if self._restored is not None and self._restored["loader"] is not None:
             # Lightning does it too, but not if the model asks for the number of steps in its setup.

@@ -15,7 +15,7 @@ DOWNLOAD = (
     "sub-folder coco holds it, and data.folder names data of your own"
 )
 
-READ = "docs/own_pictures.md says what is read"
+READ = "docs/use/own_pictures.md says what is read"
 
 
 class SplitFiles(NamedTuple):

@@ -1,7 +1,7 @@
 """Compiles C++ and CUDA into a cache on first use, or ahead of time with ``hoconv build``.
 
 :class:`Library` is the code of an operator for one device: of hoconv's own, whose sources are in
-``csrc/``, and of other packages (docs/compiled_code.md).
+``csrc/``, and of other packages (docs/extend/compiled_code.md).
 """
 
 from hoconv.jit.cache import BuildError as BuildError

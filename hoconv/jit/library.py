@@ -49,7 +49,7 @@ class Library:
     It is compiled against the LibTorch stable ABI (``torch/csrc/stable/``, ``torch/headeronly/``),
     so that one file serves every version of torch from 2.11 on. The public headers of hoconv
     (``#include "hoconv/tensor.h"``) are found without being named. CONTRIBUTING names the folders
-    of hoconv's own code; docs/compiled_code.md describes the use from another package.
+    of hoconv's own code; docs/extend/compiled_code.md describes the use from another package.
 
     Args:
         name: up to 100 letters, digits, ``_``, ``-`` and ``.``; names files of the cache, and

@@ -1,7 +1,7 @@
 """A language for recurrent cells, and layers of them: ``from hoconv import recurrent as rnn``.
 
 A cell is a Python function over one time step, decorated with :func:`cell`; :class:`RNN` runs it
-over sequences. docs/recurrent.md shows the language on a page.
+over sequences. docs/use/recurrent.md shows the language on a page.
 """
 
 from hoconv.recurrent.cells import coupled_lstm as coupled_lstm

@@ -17,7 +17,7 @@ from hoconv.new import TEMPLATE
 from tests.hoconv.generated import install
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "compiled_code.md"
+PAGE = ROOT / "docs" / "extend" / "compiled_code.md"
 PUBLIC = sorted(path.relative_to(headers.PUBLIC) for path in headers.PUBLIC.rglob("*.*h"))
 needs_compiler = pytest.mark.skipif(
     jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))

@@ -1,4 +1,4 @@
-"""docs/your_own_layer.md, run as it stands: every command, every snippet."""
+"""docs/extend/your_own_layer.md, run as it stands: every command, every snippet."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hoconv.testing.comparison import relative_error
 from tests.hoconv.generated import install
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "your_own_layer.md").read_text()
-FILES = ROOT / "docs" / "carafe"
+PAGE = (ROOT / "docs" / "extend" / "your_own_layer.md").read_text()
+FILES = ROOT / "docs" / "extend" / "carafe"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 # The first line of a snippet is a comment with the name of its file.

@@ -289,7 +289,7 @@ def test_a_gpu_decodes_here():
 @pytest.mark.skipif("HOCONV_DATA_DIR" not in os.environ, reason="HOCONV_DATA_DIR is not set")
 @pytest.mark.parametrize("sampling", [0, 2], ids=["a colour a pixel", "a colour for four"])
 def test_photographs_of_a_gpu_are_those_of_a_cpu(tmp_path, sampling):
-    """The mean and the 99th percentile of the difference, of 255, that docs/segmentation.md says.
+    """The mean and the 99th percentile of the difference, of 255, as in docs/use/segmentation.md.
     Lists of any length give the same bits; none of the images is another."""
     gpu = torch.device("cuda", 0)
     paths = []

@@ -1,4 +1,4 @@
-"""docs/recurrent.md: its cells run, and its programs are what the compiler prints."""
+"""docs/use/recurrent.md: its cells run, and its programs are what the compiler prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hoconv import recurrent as rnn
 from hoconv.recurrent.schedule import plan
 
-PAGE = (Path(__file__).parents[3] / "docs" / "recurrent.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "use" / "recurrent.md").read_text()
 
 
 def blocks(marker: str) -> list[Any]:

@@ -238,7 +238,7 @@ def test_recomputing_keeps_less_and_changes_nothing(name: str) -> None:
 
 
 def test_the_page_says_how_many_bytes_are_kept() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "recurrent.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "use" / "recurrent.md").read_text()
     for recompute, said in ((False, "13,312"), (True, "3,072 bytes a step and row")):
         made = rnn.LSTM(512, 512, dtype=torch.bfloat16, recompute=recompute)
         assert said in page

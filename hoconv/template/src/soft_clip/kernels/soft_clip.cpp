@@ -1,4 +1,4 @@
-// The kernel on a CPU. hoconv/*.h are described in hoconv's docs/compiled_code.md.
+// The kernel on a CPU. hoconv/*.h are described in hoconv's docs/extend/compiled_code.md.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
