@@ -1,4 +1,4 @@
-"""Where a data set is: on the GPU that trains, or in the memory of the host."""
+"""The memory that holds a data set: that of the GPU that trains, or of the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_training_device(trainer: pl.Trainer | None) -> torch.device:
 
 
 def is_resident(device: str, nbytes: int, training: torch.device) -> bool:
-    """Whether a data set is to be on the GPU that trains.
+    """Returns whether a data set is to be on the GPU that trains.
 
     Args:
         device: the argument of the data module, one of `DEVICES`.
@@ -53,7 +53,7 @@ def is_resident(device: str, nbytes: int, training: torch.device) -> bool:
 
 
 def is_decoded(device: str, training: torch.device, num_workers: int) -> bool:
-    """Whether files are to be decoded by the GPU that trains.
+    """Returns whether files are to be decoded by the GPU that trains.
 
     Args:
         device, training: as of `is_resident`.

@@ -171,7 +171,7 @@ def get_rank(trainer: pl.Trainer | None) -> dict[str, int]:
 
 
 class Workers(NamedTuple):
-    """How many processes fetch batches, and why so many."""
+    """The number of processes that fetch batches, and the reason for it."""
 
     count: int
     why: str

@@ -320,7 +320,7 @@ def _call_filled(
 
 
 def _has_fill(result: Tensor) -> bool:
-    """Whether there are values in a tensor with which PyTorch fills new ones."""
+    """Returns whether there are values in a tensor with which PyTorch fills new ones."""
     if result.is_floating_point() or result.is_complex():
         return bool(result.isnan().any())
     return result.dtype != torch.bool and bool((result == torch.iinfo(result.dtype).max).any())

@@ -1,4 +1,4 @@
-"""What hoconv's commands and the scripts share: options, and the JSON records that they write."""
+"""Options of hoconv's commands and of the scripts, and the JSON records that they write."""
 
 from __future__ import annotations
 

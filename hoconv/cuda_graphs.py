@@ -1,4 +1,4 @@
-"""What is to be done when the capture of a CUDA graph fails."""
+"""Cleaning up after a capture of a CUDA graph that failed."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Benchmark:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """What everything else needs to know about one operator.
+    """The declaration of one operator: all that everything else needs to know about it.
 
     Attributes:
         name: the public name.
@@ -187,7 +187,8 @@ def broken_packages() -> dict[str, str]:
 
 
 def _declares(module: str) -> bool:
-    """Whether a module, or another of its package, was imported earlier and declared operators."""
+    """Returns whether a module, or another of its package, was imported earlier and declared
+    operators."""
     package = module.partition(".")[0]
     return any(op.function.__module__.partition(".")[0] == package for op in _declared.values())
 

@@ -211,7 +211,7 @@ def newest_source(config_dir: Path | None) -> float:
 
 
 def is_done(job: Job, changed: float) -> bool:
-    """Whether a job finished with the same overrides, after the sources were `changed`."""
+    """Returns whether a job finished with the same overrides, after the sources were `changed`."""
     try:
         results = json.loads((job.folder / "results.json").read_text())
         finished = (job.folder / job.proof).stat().st_mtime

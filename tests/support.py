@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Helpers for tests of several rooms."""
 
 from __future__ import annotations
 

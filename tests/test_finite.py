@@ -149,7 +149,7 @@ class Model(pl.LightningModule):
 
 
 def fault(network: nn.Module, batch: Tensor | None = None, loss: Callable = sound) -> str:
-    """What a fit of one step stops with; nothing where it does not."""
+    """Returns what a fit of one step stops with; nothing where it does not."""
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, logger=False, callbacks=FiniteLayers(),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

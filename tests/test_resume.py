@@ -374,7 +374,7 @@ def test_a_run_survives_the_loss_of_its_folder(run, monkeypatch, expected):
 
 
 def test_a_checkpoint_of_a_run_before_in_the_folder_is_not_tested(run, monkeypatch):
-    """Where the run's own, of the same name, cannot be written."""
+    """Returns where the run's own, of the same name, cannot be written."""
     first = run(*SHORT, "seed=1")
     replaced = disk.replaced
 

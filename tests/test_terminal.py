@@ -1,4 +1,4 @@
-"""What the terminal shows of a run, and how Ctrl-C ends one."""
+"""The terminal's output of a run, and how Ctrl-C ends one."""
 
 from __future__ import annotations
 

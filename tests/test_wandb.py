@@ -1,4 +1,4 @@
-"""What a run leaves at Weights & Biases, read from the record of an offline run."""
+"""The record of a run at Weights & Biases, read from an offline run."""
 
 from __future__ import annotations
 

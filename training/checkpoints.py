@@ -91,7 +91,8 @@ class WholeFiles(TorchCheckpointIO):
         return whole
 
     def _is_readable(self, name: str, value: Any) -> bool:
-        """Whether a checkpoint of plain data can hold a value; warns the first time that not."""
+        """Returns whether a checkpoint of plain data can hold a value; warns the first time that
+        not."""
         if name not in self._readable:
             file = io.BytesIO()
             try:
@@ -287,7 +288,7 @@ class StepCheckpoints(pl.Callback):
         self._on_interrupt = None
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
-        """Whether any process received SIGTERM.
+        """Returns whether any process received SIGTERM.
 
         Several processes ask each other now and then, since it takes time.
         """

@@ -107,7 +107,7 @@ def attempt(path: Path, write: Callable[[], None], again: bool = False) -> bool:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a file exists and this process's last attempt to write it succeeded."""
+    """Returns whether a file exists and this process's last attempt to write it succeeded."""
     return path.is_file() and path not in _lost
 
 

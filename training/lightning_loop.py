@@ -1,4 +1,4 @@
-"""What we use of Lightning's training loop that is not public: nothing elsewhere does.
+"""The private parts of Lightning's training loop that we use; nothing elsewhere uses any.
 
 Lightning offers no public hook around a whole training step, none to log in the name of one, and no
 way to leave out what its loop does in every step of several processes.

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other while they train.
+"""Messages among the processes of a run while they train.
 
 Lightning's own reductions end with a barrier, at which the host waits for the GPU; the GPU then
 waits for the host's next step.
@@ -46,11 +46,12 @@ class Exchange:
 
     @property
     def newest(self) -> int:
-        """How many exchanges are to be left on their way: the newest of a GPU, none of a CPU."""
+        """Returns how many exchanges are to be left on their way: the newest of a GPU, none of a
+        CPU."""
         return int(self._device.type == "cuda")
 
     def due(self, step: int) -> bool:
-        """Whether there is an exchange after this step, in all processes."""
+        """Returns whether there is an exchange after this step, in all processes."""
         if self._device.type != "cuda":
             return step % self._every == 0
         if self._several:

@@ -35,7 +35,7 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void init_barrier(uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void show_barriers() {
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, const void* 
 
 // Makes what this thread has written before to global memory visible to copies that other threads
 // begin after a barrier.
-__device__ __forceinline__ void show_copies() {
+__device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // Copies BYTES bytes of global memory to the same place in the blocks whose bits are in `mask`, and

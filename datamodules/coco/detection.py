@@ -18,7 +18,7 @@ from datamodules.reading.threads import FileSet
 
 
 class Truth:
-    """What the annotation file says of each image of a batch, in the pixels of the files.
+    """The annotations of each image of a batch, in the pixels of the files.
 
     It is no sequence to what walks through a batch for its tensors, as Lightning does in every
     step.

@@ -1,4 +1,4 @@
-"""Where the files of a data set in COCO's format are."""
+"""The places of the files of a data set in COCO's format."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Files:
 
 
 class Layout(NamedTuple):
-    """How a tool arranges the files of a split, relative to the folder of all.
+    """The places at which a tool puts the files of a split, relative to the folder of all.
 
     Attributes:
         annotations: the annotation file.

@@ -176,7 +176,8 @@ class DeviceSets:
         self._made: dict[tuple[TaskSet, torch.device], DeviceSet] = {}
 
     def decodes(self, device: torch.device, num_workers: int) -> bool:
-        """Whether the device that trains is to decode files, instead of so many processes."""
+        """Returns whether the device that trains is to decode files, instead of so many
+        processes."""
         return not self.kept and is_decoded(self.device, device, num_workers)
 
     def find(self, data: TaskSet, device: torch.device, num_workers: int) -> DeviceSet | None:

@@ -1,4 +1,4 @@
-"""Where data sets on a device take their pixels from: its memory, or the files.
+"""The sources of the pixels of data sets on a device: its memory, or the files.
 
 N images of the annotation file, B batch, H height, W width, S image size, R runs of a label map.
 """

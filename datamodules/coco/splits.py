@@ -1,4 +1,4 @@
-"""What the files of a data set in COCO's format hold, split by split."""
+"""The contents of the files of a data set in COCO's format, split by split."""
 
 from __future__ import annotations
 

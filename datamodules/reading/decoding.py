@@ -107,7 +107,7 @@ def decode_on(
 
 @functools.cache
 def decodes_on(device: torch.device) -> bool:
-    """Whether a device is a GPU that decodes JPEGs here."""
+    """Returns whether a device is a GPU that decodes JPEGs here."""
     decode_jpeg = _find_decoder()
     if device.type != "cuda" or decode_jpeg is None:
         return False
@@ -151,7 +151,7 @@ class _File:
 
     @property
     def jpeg(self) -> bytes | None:
-        """What torchcodec is to decode; None where that is work for Pillow."""
+        """Returns what torchcodec is to decode; None where that is work for Pillow."""
         if self._plain:
             return self._contents
         if self._image.format != "JPEG" or self._image.mode not in ("RGB", "L"):

@@ -71,7 +71,7 @@ def backward_of_parameters(
 
 
 def _last(t: Tensor) -> bool:
-    """Whether a softmax is over the last dimension.
+    """Returns whether a softmax is over the last dimension.
 
     On a GPU, one over any other dimension begins with a copy, which is a kernel of its own. On a
     CPU, the one over the last dimension is slower.

@@ -155,8 +155,8 @@ class HighOrderConv2d(FixedAttributes):
 
 
 def _computes_as_made(generator: Any) -> bool:
-    """Whether a generator is the convolution that its parameters say, and nothing else happens when
-    it is called."""
+    """Returns whether a generator is the convolution that its parameters say, and nothing else
+    happens when it is called."""
     return (
         computes_as_made(generator, nn.Conv2d)
         and generator.padding == "same"

@@ -122,7 +122,8 @@ def _find_risk(status: os.stat_result, owners: Container[int]) -> str | None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether the user is a group's only member; many systems make such a group for each user."""
+    """Returns whether the user is a group's only member; many systems make such a group for each
+    user."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         entry = grp.getgrgid(group)
@@ -132,7 +133,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a file matches its digest, and others can change neither of them."""
+    """Returns whether a file matches its digest, and others can change neither of them."""
     try:
         kept = (path, _digest_path(path))
         statuses = [each.lstat() for each in kept]

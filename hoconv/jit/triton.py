@@ -1,4 +1,4 @@
-"""What a machine needs for kernels in Triton, which compiles them on their first call.
+"""The requirements of kernels in Triton, which compiles them on their first call.
 
 Triton itself is imported on use only: that takes a second.
 """

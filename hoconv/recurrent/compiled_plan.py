@@ -70,7 +70,7 @@ class CompiledPlan:
         return getattr(self.plan, which)
 
     def find(self, which: str, impl: str, x: Tensor) -> HostCode:
-        """What runs one of the plan's programs.
+        """Returns what runs one of the plan's programs.
 
         Args:
             which: as of `program`.
@@ -94,7 +94,8 @@ class CompiledPlan:
             self._cpp_loops(which != "inference")
 
     def keeps_weights(self, which: str, x: Tensor, directions: int = 1) -> bool:
-        """Whether one kernel keeps the weights on the GPU of x, for its batch, in a program.
+        """Returns whether one kernel keeps the weights on the GPU of x, for its batch, in a
+        program.
 
         Args:
             which: as of `program`; with ``forward`` also in ``backward``.
@@ -117,7 +118,7 @@ class CompiledPlan:
         return HostCode(program, self.names, which == "backward", loop)
 
     def _host_both(self, which: str) -> list[HostCode]:
-        """What runs a program in both directions on a GPU."""
+        """Returns what runs a program in both directions on a GPU."""
         loop, backward = self.cuda_loop(which), which == "backward"
         return [HostCode(p, self.names, backward, loop) for p in self.both(which)]
 

@@ -493,7 +493,8 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _ends(begins: Tensor, valid: Tensor | None) -> Tensor:
-    """Whether a sequence ends at a step (T, B, 1), as the next one begins at the following step.
+    """Returns whether a sequence ends at a step (T, B, 1), as the next one begins at the following
+    step.
 
     Nothing ends at the last step: backwards in time, that one begins with the initial state.
     """

@@ -69,7 +69,7 @@ class CudnnLayer:
 
     @functools.cached_property
     def _edges(self) -> dict[str, set[int]]:
-        """Where the pieces of each parameter begin and end."""
+        """Returns where the pieces of each parameter begin and end."""
         edges: dict[str, set[int]] = {}
         for piece in itertools.chain(*self.weights):
             if piece.columns is not None:
@@ -118,7 +118,8 @@ def _split(parameter: Tensor, edges: set[int]) -> dict[tuple[int, int], Tensor]:
 
 
 def fastest(program: Program) -> bool:
-    """Whether cuDNN is at least as fast as our kernels, by the measurements in docs/results.
+    """Returns whether cuDNN is at least as fast as our kernels, by the measurements in
+    docs/results.
 
     Args:
         program: a program with inferred dtypes.

@@ -299,7 +299,7 @@ class Call:
 
     @property
     def inputs(self) -> Inputs:
-        """What the program reads; it keeps states in the dtype of sums."""
+        """Returns what the program reads; it keeps states in the dtype of sums."""
         wide = accumulate_dtype(self.x.dtype)
         sequences = [s for s in (self.x, self.reset, self.valid) if s is not None]
         states = [in_dtype(s, wide) for s in self.states]

@@ -1,4 +1,4 @@
-"""Which passes run on a cell by its schedule, in which order."""
+"""The passes that run on a cell by its schedule, in order."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ class Plan:
 
     @property
     def recorded(self) -> bool:
-        """Whether CUDA graphs record chunks of steps; otherwise kernels are launched one by one."""
+        """Returns whether CUDA graphs record chunks of steps; otherwise kernels are launched one by
+        one."""
         return reaches(self.schedule, "graph")
 
     @property
     def persistent(self) -> bool:
-        """Whether one kernel keeps the weights on the chip, where it can."""
+        """Returns whether one kernel keeps the weights on the chip, where it can."""
         return reaches(self.schedule, "persistent")
 
     @property

@@ -23,8 +23,8 @@ class _LikePyTorch(RNN):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _is_whole(self, state_dict: Any, prefix: str, suffix: str) -> bool:
-        """Whether nn's parameters of a layer and direction are all there, and of these gates; where
-        they are not, PyTorch says which are missing and which are unexpected."""
+        """Returns whether nn's parameters of a layer and direction are all there, and of these
+        gates; where they are not, PyTorch says which are missing and which are unexpected."""
         weights, biases = (
             [state_dict.get(f"{prefix}{name}_{of}{suffix}") for of in ("ih", "hh")]
             for name in ("weight", "bias")

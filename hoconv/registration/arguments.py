@@ -76,8 +76,8 @@ def get_parameter(module: nn.Module, name: str) -> Any:
 
 
 def computes_as_made(generator: Any, kind: type[nn.Module]) -> bool:
-    """Whether a generator computes what a module of this class computes from its parameters, and
-    nothing else happens when it is called.
+    """Returns whether a generator computes what a module of this class computes from its
+    parameters, and nothing else happens when it is called.
 
     Args:
         generator: a module of any class.

@@ -27,7 +27,7 @@ def autocast(device_type: str, *tensors: Any) -> tuple[Any, ...]:
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
+    """Returns whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
     return (
         torch._C._is_any_autocast_enabled()  # the shortest question comes first
         and torch.amp.is_autocast_available(device_type)

@@ -1,4 +1,4 @@
-"""What an implementation is made of: libraries of compiled code, ops of torch.library."""
+"""The parts of an implementation: libraries of compiled code, ops of torch.library."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Op:
 
 
 def is_plain(args: Sequence[Any]) -> bool:
-    """Whether autograd and the kernel are all that a call needs: it is neither traced, transformed
-    nor watched by a mode, and its tensors are of PyTorch's own classes and have memory.
+    """Returns whether autograd and the kernel are all that a call needs: it is neither traced,
+    transformed nor watched by a mode, and its tensors are of PyTorch's own classes and have memory.
 
     An argument may be of a transform that has ended: what a pull-back of torch.func.vjp saved, say.
     The dispatcher finds the tensor within it; without, autograd would take it for another leaf. The
@@ -77,7 +77,7 @@ def is_plain(args: Sequence[Any]) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether what runs now is traced, or transformed by torch.func."""
+    """Returns whether what runs now is traced, or transformed by torch.func."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -87,8 +87,8 @@ def is_transformed() -> bool:
 
 
 def records_gradients() -> bool:
-    """Whether autograd records calls; in inference mode, which torch.compile does not know, it
-    never does."""
+    """Returns whether autograd records calls; in inference mode, which torch.compile does not know,
+    it never does."""
     if not torch.is_grad_enabled():
         return False
     return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()

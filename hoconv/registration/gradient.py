@@ -148,7 +148,7 @@ def _find_tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def has_tangent(t: Tensor) -> bool:
-    """Whether a tensor has a forward-mode tangent at the innermost level of torch.func."""
+    """Returns whether a tensor has a forward-mode tangent at the innermost level of torch.func."""
     return forward_ad.unpack_dual(t).tangent is not None
 
 

@@ -141,7 +141,7 @@ def kernel_times(measured: dict[str, Any], way: str, labels: Sequence[str]) -> d
 
 
 def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Where the time of a step goes: a bar for each group, divided."""
+    """Returns where the time of a step goes: a bar for each group, divided."""
     data = [
         {"label": each["label"], "part": name, "order": i,
          "ms": each["parts"][f"{part}_ms"], "share": each["parts"]["shares"][part]}

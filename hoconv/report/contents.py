@@ -94,7 +94,8 @@ def _kernels(found: Found, operator: str) -> list[dict[str, Any]]:
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each contender needs for a forward and a backward at the largest size all can run."""
+    """Returns what each contender needs for a forward and a backward at the largest size all can
+    run."""
     size = max(
         (row["size"] for row in rows if not row["error"]),
         key=lambda size: (sum(row["size"] == size and not row["error"] for row in rows), size),
@@ -197,7 +198,7 @@ def _of_the_step(each: Group, share: Share | None) -> dict[str, Any]:
 
 
 def _kernel_speedup(kernels: list[dict[str, Any]], baseline: Group, each: Group) -> float | None:
-    """How many times as fast the operator is by its benchmark, where the runs computed."""
+    """Returns how many times as fast the operator is by its benchmark, where the runs computed."""
     if not baseline.finished():
         return None
     old, new = baseline.finished()[0], each.finished()[0]
@@ -211,7 +212,7 @@ def _kernel_speedup(kernels: list[dict[str, Any]], baseline: Group, each: Group)
 
 
 def _noise(groups: list[Group]) -> dict[str, Any]:
-    """What the runs of one seed and the same code differ by."""
+    """Returns what the runs of one seed and the same code differ by."""
     pairs = [
         {"label": each.label, "seed": seed, "speedup": ratio}
         for each in groups

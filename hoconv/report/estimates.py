@@ -57,7 +57,7 @@ def amdahl(share: float, speedup: float) -> float:
 
 
 def holds(value: Estimate, wanted: float) -> bool | None:
-    """Whether an interval holds a number; None where there is no interval."""
+    """Returns whether an interval holds a number; None where there is no interval."""
     if value["mean"] is None or value["ci95"] is None:
         return None
     return abs(wanted - value["mean"]) <= value["ci95"]

@@ -31,7 +31,7 @@ class Group:
         return [run for runs in self.runs.values() for run in runs]
 
     def captured(self) -> bool:
-        """Whether the steps of all finished runs were CUDA graphs."""
+        """Returns whether the steps of all finished runs were CUDA graphs."""
         runs = self.finished()
         return bool(runs) and all(r.results.get("capture", {}).get("replays", 0) > 0 for r in runs)
 

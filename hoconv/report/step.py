@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, what a faster operator can change, and what it did."""
+"""The parts of a training step's time: what a faster operator can change, and what it did."""
 
 from __future__ import annotations
 

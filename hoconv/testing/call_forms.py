@@ -23,7 +23,7 @@ GAP = 2  # elements of memory for each element of a strided tensor, and between 
 
 
 class Form(NamedTuple):
-    """How a sample is called.
+    """A way of calling a sample.
 
     Attributes:
         name: what is different.

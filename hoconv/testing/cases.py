@@ -1,4 +1,4 @@
-"""What is expected of an operator: the results of its reference for each of its samples."""
+"""The expected results of an operator: those of its reference for each of its samples."""
 
 from __future__ import annotations
 

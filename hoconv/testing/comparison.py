@@ -141,7 +141,8 @@ def relative_error(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits: -0 is not 0, and NaN may be NaN."""
+    """Returns whether two tensors have the same shape, dtype and bits: -0 is not 0, and NaN may be
+    NaN."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))

@@ -104,7 +104,7 @@ def errors(output: Any, exact: Any) -> list[float]:
 
 
 def properties(output: Any) -> Any:
-    """What is known of an output whose tensors have no data; the device aside."""
+    """Returns what is known of an output whose tensors have no data; the device aside."""
     return tree_map(lambda t: (t.dtype, t.shape), output)
 
 

@@ -25,7 +25,8 @@ class Variant:
         return f"{self.operator.name}-{self.impl}-{self.device}"
 
     def obstacle(self) -> str | None:
-        """Why tests cannot run here; None for a broken implementation, whose tests must fail."""
+        """Returns why tests cannot run here; None for a broken implementation, whose tests must
+        fail."""
         return obstacle(self.operator, self.impl, self.device)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 class ScoredBoxes(NamedTuple):
-    """What was found in an image.
+    """The boxes found in an image.
 
     Attributes:
         boxes: (n, 4): left, top, width and height, in pixels of its file.

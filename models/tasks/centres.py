@@ -31,7 +31,7 @@ PEAK = 3  # locations: a centre is the most probable one of so many in each dire
 
 
 class Targets(NamedTuple):
-    """What a network is to find.
+    """The targets of a network.
 
     Attributes:
         centres: (B, K, h, w), 1 at the centre of an object, falling to 0 around it.

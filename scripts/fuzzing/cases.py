@@ -274,7 +274,7 @@ def _choose(draw: Draw) -> Program:
 
 
 def judge(key: Key, folder: Path, say: Callable[[str], None]) -> Verdict:
-    """Runs a case; `say` is describe_error what it is before it runs."""
+    """Runs a case; `say` is told which one before it runs."""
     case = Case(key)
     say(str(case))
     return case.judge(folder)

@@ -40,7 +40,8 @@ class Verdict:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the library refused on purpose: a ``raise`` statement of its own raised the error.
+    """Returns whether the library refused on purpose: a ``raise`` statement of its own raised the
+    error.
 
     An error that PyTorch raised inside a call of the library is no refusal.
     """

@@ -1,4 +1,4 @@
-"""What the sets of a data module hold, in lines."""
+"""The line about each set of a data module."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def _new_process() -> Iterator[None]:
-    """What is remembered once a process is forgotten, before the test and after it."""
+    """Returns what is remembered once a process is forgotten, before the test and after it."""
     remembered = (_load_once, compilers.compiler, compilers.identity)
     for function in remembered:
         function.cache_clear()

@@ -104,7 +104,8 @@ def test_what_is_not_as_it_was_made_is_made_again(make: Maker, damage: str) -> N
 
 
 def plant(make: Maker) -> Path:
-    """What others could leave in the cache: a file that fits in all, and is not what it says."""
+    """Returns what others could leave in the cache: a file that fits in all, and is not what it
+    says."""
     path = make()
     path.write_bytes(b"planted")
     digest_of(path).write_text(cache._digest(path))

@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package `tone_curve` is written and installed."""
+    """Returns where the package `tone_curve` is written and installed."""
     site = tmp_path_factory.mktemp("site")
     install("tone_curve", site)
     return site

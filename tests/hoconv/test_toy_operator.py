@@ -47,7 +47,8 @@ for name, layer in layers(nn.Sequential(nn.Identity(), layer)):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package `toy_operators` is installed, beside one that cannot be imported."""
+    """Returns where the package `toy_operators` is installed, beside one that cannot be
+    imported."""
     site = tmp_path_factory.mktemp("site")
     package = site / "toy_operators-1.dist-info"
     package.mkdir()

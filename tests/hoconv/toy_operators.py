@@ -141,7 +141,7 @@ def changes_its_input(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def contiguous(t: Tensor) -> Tensor:
-    """What a kernel sees that takes its argument for contiguous."""
+    """Returns what a kernel sees that takes its argument for contiguous."""
     t = t.detach()
     memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())[t.storage_offset() :]
     return torch.cat([memory, memory.new_zeros(t.numel())])[: t.numel()].view(t.shape)

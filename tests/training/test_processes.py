@@ -1,4 +1,4 @@
-"""What processes tell each other while they train."""
+"""Messages among processes while they train."""
 
 from __future__ import annotations
 

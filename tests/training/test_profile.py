@@ -1,4 +1,4 @@
-"""What a profile calls a kernel."""
+"""The names of kernels in a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the data holds, before a fit or a test."""
+"""The number of samples in each set of the data, shown before a fit or a test."""
 
 from __future__ import annotations
 

@@ -106,12 +106,12 @@ class LossRecord(pl.Callback):
             self._flush()  # with several processes it would wait for those that did not fail
 
     def _logs(self, trainer: pl.Trainer, ahead: int = 0) -> bool:
-        """Whether the last loss, or that of a step ahead, is logged."""
+        """Returns whether the last loss, or that of a step ahead, is logged."""
         every = trainer.log_every_n_steps  # pyright: ignore
         return bool(every) and (self._rows + len(self._losses) + ahead) % every == 0
 
     def _describe(self, trainer: pl.Trainer, outputs: Any) -> _Logged:
-        """What is logged with the last loss."""
+        """Returns what is logged with the last loss."""
         returned = outputs.items() if isinstance(outputs, Mapping) else ()
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {"epoch": trainer.current_epoch}
@@ -175,7 +175,7 @@ class LossRecord(pl.Callback):
 
 
 class _Logged(NamedTuple):
-    """What is logged of a step.
+    """The values logged for a step.
 
     Attributes:
         row: of the table, which has its loss.

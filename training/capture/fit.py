@@ -17,7 +17,7 @@ copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Fit:
-    """What the steps of a fit use, with one optimizer on a device that captures.
+    """The state that the steps of a fit use, with one optimizer on a device that captures.
 
     Attributes:
         trainer, model, optimization, gpu: as given.

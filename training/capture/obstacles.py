@@ -1,4 +1,4 @@
-"""What keeps the steps of a fit from being captured, as far as it shows before a step."""
+"""Reasons not to capture the steps of a fit, as far as they show before a step."""
 
 from __future__ import annotations
 

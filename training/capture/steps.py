@@ -43,7 +43,7 @@ MODES = ("auto", "on", "off")
 
 @dataclasses.dataclass
 class _Kind:
-    """What is known of the steps that can be the same graph.
+    """The state of the steps that can be the same graph.
 
     Attributes:
         seen: how many ran eagerly.

@@ -1,1 +1,1 @@
-"""What a command line and its configuration say: names, checks, resolvers, making objects."""
+"""A command line and its configuration: names, checks, resolvers, making objects."""

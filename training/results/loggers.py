@@ -235,7 +235,8 @@ def _line(error: Exception) -> str:
 
 
 def has_api_key() -> bool:
-    """Whether wandb would find a key without asking: in the environment or in a netrc file."""
+    """Returns whether wandb would find a key without asking: in the environment or in a netrc
+    file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, so that the file alone is enough to predict, test and load."""
+"""The description of a run in its checkpoints, which makes them self-contained."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ struct Exchanges {
     count = 0;
     if (threadIdx.x < 2) {
       init_barrier(shared_address(barriers + threadIdx.x));
-      show_barriers();
+      fence_barrier_init();
       expect_bytes(shared_address(barriers + threadIdx.x),
                    threadIdx.x ? second_bytes : first_bytes);
     }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void push_slice(const Exchanges& exchanges, const voi
 template <int BYTES>
 __device__ __forceinline__ void copy_to_blocks(const Exchanges& exchanges, void* to,
                                                const void* from, uint32_t mask) {
-  show_copies();
+  fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) copy_to<BYTES>(shared_address(to), exchanges.barrier(), from, mask);
 }

@@ -131,7 +131,8 @@ def run(
 
 
 def convolutions_allow_tf32() -> bool:
-    """Whether float32 products of PyTorch's convolutions may be rounded to TF32, on a GPU."""
+    """Returns whether float32 products of PyTorch's convolutions may be rounded to TF32, on a
+    GPU."""
     return torch._C._get_cudnn_allow_tf32()
 
 

@@ -119,7 +119,7 @@ class _Product:
         return f"aoti_torch_dtype_{_DTYPES[self.weight.type.dtype]}()"
 
     def strides(self, storage: Storage) -> tuple[int, int]:
-        """Where its row and column strides are among those of the strided buffers."""
+        """Returns where its row and column strides are among those of the strided buffers."""
         row = 2 * storage.strided.index(self.weight)
         return (row + 1, row) if self.op.kind == "linear" else (row, row + 1)
 

@@ -55,7 +55,7 @@ class _Block(Target):
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: a grid of (B, `blocks`) blocks of `threads`."""
+    """The launch of a kernel: a grid of (B, `blocks`) blocks of `threads`."""
 
     name: str
     blocks: int
@@ -161,12 +161,13 @@ def _find_wraparound(program: Program, items: Sequence[Op | Group]) -> tuple[Gro
 
 
 def _needs_no_barrier(kernel: Kernel) -> bool:
-    """Whether no thread waits for another thread of its row: for a reduction, or for a store."""
+    """Returns whether no thread waits for another thread of its row: for a reduction, or for a
+    store."""
     return len(kernel.sections) < 2 and not any(section.scalars for section in kernel.sections)
 
 
 def _touch_own_features(*parts: tuple[str, Kernel]) -> bool:
-    """Whether each thread reads, of what another kernel writes, only its own features."""
+    """Returns whether each thread reads, of what another kernel writes, only its own features."""
     where: dict[str, list[set]] = defaultdict(lambda: [set() for _ in parts])
     written = set()
     for i, (_, kernel) in enumerate(parts):

@@ -12,7 +12,7 @@ from hoconv.recurrent.ir.program import Op, Value
 
 
 class Target(ABC):
-    """How a target iterates over the features of a row."""
+    """A target's iteration over the features of a row."""
 
     @abstractmethod
     def loop(self, size: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:

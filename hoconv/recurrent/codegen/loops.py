@@ -121,13 +121,15 @@ class _Lowering:
         return at
 
     def _later(self, value: Value, op: Op) -> bool:
-        """Whether an op can read a vector of this kernel only after the loop that computes it."""
+        """Returns whether an op can read a vector of this kernel only after the loop that computes
+        it."""
         if op.kind == "slice":
             return op.result.type.size > 1  # scalars come after the loops
         return self.made[value].kind == "cat"
 
     def _from_memory(self, value: Value, op: Op) -> bool:
-        """Whether an op reads a vector of this kernel from memory instead of from a register."""
+        """Returns whether an op reads a vector of this kernel from memory instead of from a
+        register."""
         if value not in self.made or value.type.size == 1:
             return False
         if op.kind == "slice" or self.made[value].kind == "cat":

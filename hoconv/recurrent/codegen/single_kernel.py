@@ -45,12 +45,13 @@ def _body(kernels: Sequence[Kernel], size: int) -> Iterator[Statement]:
 
 
 def _is_own_scalar(s: Statement) -> bool:
-    """Whether a scalar of a row is read or computed, but belongs to no state and is not stored."""
+    """Returns whether a scalar of a row is read or computed, but belongs to no state and is not
+    stored."""
     return isinstance(s, Compute) or (isinstance(s, Load) and _kind(s) in ("once", "sequence"))
 
 
 def _is_own(s: Statement, size: int) -> bool:
-    """Whether a statement touches, of what the loop writes, its own feature only."""
+    """Returns whether a statement touches, of what the loop writes, its own feature only."""
     if isinstance(s, Compute):
         return True
     if not isinstance(s, Load | Store) or s.memory.location is None:

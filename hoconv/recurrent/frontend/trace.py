@@ -36,7 +36,7 @@ class Trace:
 
     @property
     def draws(self) -> bool:
-        """Whether a step has random masks."""
+        """Returns whether a step has random masks."""
         return any(op.kind == "keep" for op in flat(self.program.step))
 
 
@@ -107,7 +107,7 @@ class _Tracer(Frame):
         return value
 
     def _constant(self, value: Value) -> bool:
-        """Whether a value does not depend on a state."""
+        """Returns whether a value does not depend on a state."""
         made_by = {op.result: op for op in self.builder.ops}
         if value.type.rate != "step":
             return True

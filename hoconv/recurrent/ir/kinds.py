@@ -23,27 +23,28 @@ SUMS = ("outer", "total")
 
 
 def is_known(kind: str) -> bool:
-    """Whether there are ops of this kind."""
+    """Returns whether there are ops of this kind."""
     return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES, *PRODUCTS, *SUMS)
 
 
 def is_reduction(kind: str) -> bool:
-    """Whether the op makes one feature of all features of a row."""
+    """Returns whether the op makes one feature of all features of a row."""
     return isinstance(FUNCTIONS.get(kind), Reduction)
 
 
 def is_elementwise(kind: str) -> bool:
-    """Whether a feature of the result depends on the same feature of each operand."""
+    """Returns whether a feature of the result depends on the same feature of each operand."""
     return kind in FUNCTIONS and not is_reduction(kind)
 
 
 def is_rowwise(kind: str) -> bool:
-    """Whether a row of the result depends on the same row of each operand, and on no weight."""
+    """Returns whether a row of the result depends on the same row of each operand, and on no
+    weight."""
     return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES)
 
 
 def is_cheap(kind: str) -> bool:
-    """Whether the op costs less to compute again than to write and read its result."""
+    """Returns whether the op costs less to compute again than to write and read its result."""
     return FUNCTIONS[kind].cheap if kind in FUNCTIONS else kind in (*LAYOUT, *SOURCES)
 
 
@@ -131,7 +132,7 @@ def result_shape(
 
 
 def is_boolean(kind: str, inputs: Sequence[Operand]) -> bool:
-    """Whether the result is a condition: true or false."""
+    """Returns whether the result is a condition: true or false."""
     if kind in LAYOUT:
         return any(isinstance(i, Value) and i.type.dtype == "bool" for i in inputs)
     return kind == "keep" or (kind in FUNCTIONS and FUNCTIONS[kind].result == "condition")

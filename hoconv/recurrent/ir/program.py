@@ -152,7 +152,7 @@ class Program:
 
     @functools.cached_property
     def read(self) -> frozenset[Value]:
-        """What the steps read."""
+        """Returns what the steps read."""
         return frozenset(v for op in flat(self.step) for v in op.values) | {*step_outputs(self)}
 
     @functools.cached_property

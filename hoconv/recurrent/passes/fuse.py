@@ -49,5 +49,5 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
 
 
 def _in_group(op: Op) -> bool:
-    """Whether an op belongs to a group. One that reads parameters alone has no rows."""
+    """Returns whether an op belongs to a group. One that reads parameters alone has no rows."""
     return is_rowwise(op.kind) and op.result.type.rate != "once"

@@ -72,8 +72,8 @@ def _stream_after(program: Program) -> Program:
 
 
 def _is_product(item: Op | Group) -> TypeGuard[Op]:
-    """Whether the step computes it as fast as what computes whole sequences. In half precision
-    that is PyTorch, which has faster instructions."""
+    """Returns whether the step computes it as fast as what computes whole sequences. In half
+    precision that is PyTorch, which has faster instructions."""
     return (
         isinstance(item, Op) and item.kind in PRODUCTS and item.result.type.dtype in ("f32", "f64")
     )

@@ -27,7 +27,7 @@ _KEPT = 1024  # descriptions of a storage, for a T and a B
 
 
 class _Layout(NamedTuple):
-    """What T steps of B rows are given, and what they write.
+    """The tensors that T steps of B rows read and write.
 
     Attributes:
         values: the values that are given: sequences, and the params that the steps read.

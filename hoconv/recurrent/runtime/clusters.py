@@ -45,7 +45,7 @@ _PROBE = f'{HEADER}\nextern "C" __global__ void probe() {{}}\n'
 
 @dataclass(frozen=True)
 class Chip:
-    """What a GPU has.
+    """The resources of a GPU.
 
     Attributes:
         shared_bytes: the most shared memory of a block.
@@ -270,7 +270,7 @@ def open_cubin(path: Path) -> Cubin:
 
 
 def current_stream() -> int:
-    """What ``torch.cuda.current_stream().cuda_stream`` is, in a tenth of the time."""
+    """Returns what ``torch.cuda.current_stream().cuda_stream`` is, in a tenth of the time."""
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 

@@ -43,8 +43,9 @@ def load() -> None:
 
 
 def has_rows(B: int) -> bool:
-    """Whether threads take so many of B rows that a product of one step takes them no longer, by
-    row, than a product of all steps: csrc/recurrent/product.h has its speed with 32 rows."""
+    """Returns whether threads take so many of B rows that a product of one step takes them no
+    longer, by row, than a product of all steps: csrc/recurrent/product.h has its speed with 32
+    rows."""
     return 32 * torch.get_num_threads() <= B
 
 

@@ -129,7 +129,7 @@ class CudaLoop:
             return self.clusters.run(layout, runs, device)
 
     def keeps_weights(self, B: int, device: torch.device, runs: int = 1) -> bool:
-        """Whether one kernel keeps the weights on a GPU, for some runs of a batch each."""
+        """Returns whether one kernel keeps the weights on a GPU, for some runs of a batch each."""
         if self.clusters is None:
             return False
         return not isinstance(self.clusters.find(B, device, runs), str)
@@ -171,7 +171,7 @@ class _CannotKeep(Exception):
 
 
 def _is_in_graph_pool(device: torch.device) -> bool:
-    """Whether memory that is allocated now comes from the memory pool of CUDA graphs."""
+    """Returns whether memory that is allocated now comes from the memory pool of CUDA graphs."""
     if torch.cuda.get_allocator_backend() != "native":
         return False
     address = torch.empty(1, device=device).data_ptr()

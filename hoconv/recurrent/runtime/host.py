@@ -38,7 +38,7 @@ Steps = Generator[Any, tuple[Tensors, list[Tensor]], None]
 
 
 class HostCode:
-    """What the host does in a run of a program, without autograd.
+    """The host's part of a run of a program, without autograd.
 
     Args:
         parameters: the names of the cell's parameters, in the order in which they are given.

@@ -21,7 +21,7 @@ Tensors = dict[Value, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LoopRun:
-    """What a :class:`Loop` is called with."""
+    """The arguments of a :class:`Loop`."""
 
     program: Program
     values: Tensors

@@ -35,7 +35,7 @@ def pack(program: Program, parameters: Mapping[str, Tensor]) -> list[Tensor]:
 
 @functools.lru_cache(_KEPT)
 def find_sources(program: Program) -> list[tuple[_Names, list[tuple[int, int | None]]]]:
-    """Where the gradients of parameters lie: of those that lie together, or of one, what is
+    """Returns where the gradients of parameters lie: of those that lie together, or of one, what is
     concatenated by columns: the number of each param, and of its piece or None for all of them."""
     groups, together = group_params(program)
     parts: dict[_Names, dict[tuple[int, int], tuple[int, int | None]]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""What is special about the layer; `hoconv test soft_clip` tests the operator, and this."""
+"""Tests of the layer alone; `hoconv test soft_clip` runs those of the operator, too."""
 
 import pytest
 import torch

@@ -121,7 +121,7 @@ def _measure(impl: str, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _phases(case: Case) -> dict[str, Callable[[], None]]:
-    """What is timed: by its name, a function."""
+    """Returns what is timed: by its name, a function."""
     parameters = list(case.layer.parameters())
     cotangent = torch.randn_like(case.output())
 

@@ -66,7 +66,7 @@ EXPERIMENTS = {
 
 
 class Column(NamedTuple):
-    """How a model is trained; `capture` is train.py's, and only experiments are captured."""
+    """A way of training a model; `capture` is train.py's, and only experiments are captured."""
 
     device: str
     impl: str

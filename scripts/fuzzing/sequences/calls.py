@@ -65,7 +65,7 @@ class Call:
         return dict(zip(leaves, found, strict=True))
 
     def is_noisy(self) -> bool:
-        """Whether it draws random numbers, of which two threads would each get some."""
+        """Returns whether it draws random numbers, of which two threads would each get some."""
         of, runs = vars(self.layer), getattr(self.layer, "runs", None)
         draws = runs and runs[0][0].name.startswith(("random", "own"))
         return of["training"] and (draws or of.get("dropout") or of.get("weight_dropout"))
@@ -85,7 +85,7 @@ def _under(name: str, results: Results) -> Results:
 
 @dataclass(frozen=True)
 class Way:
-    """How outputs come about, or what is derived from them.
+    """A way to get outputs, or to derive something from them.
 
     Attributes:
         run: makes a context of outputs for a call; or takes a call and outputs, returns results.

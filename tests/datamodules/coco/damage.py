@@ -126,7 +126,7 @@ def whole(kind: str) -> str:
 
 
 def contents(kind: str, path: Path, cache_dir: Path) -> tuple[dict[str, Any], Skipped]:
-    """What an annotation file says of each image, by its name."""
+    """Returns what an annotation file says of each image, by its name."""
     if kind == "captions":
         captions = Captions(path, cache_dir)
         names = captions.file_names.tolist()

@@ -125,7 +125,7 @@ def measure(boxes: Tensor) -> Tensor:
 
 
 def same_distribution(one: Tensor, other: Tensor) -> None:
-    """Whether quantiles agree, to 3 % of the range."""
+    """Returns whether quantiles agree, to 3 % of the range."""
     at = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     difference = (torch.quantile(one, at) - torch.quantile(other, at)).abs()
     assert difference.max() < 0.03 * (other.max() - other.min())

@@ -45,7 +45,7 @@ def draw(*paths: Path, side: int = SIDE) -> None:
 
 @pytest.fixture
 def read(tmp_path: Path):
-    """What some names mean in a folder."""
+    """Returns what some names mean in a folder."""
 
     def read(folder: Path, *images: Any) -> Instances:
         write(tmp_path / "names.json", *images)

@@ -98,7 +98,7 @@ coordinates = st.one_of(
 
 
 def encloses(polygon: list[float]) -> bool:
-    """Whether its points are not on a line."""
+    """Returns whether its points are not on a line."""
     (x, y), *rest = zip(polygon[::2], polygon[1::2])
     moved = [(a - x, b - y) for a, b in rest]
     return any(a * d != b * c for (a, b), (c, d) in itertools.combinations(moved, 2))

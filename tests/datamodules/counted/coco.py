@@ -180,7 +180,7 @@ def is_box(said: dict[str, Any]) -> bool:
 
 
 def kinds_of(file: dict[str, Any], task: str, crowds: str) -> dict[int, Counter[str]]:
-    """How many objects and crowds are in each image, by its id."""
+    """Returns how many objects and crowds are in each image, by its id."""
     found = {image["id"]: Counter[str]() for image in file["images"]}
     for said in file["annotations"]:
         drawn = mask_area(said["segmentation"]) > 0 if task == "segmentation" else is_box(said)

@@ -302,7 +302,7 @@ def make(variant: Variant, **options: Any) -> DynamicConv1d:
 
 
 def by_hand(layer: DynamicConv1d, x: Tensor) -> Tensor:
-    """What the layer's generator returns, applied."""
+    """Returns what the layer's generator returns, applied."""
     taps = layer.generator(x.mT).mT.unflatten(1, (2, 3)).softmax(2)
     out = dynamic_conv1d(x, taps, padding=2, impl="reference")
     assert layer.bias is not None

@@ -57,7 +57,7 @@ def test_negative_view_is_read_with_its_sign(variant: Variant) -> None:
 
 
 def generated(variant: Variant, channels_last: bool) -> tuple[Tensor, Tensor]:
-    """What a generator gives, and the weight that is a view of it."""
+    """Returns what a generator gives, and the weight that is a view of it."""
     output = draw(variant, 2, 25 * 2, 6, 9)
     if channels_last:
         output = output.to(memory_format=torch.channels_last)

@@ -149,7 +149,7 @@ inline void settle(Barrier& b) {
   if (b.pending == 0 && b.missing == 0) b.pending = 1, ++b.phase;
 }
 inline void init_barrier(uint32_t address) { own().barriers[address] = Barrier(); }
-inline void show_barriers() {}
+inline void fence_barrier_init() {}
 inline void expect_bytes(uint32_t address, uint32_t bytes) {
   Barrier& b = barrier_at(address);
   b.missing += bytes;
@@ -187,7 +187,7 @@ void push(uint32_t to, uint32_t barrier, const void* from) {
   arrive(b, BYTES);
 }
 
-inline void show_copies() {}
+inline void fence_async_proxy() {}
 template <int BYTES>
 void copy_to(uint32_t to, uint32_t barrier, const void* from, uint32_t mask) {
   if (reinterpret_cast<uintptr_t>(from) % 16) abort();

@@ -128,7 +128,7 @@ def _namespace(name: str, source: CudaSource) -> str:
 
 
 def _waits(name: str, body: str) -> bool:
-    """Whether the threads of a kernel wait for each other."""
+    """Returns whether the threads of a kernel wait for each other."""
     functions = re.split(r"\n(?=__device__|extern)", body)
     used = (name, *re.findall(r"kernel\d+", name))
     own = [f for f in functions if any(re.search(rf"\b{n}\(const Call", f) for n in used)]

@@ -160,7 +160,7 @@ def test_the_rungs_of_the_ladder_add_one_thing_each() -> None:
 
 
 def saved(which: str, **options: Any) -> list[str]:
-    """What made each value that the forward steps save."""
+    """Returns what made each value that the forward steps save."""
     program = plan(bound(which), torch.float64, **options).forward
     made_by = {op.result: op.kind for item in program.step if isinstance(item, Group)
                for op in item.ops}  # fmt: skip

@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "use" / "recurrent.md").read_text()
 
 
 def blocks(marker: str) -> list[Any]:
-    """What follows a comment in a code block, by the comment's name."""
+    """Returns what follows a comment in a code block, by the comment's name."""
     return re.findall(rf"<!-- {marker} -->\n```\n(.*?)\n```", PAGE, re.DOTALL)
 
 

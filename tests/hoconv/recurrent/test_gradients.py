@@ -209,7 +209,7 @@ def test_of_a_library_s_function_are_those_of_the_definition(
 
 
 def saved_bytes(made: rnn.RNN, x: Tensor) -> int:
-    """What is kept between forward and backward, each memory once."""
+    """Returns what is kept between forward and backward, each memory once."""
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t

@@ -61,7 +61,7 @@ class Files:
         operator_launches: int = 5,
         **others: Any,
     ) -> None:
-        """What the callback LayerShares leaves, beside the results.json of its run."""
+        """Returns what the callback LayerShares leaves, beside the results.json of its run."""
 
         def times(ms: float) -> dict[str, float]:
             return {"median_ms": ms, "p20_ms": ms, "p80_ms": ms, "repeats": 20}

@@ -48,8 +48,8 @@ def test_step_by_step_is_the_same_as_all_at_once():
 
 
 def test_everything_learns():
-    """What has no gradient at first is what the residual high-order convolutions generate their
-    kernels from; their biases have one."""
+    """Returns what has no gradient at first is what the residual high-order convolutions generate
+    their kernels from; their biases have one."""
     network = decoder(dropout=0.0)
     network(torch.randn(2, 3, 16, 16), torch.randint(V, (2, 9))).square().sum().backward()
     still = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()]

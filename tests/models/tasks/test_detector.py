@@ -24,7 +24,7 @@ CLASSES = torch.tensor([[0, 2, 1, NOTHING], [1, CROWD, NOTHING, NOTHING]])
 
 
 def perfect(boxes: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """What a network would say that finds exactly these."""
+    """Returns what a network would say that finds exactly these."""
     logits = torch.full((len(boxes), CATEGORIES, *GRID), -20.0)
     found = torch.zeros(len(boxes), 4, *GRID)
     for image, (those, labels) in enumerate(zip(boxes, classes, strict=True)):

@@ -57,7 +57,7 @@ class Ran(NamedTuple):
 
     @property
     def why(self) -> str:
-        """Why steps ran eagerly that were not to be captured in the end."""
+        """Returns why steps ran eagerly that were not to be captured in the end."""
         expected = (capture.WARMUP, capture.TRIAL)
         return "; ".join(why for why in self.capture.eager_steps if why not in expected)
 

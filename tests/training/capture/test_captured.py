@@ -1,4 +1,4 @@
-"""What is captured, and gives the same bits as eager steps do."""
+"""Steps that are captured give the same bits as eager steps do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What optimizers of users do."""
+"""Optimizers of users, captured."""
 
 from __future__ import annotations
 

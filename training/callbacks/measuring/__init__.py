@@ -1,1 +1,1 @@
-"""What a step costs: its profile, and the shares of its layers."""
+"""The cost of a step: its profile, and the shares of its layers."""

@@ -1,1 +1,1 @@
-"""What a fit can do, which of its losses are no numbers, and why it ended."""
+"""The outcome of a fit: what it can do, which of its losses are NaN, and why it ended."""

@@ -1,4 +1,4 @@
-"""Why a fit ended before its last epoch."""
+"""The reason why a fit ended before its last epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a fit can train, validate and find what it monitors: checked before its first step."""
+"""Checks, before the first step, that a fit can train, validate and find what it monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special about the layer; `hoconv test carafe` tests the operator, and this."""
+"""Tests of the layer alone; `hoconv test carafe` runs those of the operator, too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the blocks of a cluster exchange: gathered operands, partial sums, and reductions of rows.
+"""Exchanges among the blocks of a cluster: gathered operands, partial sums, reductions of rows.
 
 What all blocks of a cluster get of a large vector comes from the L2 cache: a block puts its columns
 there, and one copy brings them to all others. In a team of two clusters, a block posts its columns
@@ -28,7 +28,7 @@ _WORD = 8  # bytes of data in a word of a mailbox
 
 @dataclass(frozen=True)
 class _Slice:
-    """What a block has in shared memory of something that others need.
+    """The part that a block has in shared memory of something that others need.
 
     Attributes:
         own: where it is.
@@ -77,7 +77,7 @@ class Exchanges:
         return f"({self.rows_of(gathered)})[{self._place(gathered.dtype, column)}]"
 
     def _place(self, dtype: str, column: str) -> str:
-        """Where a column of row r is in an array in panels."""
+        """Returns where a column of row r is in an array in panels."""
         return f"Panels<{TYPES[dtype]}, ROWS>::at(r, {column})"
 
     def publish(self, phase: int, n: int) -> Iterator[str]:
@@ -157,7 +157,7 @@ class Exchanges:
         return f"{self.rows_of(product.gathered)} + {product.column * height}"
 
     def pushes(self, k: int) -> Iterator[str]:
-        """What a block sends in an exchange."""
+        """Returns what a block sends in an exchange."""
         layout, shared = self.layout, self.shared
         for gathered in shared.gathered if self.shape.blocks > 1 else ():
             for index, segment in enumerate(gathered.segments):
@@ -189,7 +189,8 @@ class Exchanges:
         return f"{rows} + ({column}) * {self.layout.height(gathered.dtype)}"
 
     def _room(self, gathered: Gathered, index: int, relayed: bool = False) -> str | None:
-        """Where a block puts its columns of a segment for others, or those it relays to them."""
+        """Returns where a block puts its columns of a segment for others, or those it relays to
+        them."""
         layout, at = self.layout, 0
         for each in self.shared.gathered:
             for of, segment in enumerate(each.segments):
@@ -202,7 +203,8 @@ class Exchanges:
         return None
 
     def posts(self, k: int, reduced: bool) -> Iterator[str]:
-        """What a block sends to its partner in an exchange: what it reduces, or all else."""
+        """Returns what a block sends to its partner in an exchange: what it reduces, or all
+        else."""
         for each, is_reduced in self._list_posted(k):
             if is_reduced == reduced:
                 yield f"post_slice<THREADS, {each.bytes}>(mail, {each.word}, {each.own});"
@@ -238,7 +240,8 @@ class Exchanges:
             yield "++mail.number;"
 
     def _list_posted(self, k: int) -> Iterator[tuple[_Slice, bool]]:
-        """What partners post to each other in an exchange, and whether they reduce it first."""
+        """Returns what partners post to each other in an exchange, and whether they reduce it
+        first."""
         if self.shape.clusters == 1:
             return
         layout, word = self.layout, 0
@@ -274,7 +277,7 @@ class Exchanges:
                 yield f"reduce_rows<{sizes}>({given});"
 
     def push_reduced(self, k: int) -> Iterator[str]:
-        """What a block sends of that."""
+        """Returns what a block sends of that."""
         if k in self.layout.reductions and self.shape.blocks > 1:
             bytes, mine = self.layout.reduced_bytes(k), self._reduced_by(k, "rank")
             yield f"push_slice<C, THREADS, {bytes}>(exchanges, {mine});"
@@ -300,16 +303,16 @@ class Exchanges:
         return self.shape.rows * self.layout.reductions[exchange].stride
 
     def _reduced(self, exchange: int) -> str:
-        """What the blocks have reduced their own features to in this step."""
+        """Returns what the blocks have reduced their own features to in this step."""
         count = self.shape.members * self._count_reduced(exchange)
         return f"reduced{exchange} + {self.copy(exchange, exchange + 1, count)}"
 
     def _reduced_by(self, exchange: int, rank: str) -> str:
-        """What a block has reduced its own features to in this step."""
+        """Returns what a block has reduced its own features to in this step."""
         return f"{self._reduced(exchange)} + {rank} * {self._count_reduced(exchange)}"
 
     def whole(self, value: Value) -> str:
-        """What row r is reduced to in this step."""
+        """Returns what row r is reduced to in this step."""
         exchange = self.shared.reductions[value]
         found = self.layout.reductions[exchange]
         rows = f"whole{exchange}" if self.shape.blocks > 1 else f"({self._reduced(exchange)})"
@@ -319,7 +322,7 @@ class Exchanges:
         return f"[]({self.wide} a, {self.wide} b) {{ return {reduced(op, 'a', 'b')}; }}"
 
     def waits(self, exchange: int) -> list[str]:
-        """What waits for each round of an exchange."""
+        """Returns the statements that wait for each round of an exchange."""
         own = [at for at, (k, _) in enumerate(self.rounds) if k == exchange]
         return [f"exchanges.wait({self.count_bytes(at + 2)});" for at in own]
 

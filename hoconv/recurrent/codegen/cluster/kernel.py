@@ -43,7 +43,7 @@ class ClusterSource:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where neighbouring features lie: `count` from `first` on, from place `begin` on."""
+    """The place of neighbouring features: `count` from `first` on, from place `begin` on."""
 
     begin: int
     first: str
@@ -444,7 +444,7 @@ class _Writer:
         ]
 
     def _whole(self, ranges: Sequence[tuple[int, int]]) -> Iterator[_Place]:
-        """Where all features of ranges lie: each is its start and n."""
+        """Returns where all features of ranges lie: each is its start and n."""
         begin = 0
         for start, n in ranges:
             yield _Place(begin, f"{start}", f"{n}u")
@@ -453,7 +453,8 @@ class _Writer:
     def _own(
         self, ranges: Sequence[tuple[int, int]], rank: str, blocks: int = 1, begin: int = 0
     ) -> Iterator[_Place]:
-        """Where the features of some blocks, the first of which has a rank, lie from `begin` on."""
+        """Returns where the features of some blocks, the first of which has a rank, lie from
+        `begin` on."""
         for start, n in ranges:
             units = self.layout.units(n)
             first = "0" if n == 1 else f"{rank} * {units}"

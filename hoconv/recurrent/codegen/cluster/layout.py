@@ -44,7 +44,7 @@ SHARED_BYTES = 232448
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How a kernel is laid out.
+    """The layout of a kernel.
 
     Attributes:
         blocks: of a cluster.
@@ -93,17 +93,17 @@ class Slice:
 
     @property
     def register_bytes(self) -> int:
-        """What lies in registers."""
+        """Returns what lies in registers."""
         return self.held * self.turn_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """What lies in shared memory."""
+        """Returns what lies in shared memory."""
         return self.kept * self.turn_bytes
 
     @property
     def far_bytes(self) -> int:
-        """What lies in global memory."""
+        """Returns what lies in global memory."""
         return (self.turns - self.held - self.kept) * self.turn_bytes
 
     @property
@@ -122,7 +122,7 @@ class Array:
 
 
 class ClusterLayout:
-    """Where everything of a kernel is.
+    """The place of everything that a kernel has.
 
     Args:
         most_shared_bytes: the most shared memory of a block.
@@ -181,7 +181,7 @@ class ClusterLayout:
         return 2 * tiles * each.each * each.turns * self.tiled
 
     def together(self, each: Slice) -> bool:
-        """Whether four warps multiply together, as ``Product::TOGETHER``."""
+        """Returns whether four warps multiply together, as ``Product::TOGETHER``."""
         tiles = -(-self.shape.rows // _TILE_COLUMNS)
         return self.tiled and tiles == 3 and self.shape.warps // each.splits % 4 == 0
 
@@ -195,12 +195,12 @@ class ClusterLayout:
 
     @functools.cached_property
     def pushed_bytes(self) -> int:
-        """What a block gets from others of its cluster in a step."""
+        """Returns the bytes per step that a block receives from others of its cluster."""
         return sum(sum(self.expected_bytes(k)) for k in range(self.shared.exchanges))
 
     @property
     def spread_bytes(self) -> int:
-        """The part of that which comes from the L2 cache."""
+        """Returns the bytes per step that a block receives through L2."""
         return self.room_bytes * self.shape.blocks - self.room_bytes // self.shape.clusters
 
     def register_dtype(self, value: Value) -> str:
@@ -208,7 +208,7 @@ class ClusterLayout:
         return self.wide if value in self.shared.parts else value.type.dtype
 
     def expected_bytes(self, exchange: int) -> list[int]:
-        """What is pushed to a block in each round of an exchange.
+        """Returns the bytes that others push to a block in each round of an exchange.
 
         Blocks push what they have, and in a second round what their partners have posted to them.
         """
@@ -227,7 +227,7 @@ class ClusterLayout:
         return [bytes for bytes in (own, relayed) if bytes]
 
     def posted_bytes(self, exchange: int) -> int:
-        """What a block posts to its partner in an exchange."""
+        """Returns the bytes that a block posts to its partner in an exchange."""
         if self.shape.clusters == 1:
             return 0
         operands = sum(
@@ -244,7 +244,7 @@ class ClusterLayout:
         return 4 * max(map(self.posted_bytes, range(self.shared.exchanges)), default=0)
 
     def _given_bytes(self, exchange: int) -> int:
-        """What a block gives to all others in an exchange."""
+        """Returns the bytes that a block gives to all others in an exchange."""
         gathered = sum(
             self.slice_bytes(s.value)
             for g in self.shared.gathered
@@ -254,18 +254,18 @@ class ClusterLayout:
         return gathered + self.reduced_bytes(exchange)
 
     def slice_bytes(self, value: Value) -> int:
-        """What a block has of a vector that others read."""
+        """Returns the bytes that a block has of a vector that others read."""
         dtype = value.type.dtype
         return BYTES[dtype] * self.units(value.type.size) * self.height(dtype)
 
     def reduced_bytes(self, exchange: int) -> int:
-        """What a block reduces its own features of all rows to in an exchange."""
+        """Returns the bytes to which a block reduces its own features of all rows in an exchange."""
         if exchange not in self.reductions:
             return 0
         return self.shape.rows * self.reductions[exchange].stride * BYTES[self.wide]
 
     def spreads(self, value: Value) -> bool:
-        """Whether blocks get a gathered value from the L2 cache."""
+        """Returns whether blocks get a gathered value from the L2 cache."""
         enough = self.shape.blocks * self.slice_bytes(value) >= _SPREAD_BYTES
         return value.type.size > 1 and self.shape.blocks > 1 and enough
 
@@ -301,13 +301,15 @@ class ClusterLayout:
     # Products
 
     def halves(self, product: SharedProduct) -> bool:
-        """Whether a block multiplies an operand in two halves, the second of the other cluster."""
+        """Returns whether a block multiplies an operand in two halves, the second of the other
+        cluster."""
         if product.gathered:
             return self.parts_from_clusters(product.gathered)
         return self.tiled and self.shape.clusters > 1
 
     def parts_from_clusters(self, gathered: Gathered) -> bool:
-        """Whether what each cluster of a team has of a gathered vector lies in an array of its own.
+        """Returns whether what each cluster of a team has of a gathered vector lies in an array of
+        its own.
 
         Only products of all of it read it.
         """
@@ -323,7 +325,8 @@ class ClusterLayout:
         )
 
     def pushes_sums(self, index: int) -> bool:
-        """Whether blocks push partial sums from registers: what a lane has belongs to one block."""
+        """Returns whether blocks push partial sums from registers: what a lane has belongs to one
+        block."""
         product = self.shared.products[index]
         one = len(product.parts) == 1 and self.slices[index].splits == 1
         return self.halves(product) and product.gathered is None and one

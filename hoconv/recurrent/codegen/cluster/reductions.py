@@ -54,7 +54,7 @@ class ReductionGroup:
 
 @dataclass(frozen=True, eq=False)
 class Reductions:
-    """What rows are reduced to in one exchange.
+    """The results of the reductions of rows in one exchange.
 
     Attributes:
         groups: of all reductions.

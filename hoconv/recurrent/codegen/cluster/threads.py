@@ -1,4 +1,4 @@
-"""What a thread of a cluster holds: registers for its features of its rows, and loops over these.
+"""Registers of a thread of a cluster, for its features of its rows, and loops over these.
 
 B batch, t the time step that is computed, r a row of the cluster, row the same row in the batch,
 j a feature, unit the same feature in the block, n features of a vector, p a pair of these.
@@ -98,7 +98,7 @@ class Threads:
         return [line for n in self.loops for line in self.loop(n, body(n), stores(n))]
 
     def places(self, n: int) -> list[str]:
-        """Where the rows and features of a thread are, of vectors of n."""
+        """Returns where the rows and features of a thread are, of vectors of n."""
         units, pairs = self.layout.units(n), self.layout.pairs(n)
         first = "0" if n == 1 else f"rank * {units}"
         return [

@@ -1,1 +1,1 @@
-"""What kernels of clusters need done to a program: sharing its steps among blocks."""
+"""Passes for kernels of clusters: they share the steps of a program among blocks."""

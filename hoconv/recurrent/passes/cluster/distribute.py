@@ -121,7 +121,7 @@ class Distribution:
         return tuple(v for v in computed if v.type.size == 1 and v in found and v not in self.loads)
 
     def segments(self, value: Value) -> tuple[Segment, ...]:
-        """What a value is concatenated of; itself if it is no concatenation."""
+        """Returns what a value is concatenated of; itself if it is no concatenation."""
         op = self.made.get(value)
         if op is None or op.kind != "cat":
             return (Segment(value, 0),)
@@ -223,14 +223,14 @@ class _Distributing:
             self.earliest[op.result] = whole.exchange + 1
 
     def _is_read(self, op: Op) -> bool:
-        """Whether anything but products, which read a slice in place, reads a slice."""
+        """Returns whether anything but products, which read a slice in place, reads a slice."""
         users = self.readers[op.result]
         return op.result in self.outputs or not all(
             u.kind in PRODUCTS and self._in_place(u) for u in users
         )
 
     def _in_place(self, op: Op) -> bool:
-        """Whether a product reads a slice of a vector where it is."""
+        """Returns whether a product reads a slice of a vector where it is."""
         made = self.shared.made.get(op.values[0])
         if made is None or made.kind != "slice" or made.values[0].type.rate != "step":
             return False
@@ -329,12 +329,12 @@ class _Distributing:
             gathered.last_read = max(gathered.last_read, latest[value])
 
     def _hides(self, op: Op) -> bool:
-        """Whether a slice has no register: products alone read it, in place."""
+        """Returns whether a slice has no register: products alone read it, in place."""
         ways = (self.shared.parts, self.shared.reads, self.shared.loads)
         return op.values[0].type.size > 1 and not any(op.result in way for way in ways)
 
     def _is_sum(self, value: Value) -> bool:
-        """Whether blocks add up a part of a product's result: they do it at once."""
+        """Returns whether blocks add up a part of a product's result: they do it at once."""
         part = self.shared.parts.get(value)
         return part is not None and part[0].gathered is None
 

@@ -149,7 +149,8 @@ class _Rewriting:
         return self._sum(operand, builder, parts)
 
     def _find_uniform(self, value: Operand, builder: Builder) -> Any:
-        """What all features of a value are: a symbol of one feature or a number; else None."""
+        """Returns what all features of a value are: a symbol of one feature or a number; else
+        None."""
         if not isinstance(value, Value):
             return value
         if value.type.size == 1:

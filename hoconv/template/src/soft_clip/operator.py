@@ -108,8 +108,8 @@ _library.impl("soft_clip.triton", triton_kernel.soft_clip, "CUDA")
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """What is checked: the awkward shapes, and one of each size that a kernel treats in another
-    way. Strides and gradients of all kinds are tried with each."""
+    """Returns what is checked: the awkward shapes, and one of each size that a kernel treats in
+    another way. Strides and gradients of all kinds are tried with each."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(device, dtype)

@@ -16,7 +16,7 @@ IMPLEMENTATIONS = ["reference", "cpp"]
 
 
 def definition(layer: HighOrderConv2d, x: Tensor) -> Tensor:
-    """What the layer's generator returns, applied."""
+    """Returns what the layer's generator returns, applied."""
     taps = layer.generator(x).unflatten(1, (9, 2))
     taps = taps.softmax(1) if layer.normalize else taps
     return x + high_order_conv2d(x, taps.transpose(0, 1), impl="reference")
