@@ -22,7 +22,7 @@ MB = 2**20
 
 
 class Throughput(pl.Callback):
-    """Measures the training steps of a fit: samples a second, waiting for data, peak memory.
+    """Measures the training steps of a fit: samples per second, waiting for data, peak memory.
 
     The metrics of every ``trainer.log_every_n_steps`` steps go to the trainer's loggers under the
     step that ends them. Time on a GPU, waiting for data included, is taken with CUDA events and

@@ -104,7 +104,7 @@ def table(compared: dict[str, Any]) -> list[Column]:
     return [
         (" ".join(groups[0]["settings"]) or "impl", [each["label"] for each in groups]),
         ("runs", runs),
-        *columns(groups, ("ms a step", "speed-up", "samples/s", "memory, MB")),
+        *columns(groups, ("ms per step", "speed-up", "samples/s", "memory, MB")),
         *metric_columns(compared),
     ]
 

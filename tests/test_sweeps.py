@@ -112,7 +112,7 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     assert sweep.exit_code == 0
     table = sweep.out[sweep.out.rindex("Sweep") :]
     multiplier, gradient = "model.network.multiplier", "model.network.gradient"
-    measured = ("val/accuracy", "test/accuracy", "ms a step", "samples/s", "memory, MB")
+    measured = ("val/accuracy", "test/accuracy", "ms per step", "samples/s", "memory, MB")
     for expected in ("multiplier", "gradient", "mbm10", *measured):
         assert expected in table
     assert "seed" not in table

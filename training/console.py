@@ -111,7 +111,7 @@ def show_results(
     table.add_section()
     for name, label, form in (
         ("samples_per_sec", "samples/s", "{:,.0f}"),
-        ("step_ms", "ms a step", "{:.2f}"),
+        ("step_ms", "ms per step", "{:.2f}"),
         ("data_wait_fraction", "waiting for data", "{:.1%}"),
         ("peak_memory_mb", "peak memory, MB", "{:,.0f}"),
         ("warmup_seconds", "warm-up and compiling, s", "{:.1f}"),

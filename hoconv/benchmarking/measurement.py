@@ -211,7 +211,7 @@ def summary(
     times_ms: list[float], least_bytes: int, least_flops: int, bandwidth: float, peak: float
 ) -> dict[str, Any] | None:
     """Returns percentiles and the floor, the longer of the time to move `least_bytes` at
-    `bandwidth` (bytes a second) and that to compute `least_flops` at `peak` (a second); and what
+    `bandwidth` (bytes per second) and that to compute `least_flops` at `peak` (a second); and what
     the floor is made of, so that it can be computed again for another device."""
     if not times_ms:
         return None

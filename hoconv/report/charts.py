@@ -99,7 +99,7 @@ def kernel_times(measured: dict[str, Any], way: str, labels: Sequence[str]) -> d
         "scale": {"type": "log", "nice": False, "padding": 12},
         "axis": {"values": sizes, "grid": False, "format": "~s"},
     }  # fmt: skip
-    y = {"field": "ms", "type": "quantitative", "title": "ms a call",
+    y = {"field": "ms", "type": "quantitative", "title": "ms per call",
          "scale": {"type": "log"}, "axis": {"tickCount": 5}}  # fmt: skip
     colour = _coloured("contender", labels, present)
     shape = colour | {"scale": _scale(labels, present, SHAPES)}
@@ -162,7 +162,7 @@ def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "mark": {"type": "bar", "height": {"band": 0.62}},
             "encoding": {
                 "y": ROWS,
-                "x": {"field": "ms", "type": "quantitative", "title": "ms a step",
+                "x": {"field": "ms", "type": "quantitative", "title": "ms per step",
                       "stack": "zero", "axis": {"tickCount": 6}},
                 "color": {"field": "part", "type": "nominal", "scale": scale,
                           "legend": LEGEND},
@@ -170,7 +170,7 @@ def step_parts(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "tooltip": [
                     {"field": "label", "title": "runs"},
                     {"field": "part", "title": "part"},
-                    {"field": "ms", "title": "ms a step", "format": ".4g"},
+                    {"field": "ms", "title": "ms per step", "format": ".4g"},
                     {"field": "share", "title": "share of the step", "format": ".1%"},
                 ],
             },

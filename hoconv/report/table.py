@@ -19,7 +19,7 @@ def _share(part: str) -> Callable[[dict[str, Any]], str]:
 
 
 CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "ms a step": lambda group: shown(group["step_ms"]),
+    "ms per step": lambda group: shown(group["step_ms"]),
     "speed-up": lambda group: shown(group["speedup"], "{:.2f}"),
     "operator": _share("operator"),
     "other": _share("other"),

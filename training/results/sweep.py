@@ -25,7 +25,7 @@ from training.configuration.errors import MisconfigurationException
 
 DIGITS = 6  # significant, of a number in the table
 MEASURED = {  # the columns of every sweep, and the names in results.json
-    "ms a step": "step_ms", "samples/s": "samples_per_sec", "memory, MB": "peak_memory_mb",
+    "ms per step": "step_ms", "samples/s": "samples_per_sec", "memory, MB": "peak_memory_mb",
 }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _row(
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("experiment", "batch", "images from", title="Waiting for data")
-    for column in ("ms a step", "samples/s", "waiting"):
+    for column in ("ms per step", "samples/s", "waiting"):
         table.add_column(column, justify="right")
     for row in rows:
         cells = [row["error"], "", ""] if row["error"] else [

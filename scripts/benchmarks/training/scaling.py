@@ -77,7 +77,7 @@ def measure(device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("devices", title="Weak scaling")
-    for column in ("ms a step", "samples/s", "efficiency", "waiting for data"):
+    for column in ("ms per step", "samples/s", "efficiency", "waiting for data"):
         table.add_column(column, justify="right")
     for row in rows:
         cells = [row["error"], "", "", ""] if row["error"] else [

@@ -296,7 +296,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     ms, mb = figure.subplots(1, 2)
     lines(ms, shown, lambda row: row["step_ms"] and row["step_ms"]["median_ms"])
     lines(mb, shown, lambda row: row["peak_memory_mb"])
-    for panel, label in ((ms, "ms a step"), (mb, "MB of a step")):
+    for panel, label in ((ms, "ms per step"), (mb, "MB of a step")):
         sizes_axis(panel, shown, "batch")
         panel.set(title=label)
     save(figure, "one layer, 3 x 224 x 224", path, columns=4)

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
         pairs = (dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=True))
         cost = median_interval([pair[True] / pair[False] - 1 for pair in pairs])
         title = f"its cost: {cost['median']:+.2%} ({cost['low']:+.2%} to {cost['high']:+.2%})"
-        table = Table("callback", "ms a step", "from", "to", title=title)
+        table = Table("callback", "ms per step", "from", "to", title=title)
         for how, of in step_ms.items():
             shown = (f"{of[key]:.4g}" for key in ("median_ms", "p20_ms", "p80_ms"))
             table.add_row(how, *shown)
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 
 def measure(device: str, pairs: int) -> list[tuple[bool, float]]:
-    """Trains; returns of each block whether the callback was active, and milliseconds a step."""
+    """Trains; returns of each block whether the callback was active, and milliseconds per step."""
     steps = WARM_UP + 2 * pairs * STEPS[device]
     images = torch.randn(NETWORK.batch, *NETWORK.image_shape)
     labels = torch.randint(CLASSES, (NETWORK.batch,))

@@ -114,7 +114,7 @@ class Profile(pl.Callback):
         events = self._profiler.key_averages()
         total = sum(getattr(event, f"self_{kind}_time_total") for event in events)
         table = Table("kernel", title=f"Profile of {self.steps} steps")
-        for column in ("ms a step", "share", "calls a step"):
+        for column in ("ms per step", "share", "calls per step"):
             table.add_column(column, justify="right")
         of = sorted(events, key=lambda event: -getattr(event, f"self_{kind}_time_total"))
         for event in of[:SHOWN]:

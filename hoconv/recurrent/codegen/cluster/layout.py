@@ -259,7 +259,7 @@ class ClusterLayout:
         return BYTES[dtype] * self.units(value.type.size) * self.height(dtype)
 
     def reduced_bytes(self, exchange: int) -> int:
-        """Returns the bytes to which a block reduces its own features of all rows in an exchange."""
+        """Returns the bytes of what a block reduces its own features to in an exchange."""
         if exchange not in self.reductions:
             return 0
         return self.shape.rows * self.reductions[exchange].stride * BYTES[self.wide]
