@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests, beside those of hoconv.testing.fixtures."""
 
 import csv
+import gc
 import json
 import os
 import signal
@@ -53,10 +54,21 @@ class Run:
         return [row["loss"] for row in rows]
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path, capfd):
-    """Runs train.py in this process, in a folder of its own in tmp_path or in one that is there."""
+@pytest.fixture(scope="session")
+def train_main() -> Any:
+    """Returns ``main`` of train.py. Each fit collects garbage, which looks at every object: those
+    of imports are put aside, once."""
     import train
+    import training.run  # noqa: F401  # imports what a job needs
+
+    gc.collect()
+    gc.freeze()
+    return train.main
+
+
+@pytest.fixture
+def run(train_main, monkeypatch, tmp_path, capfd):
+    """Runs train.py in this process, in a folder of its own in tmp_path or in one that is there."""
     from training.command import run_command
 
     count = 0
@@ -72,7 +84,7 @@ def run(monkeypatch, tmp_path, capfd):
         )
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides, *where])
         try:
-            code = run_command(train.main)
+            code = run_command(train_main)
         except SystemExit as exit:
             code = int(exit.code or 0)
         out, err = capfd.readouterr()
