@@ -25,7 +25,7 @@ train: $(APP) ## run python train.py; ARGS are its overrides
 	@$(BIN)/python train.py $(ARGS)
 
 test: $(DEV) ## run the tests that are not slow; ARGS go to pytest
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)  # a thread for each process
 
 test-all: $(DEV) ## run every test that can run here
 	@$(PYTEST) $(ARGS)

@@ -94,7 +94,8 @@ def test_a_sweep_ends_with_the_metrics_of_its_models(run, cache_dir):
     assert "test/cider_d" in table
 
 
-@pytest.mark.parametrize("cached", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", ["true", "false"])
 def test_images_on_the_device_that_trains_give_the_same_losses(small, task, monkeypatch, cached):
     less = ("trainer.limit_train_batches=10", "trainer.limit_val_batches=1")
     how = ("impl=reference", "trainer=cpu", f"data.cache_images={cached}", *less)
@@ -167,6 +168,7 @@ def test_a_compiled_network_computes_the_same(small, task, impl, monkeypatch, tm
     assert [float(loss) for loss in compiled.losses] == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_channels_last_changes_no_result(small):
     """In float64: AdamW makes whole steps of the rounding in gradients that are nearly zero."""
     where = ("impl=reference", "trainer=cpu", "trainer.precision=64-true")

@@ -66,7 +66,11 @@ def test_a_plateau_lowers_the_rate(run, rates):
 
 
 @pytest.mark.parametrize(
-    "model", ["classifier", "segmentation", pytest.param("captions", marks=pytest.mark.slow)]
+    "model",
+    [
+        "classifier",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("segmentation", "captions")),
+    ],
 )
 def test_labels_are_smoothed_in_training_only(run, tmp_path, model):
     choice = {"classifier": ()}.get(

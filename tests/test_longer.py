@@ -34,7 +34,10 @@ def rates(folder: Path) -> dict[int, str]:
     "how",
     [
         (),
-        ("trainer.val_check_interval=0.5", "checkpoint.monitor=val/accuracy"),
+        pytest.param(
+            ("trainer.val_check_interval=0.5", "checkpoint.monitor=val/accuracy"),
+            marks=pytest.mark.slow,
+        ),
         ("optimizer=sgd", "trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=3"),
     ],
 )
@@ -65,7 +68,7 @@ def test_two_epochs_and_two_more_are_four(run, how):
     assert sum(after.values()) >= sum(before.values()) > 0
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", "one_cycle"])
+@pytest.mark.parametrize("scheduler", ["cosine", pytest.param("one_cycle", marks=pytest.mark.slow)])
 def test_a_schedule_gets_the_length_of_the_whole(run, scheduler):
     command = (*RUN, f"scheduler={scheduler}", "trainer.log_every_n_steps=1")
     whole = run(*command, "trainer.max_epochs=3")
@@ -120,6 +123,7 @@ def test_auto_with_another_length_says_so(run, tmp_path):
     assert half.results == before
 
 
+@pytest.mark.slow
 def test_a_longer_run_that_is_stopped_goes_on_with_the_same_command(run, monkeypatch):
     from tests.test_resume import at_step, fail
 

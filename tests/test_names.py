@@ -59,7 +59,11 @@ def photos(tmp_path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("model", "files"),
-    [("segmentation", "masks"), ("detection", "boxes"), ("captions", None)],
+    [
+        ("segmentation", "masks"),
+        pytest.param("detection", "boxes", marks=pytest.mark.slow),
+        pytest.param("captions", None, marks=pytest.mark.slow),
+    ],
 )
 def test_every_image_is_predicted_whatever_its_name(run, trained, photos, tmp_path, model, files):
     checkpoint = trained(model)

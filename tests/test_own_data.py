@@ -168,7 +168,9 @@ def write_cvat(folder: Path, *splits: str) -> None:
 
 
 @pytest.mark.filterwarnings("default:.*skipped, the file is missing")
-@pytest.mark.parametrize("task", ["segmentation", "detection"])
+@pytest.mark.parametrize(
+    "task", ["segmentation", pytest.param("detection", marks=pytest.mark.slow)]
+)
 def test_nothing_that_counts_is_one_line_before_training(run, tmp_path, cached, task):
     folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
     how = (f"experiment=coco_{task}", f"data.folder={folder}", cached, *LOADED)

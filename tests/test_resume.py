@@ -218,6 +218,7 @@ def test_a_run_without_a_checkpoint_begins_again(run, monkeypatch, expected):
     assert_same(failed.folder, expected)
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_as_if_nothing_had_happened(run, monkeypatch):
     accumulate = ("trainer.accumulate_grad_batches=3", "step_checkpoints.every_n_steps=1")
     whole = run(*SHORT, *accumulate)
@@ -301,6 +302,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(run, tmp_path, text):
     assert line.endswith("; put the file back, or leave resume out")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_going_on_is_left_alone(run, expected, tmp_path):
     folder = tmp_path / "run"
     reached, resumed = copies.Event(), copies.Event()
@@ -339,6 +341,7 @@ def test_auto_finds_a_run_without_a_checkpoint_that_still_runs(run, tmp_path):
     assert run_folder("auto", str(folder.parent), "new", _root_=hydra) == new
 
 
+@pytest.mark.slow
 def test_sigterm_while_a_checkpoint_is_written_does_not_damage_it(run, monkeypatch, expected):
     save, sent = torch.save, []
 

@@ -125,6 +125,7 @@ def test_a_sweep_ends_in_one_table_of_what_was_varied(run):
     assert (sweep.folder / "sweep.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_table_of_a_sweep_that_goes_on_has_no_column_for_that(run):
     first = run("-m", *SHORT, "seed=1,2")
     (first.folder / "1" / "results.json").unlink()

@@ -34,6 +34,7 @@ def recorded(run, wandb_alone, tmp_path) -> Any:
     return recorded
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_have_names_of_their_own_and_one_group(recorded):
     sweep, runs = recorded("-m", "model.learning_rate=0.01,0.001", "seed=7")
     assert sweep.exit_code == 0, sweep.err
@@ -111,6 +112,7 @@ def test_a_job_that_fails_later_is_marked(recorded, monkeypatch):
     assert kept.exit_code == 1
 
 
+@pytest.mark.slow
 def test_masks_boxes_and_captions_are_shown_in_w_and_b_s_way(recorded, tmp_path):
     tiny = ("data=coco_tiny", "data.image_size=16", "data.batch_size=4",
             f"data.cache_dir={tmp_path / 'cache'}", "trainer.limit_train_batches=1")  # fmt: skip

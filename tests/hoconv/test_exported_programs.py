@@ -69,6 +69,7 @@ def test_run_where_hoconv_was_imported_alone(device: str, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_says_why_where_the_kernels_cannot_be_built(tmp_path: Path) -> None:
     operator = next(o for o in operators() if o.name == "high_order_layer")
     variant = Variant(operator, "cpp", "cpu")

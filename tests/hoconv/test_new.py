@@ -104,6 +104,7 @@ def test_a_kernel_that_ends_the_process_is_named(site: Path, tmp_path: Path, com
     assert line in done.stderr
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_network_with_the_layer_trains(site: Path, run, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(site / "src"))
@@ -175,6 +176,7 @@ def test_an_interrupted_command_is_one_line(
     assert capsys.readouterr().err == "\nhoconv build: interrupted\n"
 
 
+@pytest.mark.slow
 def test_the_kernel_in_triton_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     write_package("tone_curve_three", tmp_path / "made")

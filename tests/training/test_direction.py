@@ -27,6 +27,7 @@ def log_also(monkeypatch, **values: float) -> None:
     monkeypatch.setattr(Classifier, "validation_step", wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_search_minimises_a_loss_and_goes_on_in_its_direction_only(run, tmp_path):
     optuna = pytest.importorskip("optuna", reason="needs hoconv[sweep]")

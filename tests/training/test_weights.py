@@ -93,6 +93,7 @@ def test_the_head_starts_anew_for_other_classes_of_the_same_number(run, tmp_path
     assert not same["network.classifier.weight"]
 
 
+@pytest.mark.slow
 def test_words_that_are_others_start_anew_and_the_rest_is_kept(run, tmp_path) -> None:
     short = (
         "experiment=coco_captions", "data=coco_tiny", "data.image_size=16", "debug=fast",

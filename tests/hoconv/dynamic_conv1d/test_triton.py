@@ -88,6 +88,7 @@ for steps in (1, 150):
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_interpreter_computes_what_the_reference_does() -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -149,13 +149,17 @@ def test_clusters_are_exact(way: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("way", range(len(TEAMS)))
+@pytest.mark.parametrize(
+    "way", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(TEAMS)))]
+)
 def test_teams_are_exact(way: int) -> None:
     check(EVERYTHING[way :: len(TEAMS)], TEAMS[way])
 
 
 @needs_compiler
-@pytest.mark.parametrize("way", [WAYS[1], *TEAMS[:2]])
+@pytest.mark.parametrize(
+    "way", [WAYS[1], *(pytest.param(each, marks=pytest.mark.slow) for each in TEAMS[:2])]
+)
 def test_what_comes_from_the_l2_cache_is_exact(
     way: tuple[ClusterShape, dict[str, bool], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

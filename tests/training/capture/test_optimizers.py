@@ -162,6 +162,7 @@ def test_group_that_comes_before_the_capture(fit: Callable[..., Ran]) -> None:
     assert same(captured, eager)
 
 
+@pytest.mark.slow
 def test_many_parameters(fit: Callable[..., Ran]) -> None:
     class Large(Plain):
         def __init__(self) -> None:

@@ -21,6 +21,7 @@ def run(*arguments: str) -> list[str]:
     return found.stdout.split()[-2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["always", "late"])
 def test_one_process_cannot_capture(when: str, device: str) -> None:
     if device == "cuda":
@@ -28,6 +29,7 @@ def test_one_process_cannot_capture(when: str, device: str) -> None:
     assert run(when, "auto", device, "2") == run(when, "off", device, "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_all_processes_capture(processes: int, device: str) -> None:
     """Also a single one: DistributedDataParallel takes its time there, too."""
