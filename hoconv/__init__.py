@@ -11,13 +11,13 @@ from hoconv import approx as approx
 from hoconv import recurrent as recurrent
 from hoconv.approx import ApproxConv2d as ApproxConv2d
 from hoconv.approx import ApproxLinear as ApproxLinear
-from hoconv.dynamic_conv1d import DynamicConv1d as DynamicConv1d
-from hoconv.dynamic_conv1d import LightweightConv1d as LightweightConv1d
-from hoconv.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d
-from hoconv.high_order import HighOrderConv2d as HighOrderConv2d
-from hoconv.high_order import high_order_conv2d as high_order_conv2d
-from hoconv.high_order import high_order_layer as high_order_layer
-from hoconv.implementations import implementations as implementations
-from hoconv.implementations import set_impl as set_impl
+from hoconv.dispatch.implementations import implementations as implementations
+from hoconv.dispatch.implementations import set_impl as set_impl
+from hoconv.ops.dynamic_conv1d import DynamicConv1d as DynamicConv1d
+from hoconv.ops.dynamic_conv1d import LightweightConv1d as LightweightConv1d
+from hoconv.ops.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d
+from hoconv.ops.high_order import HighOrderConv2d as HighOrderConv2d
+from hoconv.ops.high_order import high_order_conv2d as high_order_conv2d
+from hoconv.ops.high_order import high_order_layer as high_order_layer
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ from benchmarks.library import approx, calls, layer, profile, recurrent, start
 from benchmarks.training import images, loading, scaling, step, table, throughput
 
 from datamodules.images import DataNotFoundError
-from hoconv.commands import add_device_option, add_out_option, record, report_broken_packages
+from hoconv.tools.commands import add_device_option, add_out_option, record, report_broken_packages
 
 # Name -> module, and its line in the help.
 COMMANDS = {

@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hoconv import approx
-from hoconv.benchmarking.charts import COLOURS, save
-from hoconv.commands import add_out_option, record, write_json
-from hoconv.tables import show
+from hoconv.tools.benchmarking.charts import COLOURS, save
+from hoconv.tools.commands import add_out_option, record, write_json
+from hoconv.tools.tables import show
 
 # Saadat, Bokhari, Parameswaran, IEEE TCAD 2018.
 PUBLISHED = {

@@ -29,12 +29,12 @@ from typing import Any
 from rich.table import Table
 from wandb_report import ReportError, publish, require_online
 
-from hoconv.benchmarking.charts import save
-from hoconv.commands import add_out_option, record, write_json, write_text
-from hoconv.report import files, losses
-from hoconv.report.groups import ComparisonError, choose_baseline, compare, group
-from hoconv.report.table import Column, columns, metric_columns
-from hoconv.tables import show
+from hoconv.tools.benchmarking.charts import save
+from hoconv.tools.commands import add_out_option, record, write_json, write_text
+from hoconv.tools.report import files, losses
+from hoconv.tools.report.groups import ComparisonError, choose_baseline, compare, group
+from hoconv.tools.report.table import Column, columns, metric_columns
+from hoconv.tools.tables import show
 
 METHOD = (
     "Mean over seeds and, of three or more, half of a 95% confidence interval by Student's t; "

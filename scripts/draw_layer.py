@@ -65,7 +65,8 @@ def draw(image: Tensor, kernels: Tensor, result: Tensor) -> Figure:
 
 
 def main() -> None:
-    image = torch.tensor(load_digits().images[DIGIT] / 16, dtype=torch.float32)
+    pixels, _ = load_digits(return_X_y=True)
+    image = torch.tensor(pixels[DIGIT] / 16, dtype=torch.float32).view(8, 8)
     kernels = make_kernels(image)
     result = high_order_conv2d(image[None, None], kernels[:, None, None], impl="reference")[0, 0]
     draw(image, kernels, result).savefig(OUT, dpi=120)

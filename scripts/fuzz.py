@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hoconv.commands import add_out_option, count, record, write_json
-from hoconv.tables import show
+from hoconv.tools.commands import add_out_option, count, record, write_json
+from hoconv.tools.tables import show
 
 # Name -> module, and its line in the help. A module has METHOD; add_options; keys, which returns
 # the keys of the cases; label, a part of the file's name; row, which names the row of a key; run,

@@ -39,14 +39,14 @@ from hydra.errors import HydraException
 from rich.console import Console
 from wandb_report import ReportError, log_page
 
-from hoconv import check
-from hoconv.declaration import operators
-from hoconv.implementations import impl_label
-from hoconv.report.command import make
-from hoconv.report.contents import NothingFoundError
-from hoconv.report.files import SHARES
-from hoconv.report.groups import ComparisonError
-from hoconv.report.page import PageError, require_packages
+from hoconv.dispatch.declaration import operators
+from hoconv.dispatch.implementations import impl_label
+from hoconv.tools import check
+from hoconv.tools.report.command import make
+from hoconv.tools.report.contents import NothingFoundError
+from hoconv.tools.report.files import SHARES
+from hoconv.tools.report.groups import ComparisonError
+from hoconv.tools.report.page import PageError, require_packages
 
 LOG = "train.out"  # what a run prints, in its folder
 SOURCES = ("hoconv", "csrc", "conf", "datamodules", "models", "training")

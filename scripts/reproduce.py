@@ -26,7 +26,7 @@ import yaml
 from common import RESULTS, ROOT
 from rich.table import Table
 
-from hoconv.tables import console
+from hoconv.tools.tables import console
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Step:
 
 
 # Those of this environment, which need not be on the path.
-PROGRAMS = {"python": [sys.executable], "hoconv": [sys.executable, "-m", "hoconv.cli"]}
+PROGRAMS = {"python": [sys.executable], "hoconv": [sys.executable, "-m", "hoconv.tools.cli"]}
 STEPS = {
     name: Step(**step)
     for name, step in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()

@@ -1,6 +1,6 @@
 """Runs a script or a module under AddressSanitizer and UndefinedBehaviorSanitizer::
 
-    python scripts/sanitize.py -m hoconv.check --small --device cpu --impl cpp
+    python scripts/sanitize.py -m hoconv.tools.check --small --device cpu --impl cpp
 
 The CPU libraries and generated code are compiled by a wrapper of GCC that adds the sanitizers'
 flags, into a cache of their own in outputs/. Every finding is printed with its stack, once for each

@@ -63,8 +63,8 @@ def publish(title: str, text: str, picture: Path) -> str:
 
 
 def log_page(page: Path, contents: dict[str, Any]) -> str:
-    """Logs a page of :mod:`hoconv.report`, and its figures as the run's summary, in a run of its
-    own, offline where there is no API key. Returns where it is.
+    """Logs a page of :mod:`hoconv.tools.report`, and its figures as the run's summary, in a
+    run of its own, offline where there is no API key. Returns where it is.
 
     Raises:
         ReportError: the server cannot be reached, or refuses.

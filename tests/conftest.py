@@ -1,4 +1,4 @@
-"""Fixtures and settings of all tests, beside those of hoconv.testing.fixtures."""
+"""Fixtures and settings of all tests, beside those of hoconv.tools.testing.fixtures."""
 
 import csv
 import gc
@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv import declaration as operators
-from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.implementations import resolve
+from hoconv.dispatch import declaration as operators
+from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dispatch.implementations import resolve
 
 hypothesis.settings.register_profile(
     "same every time",

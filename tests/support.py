@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from hoconv.implementations import set_impl
+from hoconv.dispatch.implementations import set_impl
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_options_of_training_commands_come_before_overrides() -> None:
     """As argparse wants it: else the overrides behind an option are unrecognized arguments."""
-    for page in [*PAGES, *ROOT.glob("hoconv/template/*.md")]:
+    for page in [*PAGES, *ROOT.glob("hoconv/tools/template/*.md")]:
         for command in re.findall(r"^python train\.py .*", page.read_text(), re.MULTILINE):
             assert not re.search(r" [^- ]\S*=\S+ -m ", command), f"{page}: {command}"
 

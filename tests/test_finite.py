@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
 import hoconv
-from hoconv.high_order import layers as high_order
+from hoconv.ops.high_order import layers as high_order
 from models.tasks.classifier import Classifier
 from tests.test_resume import SHORT, at_step
 from training.callbacks.finite import FiniteLayers, NotFiniteError

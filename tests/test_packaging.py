@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hoconv.declaration import libraries
+from hoconv.dispatch.declaration import libraries
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")

@@ -21,6 +21,14 @@ BELOW = {
     "training": (*LIBRARY, "datamodules", "models"),
     "scripts": (*LIBRARY, *APP),
 }
+# What each room of the library may import of its others.
+INNER = {
+    "jit": (),
+    "dispatch": ("jit",),
+    "ops": ("dispatch", "jit"),
+    "recurrent": ("dispatch", "jit"),
+    "tools": ("dispatch", "jit", "ops", "recurrent"),
+}
 LINES_OF_MAIN, LINES_OF_A_SCREEN = 25, 50
 MOST_FILES = 14  # of a folder; more want rooms inside
 
@@ -84,6 +92,17 @@ def test_arrows_run_one_way(imports: networkx.DiGraph, room: str) -> None:
     rooms = {name: (*folder_of(imports, name).parts, "train.py")[0] for name in imports}
     allowed = {room, *BELOW[room]}
     up = [f"{a} -> {b}" for a, b in imports.edges if rooms[a] == room and rooms[b] not in allowed]
+    assert up == []
+
+
+@pytest.mark.parametrize("room", INNER)
+def test_arrows_inside_the_library_run_one_way(imports: networkx.DiGraph, room: str) -> None:
+    others = {f"hoconv.{other}" for other in INNER.keys() - {room, *INNER[room]}}
+    up = [
+        f"{a} -> {b}"
+        for a, b in imports.edges
+        if a.startswith(f"hoconv.{room}.") and ".".join(b.split(".")[:2]) in others
+    ]
     assert up == []
 
 

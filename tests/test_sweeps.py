@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train
-from hoconv.implementations import ImplementationError
+from hoconv.dispatch.implementations import ImplementationError
 from models.tasks.classifier import Classifier
 from training import disk, model
 

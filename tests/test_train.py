@@ -18,7 +18,7 @@ import train
 import training.configuration.resolvers
 import training.model
 from datamodules.digits import Digits
-from hoconv.implementations import ImplementationError
+from hoconv.dispatch.implementations import ImplementationError
 from hoconv.lightning import Throughput
 from models.tasks.classifier import Classifier
 from training.command import run_command

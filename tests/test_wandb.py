@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from datamodules.coco.shapes import CATEGORIES
-from hoconv.implementations import ImplementationError
+from hoconv.dispatch.implementations import ImplementationError
 from models.tasks.classifier import Classifier
 from tests.offline import Offline, read
 from training import model
@@ -45,6 +45,7 @@ def test_runs_of_a_sweep_have_names_of_their_own_and_one_group(recorded):
     assert {each.group for each in runs} == {f"digits_cnn {sweep.folder.name}"}
 
 
+@pytest.mark.slow
 def test_wandb_does_not_warn_of_what_nobody_set(recorded, wandb_alone, monkeypatch):
     said = []
     monkeypatch.setattr(wandb_alone, "termwarn", lambda text, **_: said.append(text))

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import hoconv
-from hoconv.declaration import layers
-from hoconv.implementations import Choice, choose
+from hoconv.dispatch.declaration import layers
+from hoconv.dispatch.implementations import Choice, choose
 from training import console
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate_as

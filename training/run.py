@@ -19,7 +19,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
 from datamodules.placement import DataDeviceError
-from hoconv.implementations import ImplementationError
+from hoconv.dispatch.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
 from training.callbacks.finite import NotFiniteError

@@ -1,6 +1,6 @@
 // The definition of every multiplier, one product at a time, for the CPU and the GPU.
 //
-// The ground truth of the kernels; hoconv/approx/multipliers.py is its twin in Python. A new
+// The ground truth of the kernels; hoconv/ops/approx/multipliers.py is its twin in Python. A new
 // multiplier is a type with `multiply` and `derivative` and a line in with_multiplier.
 #pragma once
 

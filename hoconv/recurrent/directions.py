@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hoconv.dispatch.registration import call_one_by_one, is_plain, without_autocast
 from hoconv.recurrent.ops import (
     RUNS,
     Call,
@@ -20,7 +21,6 @@ from hoconv.recurrent.ops import (
     read_backward,
 )
 from hoconv.recurrent.plans import find_plan
-from hoconv.registration import call_one_by_one, is_plain, without_autocast
 
 if TYPE_CHECKING:
     from hoconv.recurrent.compiled_plan import CompiledPlan

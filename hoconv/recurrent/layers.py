@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from hoconv.implementations import check_name, resolve
+from hoconv.dispatch.implementations import check_name, resolve
+from hoconv.dispatch.registration import FixedAttributes, autocasts, check_dense, get_parameter
 from hoconv.recurrent.directions import run_directions
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
@@ -28,7 +29,6 @@ from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
-from hoconv.registration import FixedAttributes, autocasts, check_dense, get_parameter
 
 State = Tensor | tuple[Tensor, ...]
 

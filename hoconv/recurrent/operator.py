@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.implementations import resolve
+from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dispatch.implementations import resolve
+from hoconv.dispatch.registration import autocast, check_dense, check_dtypes
 from hoconv.recurrent import cells, ops
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
-from hoconv.registration import autocast, check_dense, check_dtypes
 
 _TOLERANCES = {
     torch.float64: 1e-12,
@@ -68,7 +68,7 @@ def recurrent(
     Raises:
         ValueError: a shape or device does not fit.
         TypeError: a dtype is not supported, or differs from x's.
-        hoconv.implementations.ImplementationError: `impl` names one that cannot run here.
+        hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     x, *others = _check(x, tensors, cell, hidden_size)
     call = _call(x, others, cell, hidden_size, schedule, reverse)

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoconv.recurrent import reference
-from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
-from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.plans import find_plan, find_read
-from hoconv.recurrent.runtime.interpret import interpret
-from hoconv.recurrent.runtime.packing import pack, separate
-from hoconv.registration import (
+from hoconv.dispatch.registration import (
     Op,
     call_one_by_one,
     gradients,
@@ -33,6 +26,13 @@ from hoconv.registration import (
     register_vmap,
     without_autocast,
 )
+from hoconv.recurrent import reference
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
+from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.plans import find_plan, find_read
+from hoconv.recurrent.runtime.interpret import interpret
+from hoconv.recurrent.runtime.packing import pack, separate
 
 if TYPE_CHECKING:
     from hoconv.recurrent.compiled_plan import CompiledPlan

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear
-from hoconv.approx.gradients import Gradient
+from hoconv.ops.approx.gradients import Gradient
 from models.arguments import require_sizes
 
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import hoconv
 from hoconv import approx
 from hoconv import recurrent as rnn
-from hoconv.declaration import Sample, operators
-from hoconv.testing.call_forms import unlike
-from hoconv.testing.comparison import differentiable, output_and_gradients, same_bits
-from hoconv.testing.variants import Variant, variants
+from hoconv.dispatch.declaration import Sample, operators
+from hoconv.tools.testing.call_forms import unlike
+from hoconv.tools.testing.comparison import differentiable, output_and_gradients, same_bits
+from hoconv.tools.testing.variants import Variant, variants
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

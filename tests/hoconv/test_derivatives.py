@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from hoconv.declaration import operators
-from hoconv.testing.comparison import differentiable, relative_error
-from hoconv.testing.variants import Variant, variants
+from hoconv.dispatch.declaration import operators
+from hoconv.tools.testing.comparison import differentiable, relative_error
+from hoconv.tools.testing.variants import Variant, variants
 
 Function = Callable[..., Tensor]
 TOLERANCE = 1e-9

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hoconv.declaration import operators
-from hoconv.dynamic_conv1d.ops import KERNELS
-from hoconv.testing.variants import Variant, variants
+from hoconv.dispatch.declaration import operators
+from hoconv.ops.dynamic_conv1d.ops import KERNELS
+from hoconv.tools.testing.variants import Variant, variants
 
 LOAD = """
 import sys, torch, hoconv

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hoconv
 from hoconv import jit
-from hoconv.declaration import (
+from hoconv.dispatch.declaration import (
     Implementation,
     Operator,
     broken_packages,
@@ -23,13 +23,13 @@ from hoconv.declaration import (
     layers,
     operators,
 )
-from hoconv.high_order.conv2d.operator import OPERATOR
-from hoconv.implementations import (
+from hoconv.dispatch.implementations import (
     BrokenImplementationError,
     ImplementationError,
     choose,
     resolve,
 )
+from hoconv.ops.high_order.conv2d.operator import OPERATOR
 
 
 def identity(x: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_operators_of_the_package_are_declared() -> None:
         ("no_such_module", "No module named"),
         ("json:no_such_name", "no_such_name"),
         ("this.is.not:a module", "Error: "),
-        ("json", "json/__init__.py declares no operator: call hoconv.declaration.declare"),
+        ("json", "json/__init__.py declares no operator: call hoconv.dispatch.declaration.declare"),
         ("hidden_operators", "hidden_operators has no __init__.py, and Python finds it before"),
     ],
 )
@@ -274,7 +274,7 @@ def test_a_broken_package_is_named_and_the_others_work(
     (tmp_path / "hidden_operators").mkdir()  # as the folder of a package may be, where one works
     monkeypatch.syspath_prepend(tmp_path)
     entries = [EntryPoint("bad", value, "hoconv.operators")]
-    monkeypatch.setattr("hoconv.declaration.entry_points", lambda group: entries)
+    monkeypatch.setattr("hoconv.dispatch.declaration.entry_points", lambda group: entries)
     broken_packages.cache_clear()
     try:
         assert OPERATOR in operators()

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from hoconv import jit
-from hoconv.implementations import ImplementationError
+from hoconv.dispatch.implementations import ImplementationError
 
 Script = Callable[[str], ModuleType]
 SMALL = ("--size", "24", "--images", "1", "--channels", "4", "--threads", "1")
@@ -18,7 +18,7 @@ SMALL = ("--size", "24", "--images", "1", "--channels", "4", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def small_buffers(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script("hoconv.benchmarking.measurement"), "FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(script("hoconv.tools.benchmarking.measurement"), "FLUSH_BYTES", 2**20)
 
 
 def test_rates_are_multiply_accumulates_over_the_median(script: Script, tmp_path: Path) -> None:

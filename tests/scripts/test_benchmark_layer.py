@@ -22,7 +22,7 @@ SIZE, LARGE = 2, 3
 def layer(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with a problem and buffers that are small."""
     measurement, module = (
-        script("hoconv.benchmarking.measurement"),
+        script("hoconv.tools.benchmarking.measurement"),
         script("benchmarks.library.layer"),
     )
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -120,7 +120,7 @@ def test_floors_are_least_bytes_and_operations_over_measured_rates(
 def test_matrix_product_counts_multiplications_and_additions(
     script: Script, layer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurement = script("hoconv.benchmarking.measurement")
+    measurement = script("hoconv.tools.benchmarking.measurement")
     monkeypatch.setattr(measurement, "_timed", lambda call, device: (call(), 4.0))
 
     peak = measurement.matmul_peak(torch.device("cpu"), torch.float32, False, 3)

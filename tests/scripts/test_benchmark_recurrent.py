@@ -28,7 +28,7 @@ DEVICES = [
 def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with small sizes."""
     measurement, module = (
-        script("hoconv.benchmarking.measurement"),
+        script("hoconv.tools.benchmarking.measurement"),
         script("benchmarks.library.recurrent"),
     )
     monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)

@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 from PIL import Image
 
-from hoconv import tables
+from hoconv.tools import tables
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

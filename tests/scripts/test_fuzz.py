@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import hoconv
-from hoconv.declaration import Implementation, operators
-from hoconv.dynamic_conv1d import operator as dynamic_conv1d
-from hoconv.dynamic_conv1d import reference
+from hoconv.dispatch.declaration import Implementation, operators
+from hoconv.ops.dynamic_conv1d import operator as dynamic_conv1d
+from hoconv.ops.dynamic_conv1d import reference
 from hoconv.recurrent.ir.functions import FUNCTIONS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

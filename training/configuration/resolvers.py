@@ -50,7 +50,9 @@ def run_name(mode: str, trained: str) -> str:
 def label(impl: str | DictConfig) -> str:
     """`impl` in the name of a folder or of a run: ``cuda``, or ``recurrent-cpp_approx_conv2d-cuda``
     for a mapping; what is longer than `MAX_LABEL` is cut off."""
-    from hoconv.implementations import impl_label  # brings PyTorch, which composing does without
+    from hoconv.dispatch.implementations import (
+        impl_label,  # brings PyTorch, which composing does without
+    )
 
     return impl_label(impl)[:MAX_LABEL]
 

@@ -10,7 +10,7 @@ from typing import Any
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from hoconv import doctor
+from hoconv.tools import doctor
 from training import disk
 
 THROUGHPUT = (

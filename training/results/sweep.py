@@ -14,10 +14,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from hoconv.report.groups import group
-from hoconv.report.losses import draw
-from hoconv.report.runs import Run, read, varied
-from hoconv.tables import print_table
+from hoconv.tools.report.groups import group
+from hoconv.tools.report.losses import draw
+from hoconv.tools.report.runs import Run, read, varied
+from hoconv.tools.tables import print_table
 from training import console, disk
 from training.configuration.checks import plain_errors
 from training.configuration.direction import check_directions

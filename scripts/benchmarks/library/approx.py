@@ -5,7 +5,7 @@ with every multiplier. Writes, and draws beside it::
 
     approx_<device>.json
         command, date, method
-        environment       hoconv.doctor.environment(), with the commit
+        environment       hoconv.tools.doctor.environment(), with the commit
         device, threads
         unavailable       why our kernels were not timed, or null
         scalar_gmac_per_s multiplier -> multiply-accumulates, 1e9 a second, of the scalar loop
@@ -42,9 +42,12 @@ from rich.table import Table
 from torch import Tensor
 
 from hoconv import approx
-from hoconv.approx.operator import CONV2D
-from hoconv.benchmarking.charts import COLOURS, save
-from hoconv.benchmarking.measurement import (
+from hoconv.dispatch.declaration import Sample
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.jit.generated import compile_cpp
+from hoconv.ops.approx.operator import CONV2D
+from hoconv.tools.benchmarking.charts import COLOURS, save
+from hoconv.tools.benchmarking.measurement import (
     APART,
     REPEATS,
     Contender,
@@ -55,11 +58,8 @@ from hoconv.benchmarking.measurement import (
     temporarily,
     time_apart,
 )
-from hoconv.commands import count, hardware, write_json
-from hoconv.declaration import Sample
-from hoconv.implementations import ImplementationError, choose
-from hoconv.jit.generated import compile_cpp
-from hoconv.tables import show
+from hoconv.tools.commands import count, hardware, write_json
+from hoconv.tools.tables import show
 
 TORCH = "torch"
 SCALAR_ROWS, SCALAR_REPEATS = 32, 5

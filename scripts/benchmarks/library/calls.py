@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import hoconv
 from hoconv import approx
 from hoconv import recurrent as rnn
-from hoconv.commands import write_json
-from hoconv.tables import show
+from hoconv.tools.commands import write_json
+from hoconv.tools.tables import show
 
 CALLS = 50
 TURNS = 21

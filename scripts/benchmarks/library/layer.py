@@ -18,7 +18,7 @@ Writes, and draws the times beside it, and the memory in layer_<device>_memory.p
 
     layer_<device>.json
         command, date, method
-        environment       hoconv.doctor.environment(), with the commit
+        environment       hoconv.tools.doctor.environment(), with the commit
         device, axis
         copy_gb_per_s     copy bandwidth of this run: bytes read plus bytes written, 1e9 a second
         matmul_tflop_per_s    precision -> rate of one large matrix product in this run
@@ -69,8 +69,11 @@ from torch import Tensor
 
 from benchmarks.library.precision import BFLOAT16, FLOAT32, TF32, Precision
 from hoconv import high_order_conv2d, high_order_layer
-from hoconv.benchmarking.charts import grid, lines, save, sizes_axis
-from hoconv.benchmarking.measurement import (
+from hoconv.dispatch.declaration import Sample, find
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.ops.high_order.conv2d import reference
+from hoconv.tools.benchmarking.charts import grid, lines, save, sizes_axis
+from hoconv.tools.benchmarking.measurement import (
     ENOUGH_S,
     REPEATS,
     TOGETHER,
@@ -85,11 +88,8 @@ from hoconv.benchmarking.measurement import (
     take_turns,
     time_together,
 )
-from hoconv.commands import count, hardware, write_json
-from hoconv.declaration import Sample, find
-from hoconv.high_order.conv2d import reference
-from hoconv.implementations import ImplementationError, choose
-from hoconv.tables import show
+from hoconv.tools.commands import count, hardware, write_json
+from hoconv.tools.tables import show
 
 CHANNELS, IMAGE, KERNEL, GENERATOR = 3, 224, 5, 5
 AXIS = (

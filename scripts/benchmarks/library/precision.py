@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hoconv.benchmarking.measurement import temporarily
+from hoconv.tools.benchmarking.measurement import temporarily
 
 
 @dataclass(frozen=True)

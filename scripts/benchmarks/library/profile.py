@@ -39,8 +39,8 @@ import hoconv
 from benchmarks.library.layer import PRECISIONS, layer_sample
 from benchmarks.library.precision import Precision
 from hoconv import approx, jit
-from hoconv.commands import write_json
-from hoconv.tables import show
+from hoconv.tools.commands import write_json
+from hoconv.tools.tables import show
 
 IMAGES = 64
 SIZE = 4096

@@ -18,7 +18,7 @@ Writes one file for each section, and draws ``library`` and ``ladder`` beside th
 
     recurrent_<section>_<device>.json
         command, date, method
-        environment       hoconv.doctor.environment(), with the commit
+        environment       hoconv.tools.doctor.environment(), with the commit
         device, section
         rows              one for each case, precision and contender:
             cell, T, B, H, layers, precision, contender
@@ -65,7 +65,8 @@ from benchmarks.library.recurrent_report import (
     table,
 )
 from hoconv import recurrent as rnn
-from hoconv.benchmarking.measurement import (
+from hoconv.dispatch.declaration import Sample
+from hoconv.tools.benchmarking.measurement import (
     Contender,
     Timed,
     failure,
@@ -75,9 +76,8 @@ from hoconv.benchmarking.measurement import (
     percentiles,
     take_turns,
 )
-from hoconv.commands import count, write_json
-from hoconv.declaration import Sample
-from hoconv.tables import console, show
+from hoconv.tools.commands import count, write_json
+from hoconv.tools.tables import console, show
 
 REPEATS = {"cpu": 5, "cuda": 10}
 CALLS = {"cpu": 1, "cuda": 3}  # of a repeat, one after another

@@ -8,8 +8,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from hoconv.benchmarking.charts import COLOURS, grid, save
-from hoconv.commands import hardware
+from hoconv.tools.benchmarking.charts import COLOURS, grid, save
+from hoconv.tools.commands import hardware
 
 PHASES = {"forward": "forward", "forward_backward": "forward and backward"}
 

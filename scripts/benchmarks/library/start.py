@@ -21,8 +21,8 @@ from typing import Any
 from rich.table import Table
 
 from hoconv import jit
-from hoconv.commands import write_json
-from hoconv.tables import show
+from hoconv.tools.commands import write_json
+from hoconv.tools.tables import show
 
 STARTS = 5
 METHOD = (
@@ -65,7 +65,7 @@ import sys, time, torch
 if sys.argv[1] == "cuda":
     torch.cuda.init()
 begin = time.perf_counter()
-from hoconv.declaration import libraries
+from hoconv.dispatch.declaration import libraries
 reason = next(filter(None, (each.load() for each in libraries(sys.argv[1]))), None)
 print(time.perf_counter() - begin, reason)
 """

@@ -36,10 +36,10 @@ from benchmarks.training.step import CLASSES, NETWORKS, synchronize
 from datamodules.images import DataNotFoundError
 from datamodules.prediction import ImageFolder
 from hoconv import HighOrderConv2d
-from hoconv.benchmarking.measurement import failure, memory_limit, temporarily
-from hoconv.commands import count, write_json
-from hoconv.implementations import ImplementationError, choose
-from hoconv.tables import show
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.tools.benchmarking.measurement import failure, memory_limit, temporarily
+from hoconv.tools.commands import count, write_json
+from hoconv.tools.tables import show
 
 NETWORK = NETWORKS["one layer at 224 x 224"]
 IMAGES = 1000

@@ -25,8 +25,8 @@ from common import ROOT
 from rich.table import Table
 
 from benchmarks.training.training_run import METHOD, add_run_options, measure_training
-from hoconv.commands import count, write_json
-from hoconv.tables import show
+from hoconv.tools.commands import count, write_json
+from hoconv.tools.tables import show
 
 EXPERIMENTS = ("coco_segmentation", "coco_captions")
 OVERRIDES = ("data.image_size=224", "model.network.depth=5")

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from benchmarks.training.training_run import METHOD as TRAINING
 from benchmarks.training.training_run import add_run_options, measure_training
-from hoconv.commands import count, write_json
-from hoconv.tables import show
+from hoconv.tools.commands import count, write_json
+from hoconv.tools.tables import show
 
 OVERRIDES = (
     "experiment=coco_segmentation", "data=coco_tiny", "data.image_size=224", "data.batch_size=32",

@@ -7,7 +7,7 @@ cross-entropy, the backward pass and the optimizer, on one fixed batch. Writes::
 
     step_<device>.json
         command, date, method
-        environment       hoconv.doctor.environment(), with the commit
+        environment       hoconv.tools.doctor.environment(), with the commit
         device
         unavailable       implementation -> why it was not timed
         rows              one for each network, precision and implementation of its layers:
@@ -41,8 +41,9 @@ from torch import Tensor, nn
 
 from datamodules.coco.datamodule import COCO
 from hoconv import HighOrderConv2d, set_impl
-from hoconv.benchmarking.marks import LayerMarks, mark, milliseconds_between
-from hoconv.benchmarking.measurement import (
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.tools.benchmarking.marks import LayerMarks, mark, milliseconds_between
+from hoconv.tools.benchmarking.measurement import (
     FLUSH_BYTES,
     WARM_UP,
     failure,
@@ -50,9 +51,8 @@ from hoconv.benchmarking.measurement import (
     percentiles,
     temporarily,
 )
-from hoconv.commands import hardware, write_json
-from hoconv.implementations import ImplementationError, choose
-from hoconv.tables import show
+from hoconv.tools.commands import hardware, write_json
+from hoconv.tools.tables import show
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.cnn import CNN
 from models.networks.encoder_decoder import EncoderDecoder

@@ -39,8 +39,9 @@ from benchmarks.training.step import CLASSES, NETWORKS
 from benchmarks.training.training_run import MEASURED, measure_training
 from benchmarks.training.training_run import METHOD as TRAINING
 from hoconv import HighOrderConv2d
-from hoconv.benchmarking.charts import lines, save, sizes_axis
-from hoconv.benchmarking.measurement import (
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.tools.benchmarking.charts import lines, save, sizes_axis
+from hoconv.tools.benchmarking.measurement import (
     LEAST_REPEATS,
     WARM_UP,
     extra_memory,
@@ -51,9 +52,8 @@ from hoconv.benchmarking.measurement import (
     percentiles,
     temporarily,
 )
-from hoconv.commands import count, write_json, write_text
-from hoconv.implementations import ImplementationError, choose
-from hoconv.tables import console
+from hoconv.tools.commands import count, write_json, write_text
+from hoconv.tools.tables import console
 
 SIMPLE = "simple"
 EXPERIMENTS = {

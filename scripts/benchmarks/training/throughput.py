@@ -30,10 +30,10 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.training.step import CLASSES, NETWORKS, synchronize
-from hoconv.benchmarking.measurement import percentiles
-from hoconv.commands import count, write_json
 from hoconv.lightning import Throughput
-from hoconv.tables import console, show
+from hoconv.tools.benchmarking.measurement import percentiles
+from hoconv.tools.commands import count, write_json
+from hoconv.tools.tables import console, show
 
 NETWORK = NETWORKS["mnist_cnn"]
 PAIRS = 200

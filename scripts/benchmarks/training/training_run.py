@@ -17,8 +17,8 @@ from typing import Any
 
 from common import ROOT
 
-from hoconv.benchmarking.measurement import percentiles
-from hoconv.commands import count
+from hoconv.tools.benchmarking.measurement import percentiles
+from hoconv.tools.commands import count
 
 METHOD = (
     "python train.py with logger=csv, without validation; step_ms are the intervals of "

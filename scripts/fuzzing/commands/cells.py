@@ -1,7 +1,7 @@
 """Random recurrent cells against their definition: ``python scripts/fuzz.py cells``.
 
-The cells are those of :mod:`hoconv.testing.random_cells`, half of them wild. ``interpret`` runs the
-programs of every schedule op by op in PyTorch. An implementation runs as a layer.
+The cells are those of :mod:`hoconv.tools.testing.random_cells`, half of them wild. ``interpret``
+runs the programs of every schedule op by op in PyTorch. An implementation runs as a layer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fuzzing.verdicts import Verdict
 from hoconv import recurrent as rnn
-from hoconv.commands import add_device_option
-from hoconv.implementations import ImplementationError, choose
+from hoconv.dispatch.implementations import ImplementationError, choose
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.schedule import plan
-from hoconv.testing.cells import CellCase, assert_close, gradients
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.commands import add_device_option
+from hoconv.tools.testing.cells import CellCase, assert_close, gradients
+from hoconv.tools.testing.random_cells import random_cell
 
 METHOD = (
     "Each case is a cell drawn from the whole language: expressions of parameters alone, "

@@ -11,9 +11,9 @@ import argparse
 from fuzzing import cases
 from fuzzing.cases import Key, judge
 from fuzzing.workers import Function
-from hoconv.commands import add_device_option
-from hoconv.declaration import operators
-from hoconv.implementations import ImplementationError, choose
+from hoconv.dispatch.declaration import operators
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.tools.commands import add_device_option
 
 METHOD = (
     "Each case is a call with random sizes, layouts, dtypes and options, run by one program: "

@@ -14,9 +14,9 @@ from fuzzing.sequences import run as sequence
 from fuzzing.sequences.calls import DERIVED, OUTPUTS
 from fuzzing.sequences.layers import KINDS
 from fuzzing.verdicts import Verdict
-from hoconv.commands import add_device_option
-from hoconv.declaration import operators
-from hoconv.implementations import ImplementationError, choose
+from hoconv.dispatch.declaration import operators
+from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.tools.commands import add_device_option
 
 METHOD = (
     f"Each case is a sequence of {sequence.LENGTH} operations on one layer in float64: calls in "

@@ -16,7 +16,7 @@ from fuzzing.draw import Draw
 from fuzzing.operators.high_order_conv2d import DTYPES, dtype_for
 from fuzzing.programs import Program
 from fuzzing.windows import gather_shifted
-from hoconv.declaration import find
+from hoconv.dispatch.declaration import find
 
 
 def definition(x: Tensor, weight: Tensor, padding: int) -> Tensor:

@@ -13,7 +13,7 @@ from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.programs import Program
 from fuzzing.windows import gather_taps
-from hoconv.declaration import find
+from hoconv.dispatch.declaration import find
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

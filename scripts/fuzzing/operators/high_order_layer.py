@@ -15,7 +15,7 @@ from fuzzing.operators import high_order_conv2d
 from fuzzing.operators.high_order_conv2d import DTYPES, dilated, dtype_for, sizes
 from fuzzing.programs import Program
 from fuzzing.windows import gather_taps
-from hoconv.declaration import find
+from hoconv.dispatch.declaration import find
 
 
 def definition(

@@ -17,7 +17,7 @@ import hoconv
 from fuzzing.draw import Draw
 from hoconv import recurrent as rnn
 from hoconv.recurrent.cells import elman
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.testing.random_cells import random_cell
 
 _REPEATED = 0.75  # the share of calls with the first shape of the case
 _SIDES, _FEW = (3, 4, 5, 6, 7, 8), (0, 1, 1, 2, 3)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
-from hoconv.testing.cells import CellCase
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.testing.cells import CellCase
+from hoconv.tools.testing.random_cells import random_cell
 
 READY: Mapping[str, tuple[Cell, dict[str, Any]]] = {
     "lstm": (rnn.lstm, {}),

@@ -33,7 +33,7 @@ from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import Plan, plan
-from hoconv.testing.cells import run_program
+from hoconv.tools.testing.cells import run_program
 from tests.hoconv.recurrent.cluster_shim import shim_clusters
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients
 

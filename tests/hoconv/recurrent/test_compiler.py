@@ -25,8 +25,8 @@ from hoconv.recurrent.passes.sink import sink
 from hoconv.recurrent.runtime.interpret import Loop, interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import plan
-from hoconv.testing.cells import CellCase
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.testing.cells import CellCase
+from hoconv.tools.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, cell_case
 
 CELLS = [*READY, *range(50)]

@@ -22,7 +22,7 @@ from hoconv.recurrent.frontend.serialize import from_text, to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import flat
 from hoconv.recurrent.plans import find_plan
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.testing.random_cells import random_cell
 from tests.hoconv.recurrent.support import READY, bound, layer, sequence
 
 EXPORTED = Path(__file__).with_name("exported.py")

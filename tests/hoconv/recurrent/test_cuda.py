@@ -16,7 +16,7 @@ from hoconv.recurrent.ir.program import Op, Program
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import plan
-from hoconv.testing.cells import run_program
+from hoconv.tools.testing.cells import run_program
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import READY, bound, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hoconv import jit
 from hoconv import recurrent as rnn
-from hoconv.implementations import BrokenImplementationError
+from hoconv.dispatch.implementations import BrokenImplementationError
 from hoconv.jit import nvrtc
 from hoconv.recurrent import compiled_plan, plans
 from hoconv.recurrent.frontend.serialize import to_text
@@ -32,7 +32,7 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.
 TRAIN_AND_TEST = """
 import functools, torch
 from hoconv import recurrent as rnn
-from hoconv.implementations import BrokenImplementationError, choose
+from hoconv.dispatch.implementations import BrokenImplementationError, choose
 from hoconv.recurrent.operator import OPERATOR, recurrent
 torch.manual_seed(0)
 layer, x = rnn.LSTM(3, 4, num_layers=2), torch.randn(5, 2, 3)

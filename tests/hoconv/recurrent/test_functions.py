@@ -20,7 +20,7 @@ from hoconv.recurrent.ir.functions import FUNCTIONS, Function, Reduction
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.schedule import plan
-from hoconv.testing.random_cells import random_cell
+from hoconv.tools.testing.random_cells import random_cell
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import agree, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
-from hoconv.implementations import resolve
+from hoconv.dispatch.implementations import resolve
 from hoconv.recurrent.compiled_plan import CompiledPlan
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.plans import find_plan

@@ -4,7 +4,7 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from hoconv import ApproxConv2d, ApproxLinear
-from hoconv.declaration import layers
+from hoconv.dispatch.declaration import layers
 from models.networks.approx_cnn import ApproxCNN
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hoconv.declaration import layers
+from hoconv.dispatch.declaration import layers
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import Backbone
 from tests.support import set_to_reference

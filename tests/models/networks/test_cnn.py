@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hoconv import HighOrderConv2d
-from hoconv.declaration import layers
+from hoconv.dispatch.declaration import layers
 from models.networks.cnn import CNN
 from tests.support import set_to_reference
 

@@ -4,7 +4,7 @@ import torchvision
 from torch import nn
 
 from hoconv import HighOrderConv2d
-from hoconv.declaration import layers
+from hoconv.dispatch.declaration import layers
 from models.networks.backbone import Backbone, WeightsNotFoundError
 from models.networks.encoder_decoder import EncoderDecoder
 from tests.support import set_to_reference

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hoconv.declaration import layers
+from hoconv.dispatch.declaration import layers
 from models.networks.lstm import ImageReader, NarrowLinear
 from tests.support import set_to_reference
 

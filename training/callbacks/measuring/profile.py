@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
-from hoconv.tables import print_table
+from hoconv.tools.tables import print_table
 from training import console, disk
 
 SHOWN = 10  # operators or kernels

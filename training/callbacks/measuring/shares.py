@@ -13,7 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from hoconv.benchmarking.marks import LayerMarks, mark, milliseconds_between
+from hoconv.tools.benchmarking.marks import LayerMarks, mark, milliseconds_between
 from training import disk
 
 CYCLES_A_MS = 2_000_000  # of a GPU, at most: how long it sleeps is not measured

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from carafe.operator import OPERATOR, carafe
 from torch import Tensor, nn
 
-from hoconv.implementations import check_name
+from hoconv.dispatch.implementations import check_name
 
 
 class Carafe(nn.Module):

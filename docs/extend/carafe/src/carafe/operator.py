@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
-from hoconv.implementations import resolve
-from hoconv.jit import Library
-from hoconv.registration import (
+from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dispatch.implementations import resolve
+from hoconv.dispatch.registration import (
     autocast,
     check_dense,
     check_dtypes,
@@ -25,6 +24,7 @@ from hoconv.registration import (
     define,
     register_gradient,
 )
+from hoconv.jit import Library
 
 KERNELS = Path(__file__).parent / "kernels"
 CODE = {

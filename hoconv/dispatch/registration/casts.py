@@ -1,0 +1,67 @@
+"""Autocast: the dtype that it gives to the tensors of an op."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hoconv.dispatch.registration.eager import Op
+
+NOTHING = nullcontext()  # takes longer to make than to enter
+
+
+def autocast(device_type: str, *tensors: Any) -> tuple[Any, ...]:
+    """Casts tensors, or None, where autocast is on, as it casts a convolution's inputs: float64
+    stays."""
+    if not autocasts(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
+        for t in tensors
+    )
+
+
+def autocasts(device_type: str) -> bool:
+    """Returns whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
+    return (
+        torch._C._is_any_autocast_enabled()  # the shortest question comes first
+        and torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+    )
+
+
+# torch.compile of torch 2.11 cannot trace it; all programs depend on whether autocast is on.
+autocasts._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Returns a context in which products are computed in the dtype of their operands."""
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else NOTHING
+
+
+def register_autocast(library: torch.library.Library, op: Op) -> None:
+    """Lets autocast cast the tensors of an op, on CPU and GPU.
+
+    `torch.library.register_autocast` knows one fixed dtype; this takes autocast's own.
+    """
+    for device_type in ("cpu", "cuda"):
+        _register_autocast(library, op.overload, device_type)
+
+
+def _register_autocast(
+    library: torch.library.Library, op: torch._ops.OpOverload, device_type: str
+) -> None:
+    key = f"Autocast{device_type.upper()}"
+
+    def cast(keyset: Any, *args: Any) -> Tensor:
+        args = tree_map_only(Tensor, lambda t: autocast(device_type, t)[0], args)
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(*args)
+
+    library.impl(op.name().removeprefix(f"{op.namespace}::"), cast, key, with_keyset=True)

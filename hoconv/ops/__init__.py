@@ -1,0 +1,1 @@
+"""The operators, one folder each, and what bilinear operators share."""

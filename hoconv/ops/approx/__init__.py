@@ -1,0 +1,1 @@
+"""Products of approximate hardware multipliers; :mod:`hoconv.approx` has the public names."""

@@ -1,0 +1,273 @@
+"""Layers with affine quantisation to 8 bits, whose products come from a look-up table.
+
+A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and one zero point
+per tensor. The range always includes 0, which has an exact q. Gradients are straight-through: those
+of the exact product of the quantised numbers, and zero for numbers out of range.
+
+B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
+kernel; M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from hoconv.dispatch.implementations import check_name, resolve
+from hoconv.dispatch.registration import autocasts, has_tangent
+from hoconv.ops.approx.operator import MATMUL, as_pair
+from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS
+from hoconv.ops.approx.reference import columns, output_size
+from hoconv.ops.approx.tables import LookupTable
+
+Observed = Literal["minmax", "moving_average"]
+
+
+class Observer(nn.Module):
+    """Tracks the range of the numbers that it is called with.
+
+    Args:
+        kind: ``"minmax"``: the least and the largest number of all batches; ``"moving_average"``:
+            exponential averages of each batch's least and largest number, which forget outliers.
+        momentum: the weight of a new batch in the averages, more than 0, up to 1.
+
+    Buffers: least, most (scalars); NaN before the first number.
+
+    Raises:
+        ValueError: an unknown kind; the momentum is out of range.
+    """
+
+    least: Tensor
+    most: Tensor
+
+    def __init__(self, kind: Observed = "moving_average", momentum: float = 0.01) -> None:
+        super().__init__()
+        if kind not in ("minmax", "moving_average"):
+            raise ValueError(f"observer: expected 'minmax' or 'moving_average', got {kind!r}")
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum: expected more than 0, up to 1; got {momentum}")
+        self.kind = kind
+        self.momentum = momentum
+        self.register_buffer("least", torch.tensor(torch.nan))
+        self.register_buffer("most", torch.tensor(torch.nan))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        least, most = x.aminmax()
+        if self.kind == "minmax":
+            self.least.copy_(torch.fmin(self.least, least))  # fmin ignores NaN
+            self.most.copy_(torch.fmax(self.most, most))
+        else:
+            for seen, new in ((self.least, least), (self.most, most)):
+                average = seen + self.momentum * (new - seen)
+                seen.copy_(torch.where(seen.isnan(), new, average))
+
+
+def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the scale (float32) and zero point (int32) with which 8 bits cover a range and 0."""
+    lowest, highest = (-128, 127) if signed else (0, 255)
+    least, most = least.clamp(max=0), most.clamp(min=0)
+    scale = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+    zero_point = (lowest - least / scale).round().clamp(lowest, highest)
+    return scale, zero_point.int()
+
+
+def _multiply_by_table(
+    a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
+    table: LookupTable, impl: str,
+) -> Tensor:  # fmt: skip
+    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on 8-bit grids, by the table.
+
+    It runs where ``approx_matmul`` runs, since the same compiled libraries have both. It is not
+    declared as an operator, since an operator's random samples are not on 8-bit grids.
+    """
+    table.check_sum("input", a.shape[2])
+    ops = OPS[resolve("approx_matmul", impl, a.device.type)]
+    return ops.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
+
+
+class _Quantizer(nn.Module):
+    """Quantises the input and the weight of a layer; tracks the input's range in training."""
+
+    def __init__(self, table: LookupTable, observer: Observed, momentum: float) -> None:
+        super().__init__()
+        self.table = table
+        self.input = Observer(observer, momentum)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Any:
+        if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
+            x = x.float()
+        for name, t in (("input", x), ("weight", weight)):
+            if t.dtype != torch.float32:
+                raise TypeError(f"{name}: expected float32, got {t.dtype}; convert it, or use "
+                                "autocast, which does")  # fmt: skip
+        if not torch.compiler.is_compiling():
+            self._check_transforms(x, weight)
+        if self.training:
+            self.input(x.detach())
+        if not self.input.least.is_meta:
+            self._check_range()
+        of_x = affine(self.input.least, self.input.most, self.table.signed)
+        of_weight = affine(*weight.detach().aminmax(), self.table.signed)
+        return self._quantize(x, *of_x), self._quantize(weight, *of_weight), of_x, of_weight
+
+    def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
+        if has_tangent(x) or has_tangent(weight):
+            raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}")
+        if self.training and is_functorch_wrapped_tensor(x):
+            raise NotImplementedError(
+                "input: a transform of torch.func cannot change the range that was seen; call "
+                "the layer in evaluation, after layer.eval()"
+            )
+
+    def _check_range(self) -> None:
+        unknown = self.input.least.isnan()
+        message = "input: its range is not known; train, or run some data in training mode, first"
+        if torch.compiler.is_compiling():  # a compiled program cannot branch on a tensor's value
+            torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]
+        elif unknown:
+            raise RuntimeError(message)
+
+    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        if x.is_meta:  # PyTorch's op has no implementation for meta tensors
+            return x.clone()
+        limits = (-128, 127) if self.table.signed else (0, 255)
+        try:
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+        except NotImplementedError as error:  # forward mode around reverse mode
+            if "forward AD" not in str(error):
+                raise
+            raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
+
+
+class TableConv2d(nn.Conv2d):
+    """:class:`torch.nn.Conv2d` with 8-bit operands whose products come from a table.
+
+    Args:
+        in_channels, out_channels, kernel_size, and the keywords after `impl`: as for
+            :class:`torch.nn.Conv2d`; zeros are the only padding.
+        table: the table of products. Its first operand is the input, its second the weight.
+        observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
+            range is computed in every call.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
+            convolution is a matrix product of unfolded windows.
+
+    Parameters and buffers: those of :class:`torch.nn.Conv2d`; and quantizer.input.least and most,
+    which a state dict of PyTorch's layer does not have.
+
+    Shape:
+        input (B, C, H, W), float32 -> output (B, O, OH, OW).
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: evaluation before any call in training: the input's range is unknown.
+        NotImplementedError: forward mode; a transform of torch.func in training.
+    """
+
+    operator = MATMUL
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        if isinstance(padding, str):
+            raise ValueError(f"padding: expected a number or a pair of them, got {padding!r}")
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                         bias, device=device)  # fmt: skip
+        check_name(MATMUL, impl)
+        self.quantizer = _Quantizer(table, observer, momentum).to(device)
+        self.impl = impl
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 4 or input.shape[1] != self.in_channels:
+            raise ValueError(
+                f"input: expected (B, {self.in_channels}, H, W), got shape {tuple(input.shape)}"
+            )
+        if self.padding_mode != "zeros":
+            raise ValueError(
+                "padding_mode: expected 'zeros', which is all that this layer has, got "
+                f"{self.padding_mode!r}; apply F.pad to the input"
+            )
+        (O, channels), G = self.weight.shape[:2], self.groups  # noqa: E741
+        if O % G or channels * G != self.in_channels:
+            raise ValueError(
+                f"groups: expected that of the weight, {self.in_channels // channels}, got {G}"
+            )
+        windows = (
+            as_pair("stride", self.stride, 1),
+            as_pair("padding", self.padding, 0),
+            as_pair("dilation", self.dilation, 1),
+        )
+        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
+        B = x.shape[0]
+        unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
+        filters = weight.reshape(G, O // G, -1).repeat(B, 1, 1)
+        out = _multiply_by_table(
+            unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
+        )
+        size = output_size(x.shape, weight.shape, *windows)
+        out = out.mT.reshape(B, O, *size)
+        return out if self.bias is None else out + self.bias[:, None, None]
+
+
+class TableLinear(nn.Linear):
+    """:class:`torch.nn.Linear` with 8-bit operands whose products come from a table.
+
+    Args:
+        in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
+        table, observer, momentum, impl: as for :class:`TableConv2d`.
+
+    Shape:
+        input (..., in_features), float32 -> output (..., out_features).
+    """
+
+    operator = MATMUL
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device)
+        check_name(MATMUL, impl)
+        self.quantizer = _Quantizer(table, observer, momentum).to(device)
+        self.impl = impl
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
+            )
+        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
+        rows = x.reshape(1, math.prod(x.shape[:-1]), self.in_features)
+        out = _multiply_by_table(
+            rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
+        )
+        out = out.reshape(*input.shape[:-1], weight.shape[0])
+        return out if self.bias is None else out + self.bias

@@ -1,0 +1,180 @@
+"""The definition of the approximate matrix product, of the convolution and of their gradients.
+
+Sums have a fixed order, so that every implementation gives the same bits. k is cut into chunks of
+1,024 consecutive indices. The terms of a chunk are added to +0 in ascending k, each addition
+rounded to float32; then the sums of the chunks are added, in ascending order.
+
+B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
+the output, L all pixels of the output, R x S the kernel; M, N rows and columns of a matrix product,
+K what it sums over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoconv.ops.approx.multipliers import MULTIPLIERS
+
+CHUNK = 1024
+_MOST_PRODUCTS = 2**20  # held in memory at once, about: 4 MiB
+Product = Callable[[Tensor, Tensor], Tensor]
+Pair = tuple[int, int]
+
+
+def multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """The elementwise product of a and b of equal shapes."""
+    return MULTIPLIERS[multiplier].multiply(a, b)
+
+
+def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """The multiplier's own derivative with respect to a, elementwise, of equal shapes."""
+    return MULTIPLIERS[multiplier].derivative(a, b).clone()  # an exact product's is b itself
+
+
+def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """a (M, K) times b (K, N), or a (B, M, K) times b (B, K, N): out[m, n] = sum over k of
+    a[m, k] * b[k, n]."""
+    return _sum_of_products(MULTIPLIERS[multiplier].multiply, a, b)
+
+
+def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+    """The gradient of a by the multiplier's own derivative d:
+    out[m, k] = sum over n of grad[m, n] * d(a[m, k], b[k, n]), in the order of all sums."""
+    derivative = MULTIPLIERS[multiplier].derivative
+    step = max(1, _MOST_PRODUCTS // max(a.numel(), 1))
+
+    def products(first: int, last: int) -> Tensor:
+        slopes = derivative(a.unsqueeze(-1), b[..., None, :, first:last])  # (..., M, K, n)
+        return (grad[..., None, first:last] * slopes).movedim(-1, 0)
+
+    return _ordered_sum(products, b.shape[-1], step, torch.zeros_like(a))
+
+
+def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    """a (B, M, K) times b (B, K, N) of 8-bit integers, whose products are table (256, 256)."""
+    (B, M, K), N = a.shape, b.shape[2]
+    out = table.new_zeros(B, M, N)
+    step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
+    a, b = (t.int() & 255 for t in (a, b))
+    for k in range(0, K, step):
+        products = table[a[:, :, k : k + step, None], b[:, None, k : k + step]]  # (B, M, k, N)
+        out += products.sum(2, dtype=torch.int32)
+    return out
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    multiplier: str,
+) -> Tensor:  # fmt: skip
+    """out[o, oh, ow] = sum over k = (c, r, s) of x[c, ...] * weight[o, c, r, s].
+
+    x (B, C, H, W), padded with zeros, which are operands like all others; weight (O, C / G, R, S);
+    out (B, O, OH, OW).
+    """
+    B, O = x.shape[0], weight.shape[0]  # noqa: E741
+    size = output_size(x.shape, weight.shape, stride, padding, dilation)
+    windows = columns(x, weight.shape, stride, padding, dilation, groups)  # (B * G, K, L)
+    filters = weight.reshape(groups, O // groups, -1).repeat(B, 1, 1)  # (B * G, O / G, K)
+    out = matmul(windows.mT, filters.mT, multiplier)  # (B * G, L, O / G)
+    return out.mT.reshape(B, O, *size)
+
+
+def conv2d_backward_input(
+    grad: Tensor, weight: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
+    groups: int, multiplier: str,
+) -> Tensor:  # fmt: skip
+    """The gradient of x: out[c, h, w] = sum over k = (o, r, s) of grad[o, ...] * weight[o, c, r, s]
+    where an output multiplies x[c, h, w] by weight[o, c, r, s]; other terms are left out."""
+    (B, O), (_, _, R, S) = grad.shape[:2], weight.shape  # noqa: E741
+    shape = (B, O, *size[2:])
+
+    def windows(t: Tensor) -> Tensor:
+        """Gathers the outputs that a pixel of x contributes to: (B * G, O / G * R * S, H * W)."""
+        spread = t.new_zeros(
+            B, O, (t.shape[2] - 1) * stride[0] + 1, (t.shape[3] - 1) * stride[1] + 1
+        )
+        spread[:, :, :: stride[0], :: stride[1]] = t
+        before = [dilation[i] * (n - 1) - padding[i] for i, n in enumerate((R, S))]
+        whole = [shape[2 + i] + dilation[i] * (n - 1) for i, n in enumerate((R, S))]
+        after = [whole[i] - before[i] - spread.shape[2 + i] for i in range(2)]
+        spread = F.pad(spread, (before[1], after[1], before[0], after[0]))
+        unfolded = F.unfold(spread, (R, S), dilation)
+        unfolded = unfolded.unflatten(1, (groups, O // groups, R, S)).flip((3, 4))
+        return unfolded.flatten(2, 4).flatten(0, 1)
+
+    exists = windows(torch.ones_like(grad)) == 1
+    filters = weight.unflatten(0, (groups, O // groups)).transpose(1, 2)  # (G, C / G, O / G, R, S)
+    filters = filters.flatten(2).repeat(B, 1, 1)
+    product = MULTIPLIERS[multiplier].multiply
+    out = _sum_of_products(product, windows(grad).mT, filters.mT, exists.mT)
+    return out.mT.reshape(size)
+
+
+def conv2d_backward_weight(
+    grad: Tensor, x: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
+    groups: int, multiplier: str,
+) -> Tensor:  # fmt: skip
+    """The gradient of the weight: out[o, c, r, s] = sum over k = (b, oh, ow) of
+    grad[b, o, oh, ow] * x[b, c, ...]."""
+    B, O = grad.shape[:2]  # noqa: E741
+    windows = columns(x, size, stride, padding, dilation, groups)
+    windows = windows.unflatten(0, (B, groups)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B * L, K)
+    grad = grad.flatten(2).unflatten(1, (groups, O // groups))  # (B, G, O / G, L)
+    return matmul(grad.permute(1, 2, 0, 3).flatten(2), windows, multiplier).reshape(size)
+
+
+def output_size(
+    x: torch.Size | list[int], weight: torch.Size | list[int], stride: Pair, padding: Pair,
+    dilation: Pair,
+) -> Pair:  # fmt: skip
+    """Returns (OH, OW)."""
+    rows, columns = (
+        (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    )
+    return rows, columns
+
+
+def columns(
+    x: Tensor, weight: torch.Size | list[int], stride: Pair, padding: Pair, dilation: Pair,
+    groups: int,
+) -> Tensor:  # fmt: skip
+    """Unfolds the window of every output: (B * G, C / G * R * S, L)."""
+    windows = F.unfold(x, (weight[2], weight[3]), dilation, padding, stride)
+    return windows.unflatten(1, (groups, -1)).flatten(0, 1)
+
+
+def _sum_of_products(
+    product: Product, a: Tensor, b: Tensor, exists: Tensor | None = None
+) -> Tensor:
+    """Multiplies a (..., M, K) by b (..., K, N); leaves out terms where `exists`, of a's shape, is
+    false."""
+    out = a.new_zeros(*a.shape[:-1], b.shape[-1])
+
+    def products(first: int, last: int) -> Tensor:
+        terms = product(a[..., first:last, None], b[..., None, first:last, :])  # (..., M, k, N)
+        if exists is not None:
+            terms = torch.where(exists[..., first:last, None], terms, 0.0)
+        return terms.movedim(-2, 0)
+
+    step = max(1, _MOST_PRODUCTS // max(out.numel(), 1))
+    return _ordered_sum(products, a.shape[-1], step, out)
+
+
+def _ordered_sum(products: Callable[[int, int], Tensor], K: int, step: int, zero: Tensor) -> Tensor:
+    """Adds K terms in the fixed order.
+
+    ``products(first, last)`` computes terms first to last - 1, stacked; `step` of them at once.
+    """
+    total = None
+    for chunk in range(0, K, CHUNK):
+        end, partial = min(chunk + CHUNK, K), zero
+        for first in range(chunk, end, step):
+            for term in products(first, min(first + step, end)).unbind(0):
+                partial = partial + term
+        total = partial if total is None else total + partial
+    return zero if total is None else total

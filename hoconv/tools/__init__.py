@@ -1,0 +1,1 @@
+"""The command ``hoconv``: new, check, test, benchmark, report, doctor, build."""

@@ -1,0 +1,76 @@
+"""Drawing charts: a line for each contender against the size, on logarithmic axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from hoconv.files import replaced
+from hoconv.tools.commands import hardware
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = (
+    "#777777", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442"
+)  # fmt: skip
+MARKERS = "os^Dv*PX"
+
+
+def grid(rows: int, columns: int) -> tuple[Figure, Any]:
+    """Makes a figure; returns it and an array of its panels, by row and column."""
+    figure = Figure(figsize=(5.5 * columns, 1 + 4 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, sharey=True, squeeze=False)
+
+
+def lines(
+    panel: Axes,
+    rows: Sequence[dict[str, Any]],
+    value: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Draws a line for each contender: `value` of its rows against their size, where not None."""
+    for i, contender in enumerate(dict.fromkeys(row["contender"] for row in rows)):
+        points = {row["size"]: value(row) for row in rows
+                  if row["contender"] == contender and value(row) is not None}  # fmt: skip
+        panel.plot([*points], [*points.values()], label=contender,
+                   color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)])  # fmt: skip
+
+
+def sizes_axis(panel: Axes, rows: Sequence[dict[str, Any]], label: str) -> None:
+    """Makes both axes logarithmic, with a tick at every size of the rows."""
+    sizes = sorted({row["size"] for row in rows})
+    panel.set(xscale="log", yscale="log", xlabel=label)
+    panel.set_xticks(sizes, labels=[str(size) for size in sizes])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.grid(which="major", color="0.85")
+    panel.tick_params(labelleft=True)
+
+
+def save(figure: Figure, title: str, path: Path, columns: int = 6) -> None:
+    """Adds the title and one legend for all panels, in `columns` columns; writes a PNG, and
+    prints its path."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    figure.suptitle(title)
+    with replaced(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    print(path)
+
+
+def draw(measured: dict[str, Any], path: Path) -> None:
+    """Draws what ``hoconv benchmark`` measured against the size, forward and backward, as a PNG."""
+    rows = measured["rows"]
+    figure, panels = grid(1, 2)
+    for panel, direction in zip(panels[0], ("forward", "backward"), strict=True):
+        lines(panel, rows, lambda row, key=direction: row[key] and row[key]["median_ms"])
+        floors = {row["size"]: row[direction]["floor_ms"] for row in rows if row[direction]}
+        panel.plot([*floors], [*floors.values()], "k.--", label="floor")
+        panel.set_title(direction)
+        sizes_axis(panel, rows, measured["axis"])
+    panels[0][0].set_ylabel("time of a call, ms")
+    versions = f"{measured['dtype']}, torch {measured['environment']['torch']}"
+    save(figure, f"{measured['operator']}: {hardware(measured)}, {versions}", path)

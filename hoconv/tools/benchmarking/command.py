@@ -1,0 +1,262 @@
+"""Times the implementations of operators: ``hoconv benchmark [OPERATOR ...]``.
+
+It also times ``torch.compile`` of the reference and the declared baselines, at the declared sizes.
+Writes, and draws beside it where matplotlib is installed::
+
+    op_<operator>_<device>_<dtype>.json
+        command, date, method
+        environment       hoconv.tools.doctor.environment(), with the commit
+        package           distribution, version and commit of the package that declares the operator
+        operator, device, dtype, axis
+        copy_gb_per_s     copy bandwidth of this run: bytes read plus bytes written, 1e9 a second
+        matmul_tflop_per_s    of a large matrix product of this run, 1e12 operations a second
+        unavailable       implementation -> why it was not timed
+        rows              one for each size and contender:
+            size, sample, contender
+            error                 null, "out of memory", or what was raised: then the rest is null
+            forward, backward
+                median_ms, p20_ms, p80_ms, repeats
+                least_bytes, least_flops    what the declaration says that a call needs at least
+                floor_ms          the longer of these bytes over the copy bandwidth, and of these
+                                  operations over those of the product
+                floor_is          which of them: "memory" or "arithmetic"
+                share_of_floor    floor_ms / median_ms: 1 is as fast as the hardware allows
+                gb_per_s          the declared least bytes over the median
+                tflop_per_s       the declared operations over the median
+            extra_memory_bytes    most that a forward and a backward hold beyond their inputs
+            least_memory_bytes    output and gradients; null only where every contender failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from hoconv.dispatch.declaration import Operator, find, operators
+from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.tools.benchmarking.measurement import (
+    APART,
+    OUT_OF_MEMORY,
+    REPEATS,
+    Contender,
+    copy_bandwidth,
+    matmul_peak,
+    memory_limit,
+    method,
+    summary,
+    take_turns,
+    temporarily,
+    time_apart,
+)
+from hoconv.tools.commands import (
+    add_device_option,
+    add_operator_option,
+    add_out_option,
+    count,
+    dtype_name,
+    hardware,
+    record,
+    report_broken_packages,
+    write_json,
+)
+from hoconv.tools.doctor import package
+from hoconv.tools.tables import show
+
+COMPILED = "torch.compile"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, shows and writes the results; returns an exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    dtypes = {dtype_name(dtype): dtype for each in operators() for dtype in each.tolerances}
+    parser = argparse.ArgumentParser(
+        prog="hoconv benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_operator_option(parser)
+    add_device_option(parser)
+    add_out_option(parser)
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=["float32"],
+                        help="default: float32")  # fmt: skip
+    parser.add_argument("--sizes", nargs="+", type=count, help="default: the declared ones")
+    parser.add_argument("--quick", action="store_true", help="the first size only, three repeats")
+    arguments = parser.parse_args(argv)
+    head = record("hoconv benchmark", argv)
+    failed = report_broken_packages()
+    for name in arguments.operator:
+        operator = find(name)
+        wanted = (dtypes[each] for each in arguments.dtype)
+        for device, dtype in itertools.product(arguments.device, wanted):
+            if dtype in operator.tolerances:
+                failed |= _run(operator, device, dtype, arguments, head)
+            else:
+                known = ", ".join(map(dtype_name, operator.tolerances))
+                print(f"{name}: no {dtype_name(dtype)}; it has {known}", file=sys.stderr)
+    return int(failed)
+
+
+def _run(
+    operator: Operator,
+    device: str,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    head: dict[str, Any],
+) -> bool:
+    """Measures one operator; returns whether an implementation failed."""
+    path = arguments.out / f"op_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    measured = head
+    for contents in measure(operator, device, dtype, arguments):
+        measured = head | contents
+        write_json(path, measured, say=False)  # it stays if a later size ends the process
+    for table in _tables(measured):
+        show(table)
+    print(path)
+    for impl, reason in measured["unavailable"].items():
+        print(f"{impl}: {reason}")
+    failed = [row for row in measured["rows"] if row["error"]]
+    for row in failed:
+        print(f"{row['contender']} at {row['size']}: {row['error']}")
+    if find_spec("matplotlib"):
+        from hoconv.tools.benchmarking.charts import draw
+
+        draw(measured, path.with_suffix(".png"))
+    broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
+    return any(row["contender"] in operator.implementations for row in broken)
+
+
+def measure(
+    operator: Operator, device_type: str, dtype: torch.dtype, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Times one operator on one device in one dtype.
+
+    Yields the contents of its JSON after each size, with the rows so far.
+    """
+    device = torch.device(device_type)
+    sizes = arguments.sizes or operator.benchmark.sizes
+    repeats = REPEATS[device_type]
+    if arguments.quick:
+        sizes, repeats = sizes[:1], 3
+    functions, unavailable = _functions(operator, device_type)
+    bandwidth = copy_bandwidth(device, repeats)
+    peak = matmul_peak(device, dtype, False, repeats)
+    rows: list[dict[str, Any]] = []
+    contents = {
+        "method": method(APART, [device_type]),
+        "package": package(operator),
+        "operator": operator.name,
+        "device": device_type,
+        "dtype": dtype_name(dtype),
+        "axis": operator.benchmark.axis,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "matmul_tflop_per_s": peak / 1e12,
+        "unavailable": unavailable,
+        "rows": rows,
+    }
+    title = f"{operator.name} {device_type} {dtype_name(dtype)}"
+    steps = len(sizes) * len(functions) * (repeats + 1)
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        memory_limit(device_type),
+        temporarily(torch.backends.cudnn, allow_tf32=False),  # float32 is timed as float32
+    ):
+        task = progress.add_task(title, total=steps)
+        for size in sizes:
+            sample = operator.benchmark.sample(size, device, dtype)
+            torch.compiler.reset()
+            contenders = [Contender(*named, sample) for named in functions.items()]
+
+            def say(contender: Contender, size: int = size) -> None:
+                progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
+
+            least_memory = take_turns(contenders, time_apart, device, repeats, say)
+            cost = operator.cost(sample)
+            for contender in contenders:
+                times = contender.times_ms
+                rows.append({
+                    "size": size,
+                    "sample": sample.name,
+                    "contender": contender.name,
+                    "forward": summary(
+                        times["forward"], cost.forward_bytes, cost.forward_flops, bandwidth, peak
+                    ),
+                    "backward": summary(
+                        times["backward"], cost.backward_bytes, cost.backward_flops, bandwidth, peak
+                    ),
+                    "extra_memory_bytes": contender.extra_memory,
+                    "least_memory_bytes": least_memory,
+                    "error": contender.error,
+                })  # fmt: skip
+            yield contents
+        progress.update(task, completed=steps, description=title)
+
+
+def _functions(
+    operator: Operator, device_type: str
+) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    """Returns contender -> function, and implementation -> why it cannot run."""
+
+    def public(impl: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: operator.function(*args, impl=impl, **kwargs)
+
+    functions, unavailable = {"reference": public("reference")}, {}
+    functions |= operator.benchmark.baselines
+    functions[COMPILED] = torch.compile(public("reference"), dynamic=False, fullgraph=True)
+    for impl in operator.implementations:
+        try:
+            choose(operator, impl, device_type)
+        except ImplementationError as error:
+            if not isinstance(error, BrokenImplementationError):  # each of its rows will say why
+                unavailable[impl] = str(error)
+                continue
+        functions[impl] = public(impl)
+    return functions, unavailable
+
+
+def _tables(measured: dict[str, Any]) -> list[Table]:
+    """A table for the forward and one for the backward."""
+    floor = (
+        f"copy {measured['copy_gb_per_s']:.4g} GB/s, "
+        f"matrix product {measured['matmul_tflop_per_s']:.3g} TFLOP/s"
+    )
+    tables = []
+    for way in ("forward", "backward"):
+        title = f"{measured['operator']}, {way}, {measured['dtype']}, {hardware(measured)}\n{floor}"
+        table = Table(title=title, box=SIMPLE)
+        table.add_column("size", justify="right")
+        table.add_column("contender")
+        for column in ("ms", "spread\nms", "floor\nms", "share of\nfloor", "extra\nMiB"):
+            table.add_column(column, justify="right")
+        for i, row in enumerate(measured["rows"]):
+            if i and row["size"] != measured["rows"][i - 1]["size"]:
+                table.add_section()
+            table.add_row(str(row["size"]), row["contender"], *_cells(row, way))
+        tables.append(table)
+    return tables
+
+
+def _cells(row: dict[str, Any], way: str) -> list[str]:
+    timing = row[way]
+    if timing is None:
+        return ["[red]failed" if row["error"] else "", "", "", "", ""]
+    return [
+        f"{timing['median_ms']:.4g}",
+        f"{timing['p20_ms']:.4g}-{timing['p80_ms']:.4g}",
+        f"{timing['floor_ms']:.3g}",
+        f"{timing['share_of_floor']:.0%}",
+        f"{row['extra_memory_bytes'] / 2**20:.3g}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Runs the tests that every operator must pass: ``hoconv test [OPERATOR ...]``.
+
+They know an operator by its declaration alone (test_operators.py). For an operator of another
+package, the tests in the folder ``tests`` beside that package run, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hoconv.dispatch.declaration import Operator, operators
+from hoconv.tools.commands import operator_name, report_broken_packages
+from hoconv.tools.testing.crashes import CrashReporter
+
+TESTS = Path(__file__).parent / "test_operators.py"
+
+
+class _Chosen:
+    """A plugin of pytest that leaves out the tests of other operators, and notes which runs."""
+
+    def __init__(self, names: Collection[str], reporter: CrashReporter) -> None:
+        self.names = names
+        self.reporter = reporter
+
+    def pytest_runtest_logstart(self, nodeid) -> None:
+        self.reporter.say(nodeid.rpartition("::")[2])
+
+    def pytest_collection_modifyitems(self, config, items) -> None:
+        others = [item for item in items if not self._wants(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if self._wants(item)]
+
+    def _wants(self, item) -> bool:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        operator = given.get("operator") or getattr(given.get("variant"), "operator", None)
+        return not isinstance(operator, Operator) or operator.name in self.names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hoconv test", description=__doc__, epilog="Other options are pytest's: -x, -k EXPR."
+    )
+    parser.add_argument(
+        "operator", nargs="*", type=operator_name, metavar="OPERATOR", help="default: all declared"
+    )
+    arguments, rest = parser.parse_known_args(argv)
+    declared = {operator.name: operator for operator in operators()}
+    if report_broken_packages():
+        return 1
+    if find_spec("pytest") is None:
+        print("hoconv test needs pytest; pip install pytest", file=sys.stderr)
+        return 1
+    import pytest
+
+    chosen = [declared[name] for name in arguments.operator or declared]
+    folders = dict.fromkeys(folder for each in chosen for folder in _own_tests(each))
+    # Not the settings of the folder from which it is called.
+    settings = [
+        f"-c{os.devnull}", f"--rootdir={TESTS.parent}", "--import-mode=importlib", "-q",
+        "-pno:cacheprovider", "-phoconv.testing.fixtures",
+    ]  # fmt: skip
+    names = {operator.name for operator in chosen}
+    with CrashReporter() as reporter:
+        tests = [*settings, *rest, str(TESTS), *map(str, folders)]
+        return int(pytest.main(tests, [_Chosen(names, reporter)]))
+
+
+def _own_tests(operator: Operator) -> list[Path]:
+    """The folder of tests beside the package that declares an operator, or beside the folder `src`
+    which holds it, unless the package is hoconv."""
+    package = operator.function.__module__.partition(".")[0]
+    spec = find_spec(package)
+    if package == "hoconv" or spec is None or spec.origin is None:
+        return []
+    beside = Path(spec.origin).parents[1]
+    folder = (beside.parent if beside.name == "src" else beside) / "tests"
+    return [folder] if folder.is_dir() else []

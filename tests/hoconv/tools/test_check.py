@@ -1,0 +1,416 @@
+"""hoconv check on a toy operator: right implementations pass, each fault is found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hoconv.dispatch.declaration import Implementation, Operator, Sample, declare
+from hoconv.tools import check, commands
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "check.json"
+    code = check.main(["--device", "cpu", "--seed", "7", "--json", str(path), *options])
+    return code, json.loads(path.read_text())
+
+
+def add(toy: Operator, name: str, implementation: Implementation) -> None:
+    assert isinstance(toy.implementations, dict)
+    toy.implementations[name] = implementation
+
+
+def row_of(record: dict[str, Any], impl: str, dtype: str | None) -> dict[str, Any]:
+    (row,) = (r for r in record["rows"] if r["impl"] == impl and r["dtype"] == dtype)
+    return row
+
+
+def test_right_implementations_pass(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, record = run(tmp_path)
+
+    assert code == 0
+    assert record["seed"] == 7
+    assert record["environment"]["torch"] == torch.__version__
+    for impl, dtype in itertools.product(("reference", "swapped"), ("float32", "float16")):
+        row = row_of(record, impl, dtype)
+        assert (row["operator"], row["device"], row["cases"]) == ("toy", "cpu", 3)
+        assert row["same_bits"]
+        assert row["failures"] == []
+    assert len(record["rows"]) == 4
+    half = row_of(record, "swapped", "float16")
+    assert 1e-5 < half["output_error"] <= half["tolerance"]
+    assert 1e-5 < half["gradient_error"] <= half["tolerance"]
+    assert "12 cases, 0 failures" in capsys.readouterr().out
+
+
+def test_it_needs_torch_alone() -> None:
+    others = "rich", "pytorch_lightning", "hydra", "matplotlib", "pytest"
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({others}))"
+    command = f"{blocked}; from hoconv import check; sys.exit(check.main(['--help']))"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("usage: hoconv check"), done.stderr
+
+
+def test_small_keeps_float32(toy: Operator, tmp_path: Path) -> None:
+    code, record = run(tmp_path, "--small", "--impl", "swapped")
+
+    assert code == 0
+    assert [(row["impl"], row["dtype"]) for row in record["rows"]] == [("swapped", "float32")]
+
+
+def test_a_definition_that_fails_is_named(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        raise IndexError("no such pixel")
+
+    add(toy, "reference", Implementation(fail))
+    code, record = run(tmp_path)
+
+    assert code == 1
+    assert row_of(record, "reference", "float32")["failures"] == [
+        "scale 1: IndexError: no such pixel"
+    ]
+    assert "toy reference cpu float16: scale 1: IndexError" in capsys.readouterr().out
+
+
+def test_samples_that_fail_are_named(toy: Operator, tmp_path: Path) -> None:
+    def one(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield next(iter(toy.samples(device, dtype)))
+        raise ValueError("no more")
+
+    declared = dataclasses.replace(toy, samples=one)
+    arguments = check._parse(["--operator", "toy", "--seed", "1"])
+    rows = check.check(declared, "cpu", arguments, lambda what: None)
+    assert [row.failures for row in rows] == [["the sample after scale 1: ValueError: no more"]] * 2
+
+
+def forgetful(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Never writes the first element."""
+    out = torch.empty_like(x)
+    out.flatten()[1:] = (x * y * scale).flatten()[1:]
+    return out
+
+
+def wrong_gradient(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x * y * scale + 0.01 * scale * (y - y.detach()) * x.detach()
+
+
+def clears_its_input(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    out = (x * y * scale).clone()
+    x.data.zero_()
+    return out
+
+
+_kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def remembers(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Its results are those of the first call with a tensor."""
+    out = x * y * scale
+    _, first = _kept.setdefault(x.data_ptr(), (x, out.detach()))
+    return out - out.detach() + first
+
+
+class Reuses(torch.autograd.Function):
+    """Every call returns the same memory."""
+
+    memory: dict[tuple[object, ...], Tensor] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.scale = scale
+        out = Reuses.memory.setdefault((x.shape, x.dtype, scale), torch.zeros_like(x))
+        out.data.copy_(x * y * scale)
+        return out.data[:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y * ctx.scale, grad * x * ctx.scale, None
+
+
+@pytest.mark.parametrize(
+    ("function", "failure"),
+    [
+        (clears_its_input, "scale 1: argument 0 was changed"),
+        (remembers, "scale 1, then other values in the same tensors: output: error"),
+        (
+            Reuses.apply,
+            "scale 1, then other values in the same tensors: output: the result of the first",
+        ),
+        (lambda x, y, scale: x * y, "scale -2: output: error"),
+        (lambda x, y, scale: x * y * scale + float("nan"), "scale 1: output: error nan"),
+        (lambda x, y, scale: (x * y * scale)[:1], "scale 1: RuntimeError"),
+        (lambda x, y, scale: (x * y * scale).double(), "scale 1: output: expected shape and dtype"),
+        (lambda x, y, scale: (x * y * scale).detach(), "scale 1: RuntimeError"),
+        (wrong_gradient, "scale -2: gradient of argument 1: error 1.0e-02"),
+        (forgetful, "scale 1: output: error nan"),
+    ],
+    ids=[
+        "changes its input",
+        "remembers",
+        "reuses memory",
+        "argument ignored",
+        "nan",
+        "shape",
+        "dtype",
+        "no gradient",
+        "gradient",
+        "not written",
+    ],
+)
+def test_fault_is_found_and_named(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    function: Callable[..., Tensor],
+    failure: str,
+) -> None:
+    add(toy, "faulty", Implementation(function))
+
+    code, record = run(tmp_path)
+
+    assert code == 1
+    assert any(failure in line for line in row_of(record, "faulty", "float32")["failures"])
+    assert f"toy faulty cpu float32: {failure}" in capsys.readouterr().out
+    assert row_of(record, "swapped", "float32")["failures"] == []
+
+
+def test_one_wrong_element_among_many_is_found(toy: Operator) -> None:
+    def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        x, y = (torch.rand(300_001, device=device) + 0.5 for _ in "xy")
+        yield Sample((x.to(dtype), y.to(dtype)), {"scale": 1.0}, name="an odd number")
+
+    def drops_the_last(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """As a kernel that computes two elements at once may."""
+        kept = torch.ones_like(x)
+        kept[-1] = 0
+        return x * y * scale * kept
+
+    add(toy, "faulty", Implementation(drops_the_last))
+    arguments = check._parse(["--operator", "toy", "--seed", "1"])
+    declared = dataclasses.replace(toy, samples=large)
+    rows = check.check(declared, "cpu", arguments, lambda what: None)
+
+    (faulty,) = (row for row in rows if (row.impl, row.dtype) == ("faulty", "float16"))
+    assert faulty.tolerance is not None
+    assert faulty.output_error <= faulty.tolerance  # of all elements together
+    assert faulty.failures[0].startswith("an odd number: output: an element is wrong by")
+    assert [row.failures for row in rows if row.impl != "faulty"] == [[]] * 4
+
+
+@pytest.mark.gpu
+def test_algorithms_of_the_mode_that_fills_tensors_do_not_count_on_a_gpu(
+    toy: Operator, tmp_path: Path
+) -> None:
+    def coarse(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        rounding = 1e-3 if torch.are_deterministic_algorithms_enabled() else 0.0
+        return x * y * scale * (1 + rounding)
+
+    add(toy, "coarse", Implementation(coarse))
+    add(toy, "forgetful", Implementation(forgetful))
+
+    _, record = run(tmp_path, "--device", "cuda")
+
+    assert row_of(record, "coarse", "float32")["failures"] == []
+    assert "scale 1: output: error nan" in row_of(record, "forgetful", "float32")["failures"]
+
+
+def test_wrong_gradient_is_told_from_the_right_ones(toy: Operator, tmp_path: Path) -> None:
+    add(toy, "faulty", Implementation(wrong_gradient))
+
+    _, record = run(tmp_path)
+
+    row = row_of(record, "faulty", "float32")
+    assert row["output_error"] < 1e-6
+    assert row["gradient_error"] == pytest.approx(0.01, rel=1e-3)
+    assert not any("output" in line or "argument 0" in line for line in row["failures"])
+
+
+def test_different_bits_are_reported(toy: Operator, tmp_path: Path) -> None:
+    factors = itertools.cycle([1.0, 1.0 + 2e-7])
+    wavering = Implementation(lambda x, y, scale: x * y * scale * next(factors))
+    add(toy, "wavering", wavering)
+
+    code, record = run(tmp_path, "--small")
+
+    assert code == 0  # both are right
+    assert not row_of(record, "wavering", "float32")["same_bits"]
+    assert row_of(record, "swapped", "float32")["same_bits"]
+
+
+def test_a_terminal_of_80_columns_holds_the_table(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = "words " * 30
+    right = toy.implementations["swapped"].function
+    add(toy, "absent", Implementation(right, obstacle=lambda: missing))
+    add(toy, "faulty", Implementation(lambda *args: right(*args).neg()))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(tmp_path)[0] == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    assert re.search(r"faulty +float32 .* \d+ failed$", "\n".join(lines), re.MULTILINE)
+    assert "\n".join(lines).count("words") == 30
+
+
+def test_progress_is_one_line_that_the_next_replaces(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(tmp_path)[0] == 0
+    shown = capsys.readouterr().err.split("\r\033[K")
+    assert "toy: float32 on cpu, swapped," in shown
+    assert max(map(len, shown)) < 30
+
+
+def test_an_unavailable_implementation_says_why(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
+
+    code, record = run(tmp_path)
+
+    assert code == 0
+    assert "never written" in row_of(record, "absent", None)["unavailable"]
+    assert "absent" in capsys.readouterr().out
+
+
+def raising() -> None:
+    raise ImportError("no such library")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(lambda: "t.cpp:7: error: no name\n  t.cpp:8: error: nor this", "t.cpp:7: error: no name"),
+     (raising, "ImportError: no such library")],
+)  # fmt: skip
+def test_a_broken_implementation_fails(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    load: Callable[[], str | None],
+    reason: str,
+) -> None:
+    add(toy, "faulty", Implementation(toy.implementations["swapped"].function, load=load))
+
+    code, record = run(tmp_path)
+
+    assert code == 1
+    row = row_of(record, "faulty", None)
+    assert row["unavailable"] is None
+    assert row["failures"][0].startswith(f"impl=faulty is broken for toy: {reason}")
+    assert row_of(record, "swapped", "float32")["failures"] == []  # the others are checked
+    said = capsys.readouterr().out
+    assert f"toy faulty cpu: impl=faulty is broken for toy: {reason}" in said
+    assert "12 cases, 1 failures" in said
+
+
+def test_a_kernel_that_does_not_compile_fails_with_its_errors_once(
+    tmp_path: Path,
+) -> None:
+    compiler = tmp_path / "broken"
+    errors = '  for i in 7 8 9; do echo "x.cpp:$i: error: out of order"; done'
+    compiler.write_text(f"#!/bin/sh\nexec >&2\n{errors}\nseq 5000\nexit 1\n")
+    compiler.chmod(0o755)
+    operators = ["high_order_conv2d", "high_order_layer", "dynamic_conv1d"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hoconv.tools.check", "--device", "cpu", "--impl", "cpp", "--small",
+         "--operator", *operators],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CXX": str(compiler),
+             "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "3 failures" in done.stdout.splitlines()[-1]
+    assert done.stdout.count("x.cpp:7: error: out of order") == 3  # a line for each operator
+    assert done.stdout.count("x.cpp:8: error: out of order") == 3  # each has a library
+    assert "4999" not in done.stdout + done.stderr
+
+
+def test_a_broken_package_fails_and_the_others_are_checked(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = {"bad = gone": "ImportError: gone"}
+    monkeypatch.setattr(commands, "broken_packages", lambda: broken)
+
+    code, _ = run(tmp_path)
+
+    assert code == 1
+    said = capsys.readouterr()
+    assert "The package of operators bad = gone is broken: ImportError: gone" in said.err
+    assert "12 cases, 0 failures" in said.out
+
+
+def test_an_operator_without_samples_is_a_failure(
+    toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = dataclasses.replace(toy, name="silent", samples=lambda device, dtype: [])
+    declare(silent)
+
+    code, record = run(tmp_path)
+
+    assert code == 1
+    for row in record["rows"]:
+        assert bool(row["failures"]) == (row["operator"] == "silent")
+
+
+def test_nothing_checked_is_a_failure(toy: Operator, tmp_path: Path) -> None:
+    add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
+
+    code, _ = run(tmp_path, "--impl", "absent")
+
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "expected cpu or cuda, got 'tpu'"),
+        (["--operator", "unknown"], "expected toy; got 'unknown'; if it is in a package of yours"),
+        (["--impl", "unknown"], "choose from"),
+    ],
+)
+def test_unknown_option_values_are_named(
+    toy: Operator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(tmp_path, *options)
+
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
