@@ -8,6 +8,7 @@ command's name. The output of a command is also written to a file in --logs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -31,11 +32,14 @@ from hoconv.tools.tables import console
 
 @dataclass
 class Step:
-    """A command, the minutes that it may take, and the number of GPUs that it needs."""
+    """A command, the minutes that it may take, and the number of GPUs that it needs; the records
+    that it writes, and the files and folders that these measure."""
 
     command: str
     minutes: float
     gpus: int = 0
+    records: Sequence[str] = ()
+    measures: Sequence[str] = ()
 
 
 # Those of this environment, which need not be on the path.
@@ -50,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     if arguments.list:
         console().print(_listed())
+        return 0
+    if arguments.stale:
+        console().print(_stale())
         return 0
     done = Table("name", "minutes", "result")
     for name in arguments.names:
@@ -118,6 +125,41 @@ def _listed() -> Table:
     return table
 
 
+def _stale() -> Table:
+    table = Table("name", "record", "why it is to be measured again")
+    for name, step in STEPS.items():
+        for record in step.records:
+            if why := find_change(RESULTS / f"{record}.json", step.measures):
+                table.add_row(name, record, why)
+    return table
+
+
+def find_change(record: Path, measured: Sequence[str]) -> str | None:
+    """Returns why a record may not be what its command measures today; None where it is.
+
+    Args:
+        measured: files and folders that the record measures.
+    """
+    if not record.exists():
+        return "there is none"
+    contents = json.loads(record.read_text())
+    commit, *dirty = (
+        contents.get("commit") or contents.get("environment", {}).get("commit") or ""
+    ).split("-")
+    if not commit:
+        return "it names no commit"
+    if dirty:
+        return "its sources had changes that no commit has"
+    later = subprocess.run(
+        ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *measured],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    if later.returncode:
+        return f"there is no commit {commit[:10]}"
+    count = int(later.stdout)
+    return f"{count} later commits change {', '.join(measured)}" if count else None
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,6 +167,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", default=list(STEPS), metavar="name",
                         help="default: all of them, in the order of --list")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show the commands and run none")
+    parser.add_argument("--stale", action="store_true",
+                        help="show the records that are older than what they measure; run "
+                             "nothing")  # fmt: skip
     parser.add_argument("--logs", type=Path, default=ROOT / "outputs" / "reproduce",
                         help="folder; default: outputs/reproduce")  # fmt: skip
     arguments = parser.parse_args(argv)

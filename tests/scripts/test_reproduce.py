@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,49 @@ def test_its_runs_can_be_composed(commands) -> None:
     for overrides in runs:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             compose("config", overrides)
+
+
+def test_every_record_has_a_command(script) -> None:
+    reproduce = script("reproduce")
+    named = [record for step in reproduce.STEPS.values() for record in step.records]
+    results = ROOT / "docs" / "results"
+    found = {str(path.relative_to(results).with_suffix("")) for path in results.rglob("*.json")}
+    assert len(named) == len({*named})
+    assert {name for name in found if not name.startswith("digits")} == {*named}
+    measured = {path for step in reproduce.STEPS.values() for path in step.measures}
+    assert [path for path in measured if not (ROOT / path).exists()] == []
+
+
+def test_records_older_than_what_they_measure_are_stale(reproduce, monkeypatch, capfd, tmp_path):
+    def commit(name: str) -> str:
+        (tmp_path / name).write_text(str(len(list(tmp_path.iterdir()))))
+        git("add", name)
+        git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", name)
+        return git("rev-parse", "HEAD").strip()
+
+    def git(*words: str) -> str:
+        return subprocess.check_output(["git", *words], cwd=tmp_path, text=True)
+
+    git("init", "-q")
+    first, second = commit("kernel"), commit("other")
+    records = {
+        "none": None, "dirty": f"{second}-dirty", "old": first, "current": second,
+        "unrelated": first, "unknown": "0" * 40,
+    }  # fmt: skip
+    for name, known in records.items():
+        contents = {"environment": {"commit": known}}
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(contents))
+    step = reproduce.Step("python -c 1", 1, 0, [*records, "missing"], ["other"])
+    monkeypatch.setattr(reproduce, "STEPS", {"measure": step})
+    assert reproduce.find_change(tmp_path / "results" / "unrelated.json", ["kernel"]) is None
+    assert reproduce.main(["--stale"]) == 0
+    out = capfd.readouterr().out
+    for line in (
+        r"none +│ it names no commit", r"dirty +│ its sources had changes", r"old +│ 1 later",
+        r"unknown +│ there is no commit", r"missing +│ there is none",
+    ):  # fmt: skip
+        assert re.search(line, out), line
+    assert "current" not in out
 
 
 def test_a_command_that_fails_keeps_no_other_from_running(reproduce, monkeypatch, capfd, tmp_path):
