@@ -11,51 +11,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor
 
 Logged = tuple[str, Any, dict[str, Any]]  # name, value and options of a call of self.log
 Run = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 
 
-class Optimization(_AutomaticOptimization):
-    """Automatic optimization whose steps another function runs: zero_grad, forward, backward and
-    the optimizer together.
+def replace_steps(trainer: pl.Trainer, run: Run) -> Run:
+    """Lets `run` do the training steps of a fit with automatic optimization: zero_grad, forward,
+    backward and the optimizer together. Returns what does one as Lightning does.
 
     Args:
-        run_step: is given the optimizer, the index of the batch and the arguments of
-            ``training_step``; returns what `run_eagerly` returns.
+        run: is given the optimizer, the index of the batch and the arguments of ``training_step``;
+            returns the detached loss and what else ``training_step`` returned.
     """
-
-    def __init__(self, trainer: pl.Trainer, run_step: Run) -> None:
-        super().__init__(trainer)
-        self._run_step = run_step
-
-    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        return self._run_step(optimizer, batch_idx, kwargs)
-
-    def run_eagerly(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Runs a step as Lightning does; returns the detached loss and what else
-        ``training_step`` returned."""
-        return super().run(optimizer, batch_idx, kwargs)
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    run_eagerly, loop.run = loop.run, run
+    return run_eagerly
 
 
-def replace_optimization(trainer: pl.Trainer, run_step: Run) -> Optimization:
-    """Lets `run_step` run the training steps of a fit until :func:`restore_optimization`."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    replacement = Optimization(trainer, run_step)
-    replacement.optim_progress = loop.automatic_optimization.optim_progress
-    loop.automatic_optimization = replacement
-    return replacement
-
-
-def restore_optimization(trainer: pl.Trainer) -> None:
-    """Lets Lightning run the training steps again."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    if isinstance(loop.automatic_optimization, Optimization):
-        original = _AutomaticOptimization(trainer)
-        original.optim_progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = original
+def restore_steps(trainer: pl.Trainer) -> None:
+    """Lets Lightning do the training steps again."""
+    vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("run", None)
 
 
 class LoggedKindError(TypeError):

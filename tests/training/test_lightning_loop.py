@@ -34,10 +34,10 @@ class Replaced(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.trainer, self.model = trainer, pl_module
-        self.optimization = lightning_loop.replace_optimization(trainer, self.run)
+        self.run_eagerly = lightning_loop.replace_steps(trainer, self.run)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        lightning_loop.restore_optimization(trainer)
+        lightning_loop.restore_steps(trainer)
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         self.last.append(lightning_loop.is_last_of_step(self.trainer))
@@ -45,7 +45,7 @@ class Replaced(pl.Callback):
             mean = kwargs["batch"].mean()
             lightning_loop.log_of_training_step(self.model, [("mean", mean, {"on_epoch": True})])
             return {"loss": torch.zeros(())}
-        return self.optimization.run_eagerly(optimizer, batch_idx, kwargs)
+        return self.run_eagerly(optimizer, batch_idx, kwargs)
 
 
 def test_steps_are_replaced_logged_and_counted() -> None:
@@ -63,7 +63,7 @@ def test_steps_are_replaced_logged_and_counted() -> None:
     # Only the last step is Lightning's own and steps the optimizer.
     assert trainer.global_step == 1
     loop: Any = trainer.fit_loop.epoch_loop
-    assert type(loop.automatic_optimization) is lightning_loop._AutomaticOptimization
+    assert "run" not in vars(loop.automatic_optimization)
     assert lightning_loop.count_logged_steps(trainer) == 3
 
 

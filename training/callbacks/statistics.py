@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytorch_lightning as pl
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class FirstStatistics(pl.Callback):
@@ -22,7 +24,7 @@ class FirstStatistics(pl.Callback):
         names = [
             f"{path}.{name}" if path else name
             for path, module in pl_module.named_modules()
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, BATCH_NORMS)
             for name, _ in module.named_buffers(recurse=False)
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, names)
@@ -31,6 +33,6 @@ class FirstStatistics(pl.Callback):
         if trainer.world_size == 1 or not isinstance(trainer.strategy, DDPStrategy):
             return
         for module in pl_module.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 for statistic in module.buffers(recurse=False):
                     dist.broadcast(statistic, src=0)

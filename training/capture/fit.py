@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.capture.gpu import Gpu
 from training.capture.optimizer import CapturedOptimizer
-from training.lightning_loop import Optimization
+from training.lightning_loop import Run
 
 copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
@@ -20,7 +20,9 @@ class Fit:
     """The state that the steps of a fit use, with one optimizer on a device that captures.
 
     Attributes:
-        trainer, model, optimization, gpu: as given.
+        trainer, model, gpu: as given.
+        run_eagerly: does a step as Lightning does.
+        progress: Lightning's counters of the optimizer.
         device: that trains.
         distributed: whether DistributedDataParallel runs the model, in a single process too.
         optimizer: of the fit.
@@ -29,11 +31,12 @@ class Fit:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, model: pl.LightningModule, optimization: Optimization, gpu: Gpu
+        self, trainer: pl.Trainer, model: pl.LightningModule, run_eagerly: Run, gpu: Gpu
     ) -> None:
         self.trainer: Any = trainer
         self.model = model
-        self.optimization = optimization
+        self.run_eagerly = run_eagerly
+        self.progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self.gpu = gpu
         self.device = trainer.strategy.root_device
         self.distributed = isinstance(trainer.strategy, DDPStrategy)

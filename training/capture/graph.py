@@ -79,7 +79,7 @@ class StepGraph:
 
     def run(self, call: Call, tensors: list[Tensor]) -> dict[str, Any]:
         """Runs the step as Lightning's loop would: counts, and logs what the step logs."""
-        progress = self.fit.optimization.optim_progress.optimizer
+        progress = self.fit.progress.optimizer
         if call.last:
             progress.step.increment_ready()
         if call.first:
@@ -110,13 +110,13 @@ def capture(fit: Fit, call: Call) -> StepGraph:
     inputs = [tensor.clone() for tensor in tensors_of(batch)]
     left = iter(inputs)
     kwargs = {**call.kwargs, "batch": map_tensors(lambda _: next(left), batch)}
-    progress = copy.deepcopy(fit.optimization.optim_progress.state_dict())
+    progress = copy.deepcopy(fit.progress.state_dict())
     gradients = [p.grad for p in fit.parameters]
     before = [*[None] * fit.zeroed, *gradients[fit.zeroed :]]
     try:
         set_gradients(fit.parameters, before)
         with fit.optimizer.on_gpu(), recorded(fit.model) as logged, fit.gpu.capture() as graph:
-            result = fit.optimization.run_eagerly(call.optimizer, call.batch_idx, kwargs)
+            result = fit.run_eagerly(call.optimizer, call.batch_idx, kwargs)
         after = [p.grad for p in fit.parameters]
         _check(fit, progress, result, logged, after)
         return StepGraph(fit, inputs, before, graph, result, logged, after)
@@ -126,7 +126,7 @@ def capture(fit: Fit, call: Call) -> StepGraph:
         if scaler is not None:
             scaler._per_optimizer_states.clear()
     finally:
-        fit.optimization.optim_progress.load_state_dict(progress)
+        fit.progress.load_state_dict(progress)
         set_gradients(fit.parameters, gradients)
     gc.collect()  # what is left of the step would run the next one on the capture's stream
     raise CaptureError(why)
@@ -148,7 +148,7 @@ def _check(
         raise CaptureError("training_step returns no loss")
     if not all(isinstance(value, Tensor) for value in tree_leaves(result)):
         raise CaptureError("training_step returns values that are no tensors")
-    begun = fit.optimization.optim_progress.optimizer.zero_grad.total.ready
+    begun = fit.progress.optimizer.zero_grad.total.ready
     if begun - progress["optimizer"]["zero_grad"]["total"]["ready"] > 1:
         raise CaptureError("the optimizer runs the step more than once")
     if any(g is not None and g.layout is not torch.strided for g in gradients):

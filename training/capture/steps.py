@@ -24,7 +24,7 @@ from training.capture.graph import Call, CaptureError, StepGraph, capture
 from training.capture.obstacles import find_obstacle
 from training.capture.trial import compare
 from training.configuration.errors import MisconfigurationException
-from training.lightning_loop import is_last_of_step, replace_optimization, restore_optimization
+from training.lightning_loop import is_last_of_step, replace_steps, restore_steps
 from training.tensors import describe
 
 # Steps that run before one is captured: the first make the optimizer's state, and libraries choose
@@ -128,18 +128,18 @@ class CapturedSteps(pl.Callback):
         ):
             self._why_eager = self._why_eager or "other processes do not capture their steps"
             self._undecided = False
-        self._optimization = replace_optimization(trainer, self._run)
+        self._run_as_lightning = replace_steps(trainer, self._run)
         self._fit = None
         if self._why_eager is None:
             gpu = Gpu(trainer.strategy.root_device)
-            self._fit = Fit(trainer, pl_module, self._optimization, gpu)
+            self._fit = Fit(trainer, pl_module, self._run_as_lightning, gpu)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._kinds = {}
-        restore_optimization(trainer)
+        restore_steps(trainer)
 
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        restore_optimization(trainer)
+        restore_steps(trainer)
 
     def _find_obstacle(self, model: pl.LightningModule) -> str | None:
         if self.mode == "off":
@@ -285,7 +285,7 @@ class CapturedSteps(pl.Callback):
         self.eager_steps[why] += 1
         # Also where it is not to be captured: state that is on the GPU would be waited for.
         with nullcontext() if self._fit is None else self._fit.optimizer.on_gpu():
-            return self._optimization.run_eagerly(*call[:3])
+            return self._run_as_lightning(*call[:3])
 
     def _say(self, why: str) -> None:
         if why in (WARMUP, TRIAL) or why in self._said:
