@@ -62,7 +62,7 @@ def test_right_implementations_pass(
 def test_it_needs_torch_alone() -> None:
     others = "rich", "pytorch_lightning", "hydra", "matplotlib", "pytest"
     blocked = f"import sys; sys.modules.update(dict.fromkeys({others}))"
-    command = f"{blocked}; from hoconv import check; sys.exit(check.main(['--help']))"
+    command = f"{blocked}; from hoconv.tools import check; sys.exit(check.main(['--help']))"
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=False
     )
