@@ -28,11 +28,7 @@ def autocast(device_type: str, *tensors: Any) -> tuple[Any, ...]:
 
 def autocasts(device_type: str) -> bool:
     """Returns whether autocast is on for tensors of such a device; ``"meta"``, say, has none."""
-    return (
-        torch._C._is_any_autocast_enabled()  # the shortest question comes first
-        and torch.amp.is_autocast_available(device_type)
-        and torch.is_autocast_enabled(device_type)
-    )
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 # torch.compile of torch 2.11 cannot trace it; all programs depend on whether autocast is on.

@@ -81,7 +81,7 @@ def is_transformed() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or forward_ad._current_level >= 0
     )
 

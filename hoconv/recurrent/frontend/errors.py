@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
-import sys
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -38,7 +38,7 @@ def find_line(traceback: TracebackType | None, code: CodeType) -> int:
 
 def find_caller() -> FrameType | None:
     """The innermost frame outside of the language's own files, and of PyTorch's."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
