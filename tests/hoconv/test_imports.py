@@ -38,21 +38,17 @@ def test_no_file_imports_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises with the circle
 
 
-# Says what of these an import of the library loads, and which ops PyTorch's counter does not know
-# when it is imported after that.
+# Says what of the compiler of recurrent cells an import of the library loads.
 LOADED = """
 import sys
 import hoconv
 
-SLOW = ("triton", "torch.utils.flop_counter", "hoconv.jit.nvrtc", "hoconv.jit.generated",
-        "hoconv.recurrent.schedule", "hoconv.recurrent.passes", "hoconv.recurrent.codegen")
-print([name for name in SLOW if name in sys.modules])
-from torch import ops
-from torch.utils.flop_counter import flop_registry
-print({ops.hoconv.high_order_layer, ops.hoconv.approx_matmul} - flop_registry.keys())
+COMPILER = ("hoconv.jit.nvrtc", "hoconv.jit.generated", "hoconv.recurrent.schedule",
+            "hoconv.recurrent.passes", "hoconv.recurrent.codegen")
+print([name for name in COMPILER if name in sys.modules])
 """
 
 
 def test_an_import_loads_no_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], text=True, capture_output=True)
-    assert done.stdout.splitlines() == ["[]", "set()"], done.stderr
+    assert done.stdout == "[]\n", done.stderr

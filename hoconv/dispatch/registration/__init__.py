@@ -18,7 +18,6 @@ from hoconv.dispatch.registration.definition import kernels as kernels
 from hoconv.dispatch.registration.eager import Op as Op
 from hoconv.dispatch.registration.eager import is_plain as is_plain
 from hoconv.dispatch.registration.eager import records_gradients as records_gradients
-from hoconv.dispatch.registration.flops import register_flop_formula as register_flop_formula
 from hoconv.dispatch.registration.gradient import gradient_layout as gradient_layout
 from hoconv.dispatch.registration.gradient import gradients as gradients
 from hoconv.dispatch.registration.gradient import has_tangent as has_tangent

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.dispatch.registration import (
     Op,
     define,
     kernels,
-    register_flop_formula,
     register_gradient,
 )
 from hoconv.ops.approx import reference

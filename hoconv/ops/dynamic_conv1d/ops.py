@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from hoconv.dispatch.registration import Op, define, kernels, register_flop_formula, register_layer
+from hoconv.dispatch.registration import Op, define, kernels, register_layer
 from hoconv.ops.bilinear import BilinearOps, register_bilinear
 from hoconv.ops.dynamic_conv1d import composed
 

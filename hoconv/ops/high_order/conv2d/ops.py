@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
-from hoconv.dispatch.registration import kernels, register_flop_formula
+from hoconv.dispatch.registration import kernels
 from hoconv.ops.bilinear import register_bilinear
 
 _library = torch.library.Library("hoconv", "FRAGMENT")

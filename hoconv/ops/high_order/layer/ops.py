@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from hoconv.dispatch.registration import Op, define, register_flop_formula, register_layer
+from hoconv.dispatch.registration import Op, define, register_layer
 from hoconv.ops.high_order.layer import composed, reference
 from hoconv.ops.high_order.layer.rule import KERNELS, is_backward_fused, why_unfused
 
