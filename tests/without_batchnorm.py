@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 
-def group_norm(channels: int, **_: Any) -> nn.GroupNorm:
-    return nn.GroupNorm(2, channels)
+class GroupNorm(nn.GroupNorm):
+    def __init__(self, channels: int, **_: Any) -> None:
+        super().__init__(2, channels)
 
 
-nn.BatchNorm2d = group_norm  # pyright: ignore[reportAttributeAccessIssue]
+nn.BatchNorm2d = GroupNorm  # pyright: ignore[reportAttributeAccessIssue]
 
 import train  # noqa: E402  after its networks' layers are others
 from training.command import run_command  # noqa: E402
