@@ -118,7 +118,7 @@ def capture(fit: Fit, call: Call) -> StepGraph:
         with fit.optimizer.on_gpu(), recorded(fit.model) as logged, fit.gpu.capture() as graph:
             result = fit.run_eagerly(call.optimizer, call.batch_idx, kwargs)
         after = [p.grad for p in fit.parameters]
-        _check(fit, progress, result, logged, after)
+        _check(fit, progress, result, after)
         return StepGraph(fit, inputs, before, graph, result, logged, after)
     except Exception as error:
         why = _explain(error)
@@ -133,11 +133,7 @@ def capture(fit: Fit, call: Call) -> StepGraph:
 
 
 def _check(
-    fit: Fit,
-    progress: dict[str, Any],
-    result: dict[str, Any],
-    logged: list[Logged],
-    gradients: list[Tensor | None],
+    fit: Fit, progress: dict[str, Any], result: dict[str, Any], gradients: list[Tensor | None]
 ) -> None:
     """Raises CaptureError where a captured step did what its graph would not do again.
 

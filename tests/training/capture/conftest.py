@@ -37,7 +37,8 @@ def fit(device: str) -> Callable[..., Ran]:
         np.random.seed(0)  # noqa: NPY002
         data: Any = options.pop("data", None) or batches([BATCH] * STEPS)
         callbacks, validation = options.pop("callbacks", []), options.pop("validation", None)
-        captured, losses, made = CapturedSteps(mode, verify), Losses(), model()
+        captured = options.pop("captured", None) or CapturedSteps(mode, verify)
+        losses, made, resumed = Losses(), model(), options.pop("resumed", None)
         trainer = pl.Trainer(
             accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -46,7 +47,7 @@ def fit(device: str) -> Callable[..., Ran]:
         loader: Any = data
         if not isinstance(data, Iterator):
             loader = torch.utils.data.DataLoader(data, batch_size=None)  # pyright: ignore
-        trainer.fit(made, loader, validation)
+        trainer.fit(made, loader, validation, ckpt_path=resumed, weights_only=True)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values = [float(loss) for loss in losses.losses]
         parameters = [parameter.detach().cpu() for parameter in made.parameters()]

@@ -12,9 +12,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from pytorch_lightning.callbacks import (
-    GradientAccumulationScheduler,
-)
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -23,7 +21,6 @@ from models.tasks.optimizer import configure
 from tests.training.capture.support import (
     BATCH,
     STEPS,
-    Losses,
     Plain,
     Ran,
     Scheduled,
@@ -251,50 +248,40 @@ def test_gradients_that_no_optimizer_zeroes(fit: Callable[..., Ran]) -> None:
     check_captured(fit, Half)
 
 
-def test_callback_serves_two_fits(fit: Callable[..., Ran], device: str) -> None:
+def test_callback_serves_two_fits(fit: Callable[..., Ran]) -> None:
     captured = CapturedSteps()
-    options: Any = {
-        "accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "max_epochs": 1,
-    }  # fmt: skip
-    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
     for fits in (1, 2):
-        losses, model = Losses(), Plain()
-        trainer = pl.Trainer(callbacks=[captured, losses], **options)
-        trainer.fit(model, loader)
+        ran = fit(Plain, captured=captured)
         assert captured.captures == fits
-        assert "log" not in vars(model)
+        assert "log" not in vars(ran.trainer.lightning_module)
     assert captured.replays == 2 * (STEPS - capture.WARMUP_STEPS - capture.TRIALS)
 
 
-def test_frozen_layers_have_graphs_of_their_own(fit: Callable[..., Ran]) -> None:
-    class Freezing(Plain):
-        def on_train_epoch_start(self) -> None:
-            self.network[0].requires_grad_(self.current_epoch % 2 == 0)
-            self.network[1].train(self.current_epoch % 2 == 0)
-
-    assert check_captured(fit, Freezing, max_epochs=4).capture.captures == 2
+class Freezing(Plain):
+    def on_train_epoch_start(self) -> None:
+        self.network[0].requires_grad_(self.current_epoch % 2 == 0)
+        self.network[1].train(self.current_epoch % 2 == 0)
 
 
-def test_replaced_parameters_renew_the_graphs(fit: Callable[..., Ran]) -> None:
-    class Moved(Plain):
-        def on_train_epoch_start(self) -> None:
-            for parameter in self.parameters():
-                parameter.data = parameter.data * 0.5
-
-    assert check_captured(fit, Moved, max_epochs=2).capture.captures == 2
+class Moved(Plain):
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.5
 
 
-def test_replaced_optimizer_state_renews_the_graphs(fit: Callable[..., Ran]) -> None:
-    class Reset(Plain):
-        def on_train_epoch_start(self) -> None:
-            optimizer: Any = self.trainer.optimizers[0]
-            optimizer.load_state_dict(optimizer.state_dict())
-            for group in optimizer.param_groups:
-                group["weight_decay"] = 0.5
+class Reset(Plain):
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.load_state_dict(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.5
 
-    assert check_captured(fit, Reset, max_epochs=2).capture.captures == 2
+
+@pytest.mark.parametrize(("model", "epochs"), [(Freezing, 4), (Moved, 2), (Reset, 2)])
+def test_another_key_is_another_graph(
+    fit: Callable[..., Ran], model: type[Plain], epochs: int
+) -> None:
+    assert check_captured(fit, model, max_epochs=epochs).capture.captures == 2
 
 
 def test_averaged_weights_follow(fit: Callable[..., Ran]) -> None:
@@ -323,24 +310,8 @@ def test_resumed_run_gives_the_same_bits(fit: Callable[..., Ran], tmp_path: Any)
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert not saved["optimizer_states"][0]["param_groups"][0]["capturable"]
 
-    class Resumed(Scheduled):
-        def configure_optimizers(self) -> Any:
-            return super().configure_optimizers()
-
-    torch.manual_seed(0)
-    losses, model = Losses(), Resumed()
-    trainer = pl.Trainer(
-        accelerator="gpu" if model_on_gpu(first) else "cpu", devices=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[CapturedSteps(), losses], max_epochs=4,
-    )  # fmt: skip
-    loader: Any = torch.utils.data.DataLoader(batches([BATCH] * STEPS), batch_size=None)  # pyright: ignore
-    trainer.fit(model, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert [float(loss) for loss in losses.losses] == whole.losses[2 * STEPS :]
-
-
-def model_on_gpu(ran: Ran) -> bool:
-    return ran.trainer.strategy.root_device.type == "cuda"
+    resumed = fit(Scheduled, max_epochs=4, resumed=tmp_path / "half.ckpt")
+    assert resumed.losses == whole.losses[2 * STEPS :]
 
 
 def test_scaler_of_lightning_is_where_it_is_looked_for() -> None:
