@@ -3,6 +3,7 @@ reports what they buy."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -80,7 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""][:-1] or ["--help"]
     if name in COMMANDS:
         try:
-            return COMMANDS[name].run(rest) or 0
+            try:
+                return COMMANDS[name].run(rest) or 0
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # what reads the output, such as head, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         except KeyboardInterrupt:
             print(f"\nhoconv {name}: interrupted", file=sys.stderr)
             return 128 + signal.SIGINT

@@ -177,6 +177,15 @@ def test_an_interrupted_command_is_one_line(
     assert capsys.readouterr().err == "\nhoconv build: interrupted\n"
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hoconv.tools.cli", "doctor"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.slow
 def test_the_kernel_in_triton_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("triton")
