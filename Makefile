@@ -54,7 +54,7 @@ $(DEV): pyproject.toml
 $(OLDEST)/.installed: $(DEV)
 	$(BIN)/python -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e . numpy \
-		"torch==$$(sed -nE 's/^dependencies = \["torch>=(.*)"\]/\1/p' pyproject.toml).*" \
+		"torch==$$(sed -nE 's/^dependencies = .*"torch>=([^"]*)".*/\1/p' pyproject.toml).*" \
 		hypothesis pytest pytest-xdist rich
 	touch $@
 
