@@ -26,11 +26,8 @@ from training.configuration.same import LONGER, require_same
 from training.lock import is_running
 
 RESUMING = ("auto", True)  # values of resume with which a run may go on
-CONFIG, RESULTS, STEP_CHECKPOINTS = (
-    "config.yaml",
-    "results.json",
-    "resume",
-)  # in the folder of a run
+# In the folder of a run.
+CONFIG, RESULTS, STEP_CHECKPOINTS = "config.yaml", "results.json", "resume"
 PROBE_BYTES = 2**15  # a run writes less than that beside checkpoints and pictures
 
 
