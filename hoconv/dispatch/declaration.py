@@ -93,12 +93,15 @@ class Benchmark:
         sizes: its values, ascending.
         sample: ``sample(size, device, dtype)`` makes the call to be timed.
         baselines: name -> what users would write otherwise, timed beside the implementations.
+        grid: name -> ``make(device, dtype)``, the calls of ``hoconv benchmark --grid``: the shapes,
+            layouts and options that people use, the worst among them.
     """
 
     axis: str
     sizes: tuple[int, ...]
     sample: Callable[[int, torch.device, torch.dtype], Sample]
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    grid: Mapping[str, Callable[[torch.device, torch.dtype], Sample]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
 """The ops of an operator that is bilinear in x and weight, and their gradients.
 
 Three maps are closed under differentiation: the forward F(x, w), the input gradient X(g, w) and the
-weight gradient W(g, x), which is given the size and stride of its result. Each takes an int last:
-its option, a dilation, say.
+weight gradient W(g, x), which is given the size and stride of its result; so is X where the size
+of g leaves it open. Each map takes the operator's option last. X is the adjoint of F in x, and may
+be an operator itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class BilinearOps(NamedTuple):
     forward: Op
     grad_input: Op
     grad_weight: Op
+    layout_of_x: Callable[[Tensor], tuple[Any, ...]]  # what X is given of its result
+
+
+def _no_layout(x: Tensor) -> tuple[()]:
+    return ()
 
 
 def register_bilinear(
@@ -39,6 +45,7 @@ def register_bilinear(
     option: str,
     code: Library | None = None,
     *,
+    fake_forward: Callable[..., Tensor] | None = None,
     one_pass: bool = False,
 ) -> BilinearOps:
     """Registers the ops of one implementation.
@@ -47,25 +54,28 @@ def register_bilinear(
     with gradients of every order in reverse and forward mode.
 
     Args:
-        option: the name of the last argument in the schemas.
+        option: the last argument in the schemas, ``int padding``, say.
         code: the compiled code that has the kernels, if any.
+        fake_forward: the fake of F where x and its result differ in size; then X is given one.
         one_pass: whether the kernels have ``<name>_backward`` too, X and W in one pass over g.
     """
 
     def define_one(suffix: str, schema: str, fake: Callable[..., Any]) -> Op:
         return define(library, name + suffix, impl, schema.format(option), fake, code)
 
+    layout = "SymInt[] size, SymInt[] stride, "
+    of_x = layout if fake_forward else ""
     ops = BilinearOps(
-        define_one("", "(Tensor x, Tensor weight, int {}) -> Tensor", _fake_like_first),
-        define_one("_grad_input", "(Tensor grad, Tensor weight, int {}) -> Tensor",
-                   _fake_like_first),
-        define_one("_grad_weight",
-                   "(Tensor grad, Tensor x, SymInt[] size, SymInt[] stride, int {}) -> Tensor",
-                   _fake_grad_weight),
+        define_one("", "(Tensor x, Tensor weight, {}) -> Tensor", fake_forward or _fake_like_first),
+        define_one("_grad_input", f"(Tensor grad, Tensor weight, {of_x}{{}}) -> Tensor",
+                   _fake_gradient if fake_forward else _fake_like_first),
+        define_one("_grad_weight", f"(Tensor grad, Tensor x, {layout}{{}}) -> Tensor",
+                   _fake_gradient),
+        gradient_layout if fake_forward else _no_layout,
     )  # fmt: skip
     backward = None
     if one_pass:
-        schema = "(Tensor grad, Tensor x, Tensor weight, int {}) -> (Tensor, Tensor)"
+        schema = "(Tensor grad, Tensor x, Tensor weight, {}) -> (Tensor, Tensor)"
         backward = define_one("_backward", schema, _fake_backward)
         _register_gradient_of_backward(library, ops, backward)
     _register_gradient_of_forward(library, ops, backward)
@@ -75,15 +85,15 @@ def register_bilinear(
     return ops
 
 
-def _fake_like_first(x: Tensor, weight: Tensor, option: int) -> Tensor:
+def _fake_like_first(x: Tensor, weight: Tensor, option: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_grad_weight(grad: Tensor, x: Tensor, size: list, stride: list, option: int) -> Tensor:
+def _fake_gradient(grad: Tensor, other: Tensor, size: list, stride: list, option: Any) -> Tensor:
     return grad.new_empty_strided(size, stride)
 
 
-def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, option: int) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, option: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -94,14 +104,14 @@ def _register_gradient_of_forward(
         x, weight, ctx.option = inputs
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.layout = gradient_layout(weight)
+        ctx.of_x, ctx.of_weight = ops.layout_of_x(x), gradient_layout(weight)
 
     def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if backward is not None and x is not None and weight is not None:
             return *backward(grad, x, weight, ctx.option), None
-        d_x = None if weight is None else ops.grad_input(grad, weight, ctx.option)
-        d_weight = None if x is None else ops.grad_weight(grad, x, *ctx.layout, ctx.option)
+        d_x = None if weight is None else ops.grad_input(grad, weight, *ctx.of_x, ctx.option)
+        d_weight = None if x is None else ops.grad_weight(grad, x, *ctx.of_weight, ctx.option)
         return d_x, d_weight, None
 
     register_gradient(library, ops.forward, differentiate, save, _with_tangents(ops.forward))
@@ -109,8 +119,9 @@ def _register_gradient_of_forward(
 
 def _register_gradient_of_grad_input(library: torch.library.Library, ops: BilinearOps) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, weight, ctx.option = inputs
+        grad, weight, *_, ctx.option = inputs
         ctx.save_for_backward(grad, weight)
+        ctx.others = len(inputs) - 2
 
     def differentiate(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         """u is the cotangent of X(g, w), shaped as x."""
@@ -121,7 +132,7 @@ def _register_gradient_of_grad_input(library: torch.library.Library, ops: Biline
             d_grad = ops.forward(u, weight, ctx.option)
         if need_weight:
             d_weight = ops.grad_weight(grad, u, *gradient_layout(weight), ctx.option)
-        return d_grad, d_weight, None
+        return d_grad, d_weight, *(None,) * ctx.others
 
     register_gradient(library, ops.grad_input, differentiate, save, _with_tangents(ops.grad_input))
 
@@ -130,13 +141,14 @@ def _register_gradient_of_grad_weight(library: torch.library.Library, ops: Bilin
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, x, _, _, ctx.option = inputs
         ctx.save_for_backward(grad, x)
+        ctx.of_x = ops.layout_of_x(x)
 
     def differentiate(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         """v is the cotangent of W(g, x), shaped as w."""
         grad, x = ctx.saved_tensors
         need_grad, need_x = ctx.needs_input_grad[:2]
         d_grad = ops.forward(x, v, ctx.option) if need_grad else None
-        d_x = ops.grad_input(grad, v, ctx.option) if need_x else None
+        d_x = ops.grad_input(grad, v, *ctx.of_x, ctx.option) if need_x else None
         return d_grad, d_x, None, None, None
 
     register_gradient(
@@ -163,16 +175,16 @@ def _register_gradient_of_backward(
             through_v = ops.forward(x, v, option)
             d_grad = through_v if d_grad is None else d_grad + through_v
         if need_x and v is not None:
-            d_x = ops.grad_input(grad, v, option)
+            d_x = ops.grad_input(grad, v, *ops.layout_of_x(x), option)
         if need_weight and u is not None:
             d_weight = ops.grad_weight(grad, u, *gradient_layout(weight), option)
         return d_grad, d_x, d_weight, None
 
     def call_with_tangents(
-        grad: Tensor, x: Tensor, weight: Tensor, option: int
+        grad: Tensor, x: Tensor, weight: Tensor, option: Any
     ) -> tuple[Tensor, Tensor]:
         d_weight = ops.grad_weight(grad, x, *gradient_layout(weight), option)
-        return ops.grad_input(grad, weight, option), d_weight
+        return ops.grad_input(grad, weight, *ops.layout_of_x(x), option), d_weight
 
     register_gradient(library, backward, differentiate, save, call_with_tangents)
 

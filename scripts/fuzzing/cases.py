@@ -20,7 +20,7 @@ from fuzzing.verdicts import Results, Undefined, Verdict, compare, describe_erro
 
 _JITTER = 1e-6  # relative; see `verdicts.compare`
 _ADDED = 1e-6  # tolerance of a float32 sum of numbers that are compared bit by bit themselves
-_COPIES = 64  # of all tangents at once, over the steps of a composed call
+_COPIES = 64  # of all tensors or tangents at once, over the steps of a composed call
 _EXPORTED_IN_1000 = 15
 _INVALID_IN_1000 = 60
 
@@ -156,10 +156,9 @@ class Case:
 
     def _most_memory(self) -> int:
         """Returns the bytes that a case may hold: a Jacobian has a tangent for every number."""
-        if not self.program.tiny:
-            return LARGE
         numbers = sum(t.numel() for t in self.call.tensors)
-        return LARGE + _COPIES * numbers**2 * self.call.dtype.itemsize
+        copied = numbers**2 if self.program.tiny else numbers
+        return LARGE + _COPIES * copied * self.call.dtype.itemsize
 
     def _layout(self, output: Tensor) -> Verdict | None:
         x = self.call.tensors[0]

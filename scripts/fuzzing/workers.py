@@ -77,6 +77,8 @@ class _Child:
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_work, args=(function, folder, other), daemon=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # cases are small: one core is enough for each
+        # glibc fills memory that is freed with this byte: floats that are read from it are NaN.
+        os.environ["MALLOC_PERTURB_"] = "255"
         self.process.start()
         other.close()
         self.started = False

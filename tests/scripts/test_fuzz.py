@@ -59,6 +59,14 @@ def test_cases_with_a_fixed_seed(operator: str, impl: str) -> None:
 
 
 @pytest.mark.slow
+def test_cases_in_processes_whose_freed_memory_is_nan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--impl", "cpp", "--device", "cpu", "--cases", "100", "--seed", str(SEED)]
+    assert fuzz.main(["operators", *options, "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_cells_with_a_fixed_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["cells", "--device", "cpu", "--cases", "12", "--seed", str(SEED), "--jobs", "1"]
     assert fuzz.main([*options, "--out", str(tmp_path)]) == 0
@@ -177,7 +185,7 @@ def overwrites(x: Tensor, weight: Tensor, padding: int) -> Tensor:
 
 
 def hoards(x: Tensor, weight: Tensor, padding: int) -> Tensor:
-    torch.zeros(1 << 26).fill_(1.0)
+    torch.zeros(1 << 27).fill_(1.0)
     return reference.dynamic_conv1d(x, weight, padding)
 
 

@@ -49,7 +49,8 @@ def test_every_record_has_a_command(script) -> None:
     results = ROOT / "docs" / "results"
     found = {str(path.relative_to(results).with_suffix("")) for path in results.rglob("*.json")}
     assert len(named) == len({*named})
-    assert {name for name in found if not name.startswith("digits")} == {*named}
+    # A command may still have to be run: --stale lists what it would write.
+    assert {name for name in found if not name.startswith("digits")} <= {*named}
     measured = {path for step in reproduce.STEPS.values() for path in step.measures}
     assert [path for path in measured if not (ROOT / path).exists()] == []
 

@@ -28,9 +28,9 @@ _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
 
 KERNELS = kernels("dynamic_conv1d")
-cpp = register_bilinear(_library, "dynamic_conv1d", "cpp", "padding", KERNELS["cpp"])
-triton = register_bilinear(_library, "dynamic_conv1d", "triton", "padding")
-cuda = register_bilinear(_library, "dynamic_conv1d", "cuda", "padding", KERNELS["cuda"])
+cpp = register_bilinear(_library, "dynamic_conv1d", "cpp", "int padding", KERNELS["cpp"])
+triton = register_bilinear(_library, "dynamic_conv1d", "triton", "int padding")
+cuda = register_bilinear(_library, "dynamic_conv1d", "cuda", "int padding", KERNELS["cuda"])
 
 
 def _implement_in_triton(name: str) -> None:

@@ -1,12 +1,14 @@
-"""Drawing charts: a line for each contender against the size, on logarithmic axes."""
+"""Drawing charts: a line for each contender against the size, on logarithmic axes, and maps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -74,3 +76,46 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     panels[0][0].set_ylabel("time of a call, ms")
     versions = f"{measured['dtype']}, torch {measured['environment']['torch']}"
     save(figure, f"{measured['operator']}: {hardware(measured)}, {versions}", path)
+
+
+def draw_map(measured: dict[str, Any], path: Path) -> None:
+    """Draws what ``hoconv benchmark --grid`` measured: for every call the share of the floor that
+    the last contender reaches, and how many times as fast as the first it is, as a PNG."""
+    rows = measured["rows"]
+    contenders = [*dict.fromkeys(row["contender"] for row in rows)]
+    first, last = contenders[0], contenders[-1]
+    directions = "forward", "backward"
+    times = {(row["size"], row["contender"], way): row[way] for row in rows for way in directions}
+    calls = [*dict.fromkeys(row["size"] for row in rows)]
+    shares, ratios = [], []
+    for call in calls:
+        own = [times[call, last, way] for way in directions]
+        peer = [times[call, first, way] for way in directions]
+        shares.append([t["share_of_floor"] if t else math.nan for t in own])
+        ratios.append([
+            p["median_ms"] / t["median_ms"] if t and p else math.nan
+            for t, p in zip(own, peer, strict=True)
+        ])  # fmt: skip
+    figure = Figure(figsize=(9, 1.5 + 0.26 * len(calls)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _fill(left, shares, "{:.0%}", "share of the floor", "YlGn", Normalize(0, 1))
+    faster = f"times as fast as {first}"
+    _fill(right, ratios, "{:.2g}", faster, "RdYlGn", LogNorm(0.1, 10))
+    left.set_yticks(range(len(calls)), labels=calls)
+    versions = f"{measured['dtype']}, torch {measured['environment']['torch']}"
+    figure.suptitle(f"{measured['operator']}, {last}: {hardware(measured)}, {versions}")
+    with replaced(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    print(path)
+
+
+def _fill(
+    panel: Axes, values: list[list[float]], text: str, title: str, colours: str, scale: Normalize
+) -> None:
+    panel.imshow(values, cmap=colours, norm=scale, aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            label = "failed" if math.isnan(value) else text.format(value)
+            panel.text(x, y, label, ha="center", va="center", fontsize=8)
+    panel.set_title(title)
+    panel.set_xticks((0, 1), labels=("forward", "backward"))

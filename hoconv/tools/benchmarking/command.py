@@ -1,9 +1,11 @@
 """Times the implementations of operators: ``hoconv benchmark [OPERATOR ...]``.
 
 It also times ``torch.compile`` of the reference and the declared baselines, at the declared sizes.
+With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
+calls of the declared grid, and draws a map: shares of the floor, and which of the two is faster.
 Writes, and draws beside it where matplotlib is installed::
 
-    op_<operator>_<device>_<dtype>.json
+    op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
         command, date, method
         environment       hoconv.tools.doctor.environment(), with the commit
         package           distribution, version and commit of the package that declares the operator
@@ -11,8 +13,8 @@ Writes, and draws beside it where matplotlib is installed::
         copy_gb_per_s     copy bandwidth of this run: bytes read plus bytes written, 1e9 a second
         matmul_tflop_per_s    of a large matrix product of this run, 1e12 operations a second
         unavailable       implementation -> why it was not timed
-        rows              one for each size and contender:
-            size, sample, contender
+        rows              one for each size, or call of the grid, and contender:
+            size, sample, contender   size: of the grid, the name of the call
             error                 null, "out of memory", or what was raised: then the rest is null
             forward, backward
                 median_ms, p20_ms, p80_ms, repeats
@@ -30,6 +32,7 @@ Writes, and draws beside it where matplotlib is installed::
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +45,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hoconv.dispatch.declaration import Operator, find, operators
+from hoconv.dispatch.declaration import Operator, Sample, find, operators
 from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.tools.benchmarking.measurement import (
     APART,
@@ -90,12 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=dtypes, default=["float32"],
                         help="default: float32")  # fmt: skip
     parser.add_argument("--sizes", nargs="+", type=count, help="default: the declared ones")
-    parser.add_argument("--quick", action="store_true", help="the first size only, three repeats")
+    parser.add_argument("--grid", action="store_true", help="the declared grid, and its map")
+    parser.add_argument("--quick", action="store_true",
+                        help="the first size or call only, three repeats")  # fmt: skip
     arguments = parser.parse_args(argv)
     head = record("hoconv benchmark", argv)
     failed = report_broken_packages()
     for name in arguments.operator:
         operator = find(name)
+        if arguments.grid and not operator.benchmark.grid:
+            print(f"{name}: it declares no grid", file=sys.stderr)
+            continue
         wanted = (dtypes[each] for each in arguments.dtype)
         for device, dtype in itertools.product(arguments.device, wanted):
             if dtype in operator.tolerances:
@@ -114,7 +122,8 @@ def _run(
     head: dict[str, Any],
 ) -> bool:
     """Measures one operator; returns whether an implementation failed."""
-    path = arguments.out / f"op_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    kind = "grid" if arguments.grid else "op"
+    path = arguments.out / f"{kind}_{operator.name}_{device}_{dtype_name(dtype)}.json"
     measured = head
     for contents in measure(operator, device, dtype, arguments):
         measured = head | contents
@@ -128,9 +137,9 @@ def _run(
     for row in failed:
         print(f"{row['contender']} at {row['size']}: {row['error']}")
     if find_spec("matplotlib"):
-        from hoconv.tools.benchmarking.charts import draw
+        from hoconv.tools.benchmarking.charts import draw, draw_map
 
-        draw(measured, path.with_suffix(".png"))
+        (draw_map if arguments.grid else draw)(measured, path.with_suffix(".png"))
     broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
     return any(row["contender"] in operator.implementations for row in broken)
 
@@ -143,11 +152,14 @@ def measure(
     Yields the contents of its JSON after each size, with the rows so far.
     """
     device = torch.device(device_type)
-    sizes = arguments.sizes or operator.benchmark.sizes
     repeats = REPEATS[device_type]
-    if arguments.quick:
-        sizes, repeats = sizes[:1], 3
     functions, unavailable = _functions(operator, device_type)
+    makers = _makers(operator, arguments)
+    if arguments.grid:
+        # What auto takes is the last that is available.
+        functions = {name: functions[name] for name in (COMPILED, [*functions][-1])}
+    if arguments.quick:
+        makers, repeats = dict(itertools.islice(makers.items(), 1)), 3
     bandwidth = copy_bandwidth(device, repeats)
     peak = matmul_peak(device, dtype, False, repeats)
     rows: list[dict[str, Any]] = []
@@ -164,19 +176,19 @@ def measure(
         "rows": rows,
     }
     title = f"{operator.name} {device_type} {dtype_name(dtype)}"
-    steps = len(sizes) * len(functions) * (repeats + 1)
+    steps = len(makers) * len(functions) * (repeats + 1)
     with (
         Progress(console=Console(stderr=True)) as progress,
         memory_limit(device_type),
         temporarily(torch.backends.cudnn, allow_tf32=False),  # float32 is timed as float32
     ):
         task = progress.add_task(title, total=steps)
-        for size in sizes:
-            sample = operator.benchmark.sample(size, device, dtype)
+        for size, make in makers.items():
+            sample = make(device, dtype)
             torch.compiler.reset()
             contenders = [Contender(*named, sample) for named in functions.items()]
 
-            def say(contender: Contender, size: int = size) -> None:
+            def say(contender: Contender, size: Any = size) -> None:
                 progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
 
             least_memory = take_turns(contenders, time_apart, device, repeats, say)
@@ -199,6 +211,16 @@ def measure(
                 })  # fmt: skip
             yield contents
         progress.update(task, completed=steps, description=title)
+
+
+def _makers(
+    operator: Operator, arguments: argparse.Namespace
+) -> dict[Any, Callable[[torch.device, torch.dtype], Sample]]:
+    """Returns size, or name in the grid -> what makes the call."""
+    if arguments.grid:
+        return dict(operator.benchmark.grid)
+    sizes = arguments.sizes or operator.benchmark.sizes
+    return {size: functools.partial(operator.benchmark.sample, size) for size in sizes}
 
 
 def _functions(

@@ -136,13 +136,13 @@ def _results(layer: rnn.RNN, masked: bool, resets: bool) -> dict[str, Tensor]:
         for parameter in layer.parameters():
             parameter.copy_(drawn(*parameter.shape))
     x = drawn(T, B, layer.input_size)
-    sizes = layer.runs[0][0].state_sizes
-    states = tuple(drawn(len(layer.runs), B, n) for n in sizes.values())
+    shapes = layer.runs[0][0].state_shapes
+    states = tuple(drawn(len(layer.runs), B, *shape) for shape in shapes.values())
     reset = torch.rand(T, B, device=device) < 0.3 if resets else None
     output, final = layer(x, states, [2, 4, 1] if masked else None, reset)
     finals = final if isinstance(final, tuple) else (final,)
-    outputs = {"output": output, **dict(zip(sizes, finals, strict=True))}
-    leaves = {"d_x": x, **{f"d_{name}": s for name, s in zip(sizes, states, strict=True)},
+    outputs = {"output": output, **dict(zip(shapes, finals, strict=True))}
+    leaves = {"d_x": x, **{f"d_{name}": s for name, s in zip(shapes, states, strict=True)},
               **{f"d_{name}": p for name, p in layer.named_parameters()}}  # fmt: skip
     cotangents = {name: drawn(*t.shape).detach() for name, t in outputs.items()}
     return outputs | gradients(outputs, leaves, cotangents)

@@ -159,9 +159,9 @@ def _misshapen(draw: Draw, x: Tensor, weight: Tensor, options: dict) -> tuple:
     elif fault == "channels":
         weight = weight.new_ones(O, channels + 1, R, S)
     elif fault == "kernel":
-        weight = weight.new_ones(
-            O, channels, *draw.choice(((0, S), (R, x.shape[3] + x.shape[2] + 300)))
-        )
+        large = (R, x.shape[3] + x.shape[2] + 300)  # which fits padding="same"
+        sizes = ((0, S),) if options["padding"] == "same" else ((0, S), large)
+        weight = weight.new_ones(O, channels, *draw.choice(sizes))
     elif fault == "dimensions":
         x = x[0] if x.shape[0] else x.sum(0)
     elif fault == "padding":

@@ -12,7 +12,7 @@ import hoconv
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.operators import high_order_conv2d
-from fuzzing.operators.high_order_conv2d import DTYPES, dilated, dtype_for, sizes
+from fuzzing.operators.high_order_conv2d import DTYPES, Axis, dilated, dtype_for, sizes
 from fuzzing.programs import Program
 from fuzzing.windows import gather_taps
 from hoconv.dispatch.declaration import find
@@ -33,7 +33,8 @@ def definition(
     taps = generated.unflatten(1, (k * k, weight.shape[0] // (k * k)))  # (B, k * k, G, H, W)
     if softmax:
         taps = taps.softmax(1)
-    out = high_order_conv2d.definition(x, taps.transpose(0, 1), dilation)
+    window = Axis(k, dilation)
+    out = high_order_conv2d.definition(x, taps.transpose(0, 1), window, window)
     return x + out if residual else out
 
 
@@ -95,9 +96,9 @@ def _faulty(draw: Draw, x: Tensor, weight: Tensor, bias: Tensor | None, options:
     if fault == "dilation":
         options = options | {"dilation": draw.choice((0, -2, False, 2.0, "1", None))}
     elif fault == "kernel_size":
-        options = options | {"kernel_size": draw.choice((0, -1, 12, 3.0, True, None, "3"))}
+        options = options | {"kernel_size": draw.choice((0, -1, 32, 3.0, True, None, "3"))}
     elif fault == "normalize":
-        options = options | {"normalize": draw.choice(("Softmax", True, 1, "sum"))}
+        options = options | {"normalize": draw.choice(("Softmax", True, 1, "mean"))}
     elif fault == "channels":
         weight = weight.new_ones(outputs, C + 1, s, s)
     elif fault == "outputs":

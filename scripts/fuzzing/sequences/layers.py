@@ -97,9 +97,9 @@ def _of_recurrent(kind: Kind, draw: Draw, layer: Any) -> Arguments:
         text.append(f"packed {lengths}")
     others = not draw.chance(0.75)
     if others and draw.chance(0.6):
-        for name, n in layer.runs[0][0].state_sizes.items():
+        for name, shape in layer.runs[0][0].state_shapes.items():
             batch = () if form == "single" else (B,)
-            leaves[name] = _leaf(kind, draw, layer, len(layer.runs), *batch, n)
+            leaves[name] = _leaf(kind, draw, layer, len(layer.runs), *batch, *shape)
         _, *states = leaves.values()
         kwargs["state"] = tuple(states) if len(states) > 1 else states[0]
         text.append("state")

@@ -1,21 +1,25 @@
 // The high-order convolution on the CPU, forward and backward.
 //
 // The work is cut into strips: some rows of one image and group. A worker first copies the images
-// of a strip into rows padded with zeros, in the type of the arithmetic, so that the inner loops
-// know no borders, strides or dtypes; it copies the weights likewise, tap by tap, unless the loops
-// can read them in place. The copies stay in the L2 cache. While a row is computed, later weights
+// of a strip into padded rows, in the type of the arithmetic, so that the inner loops know no
+// borders, strides or dtypes; it copies the weights likewise, tap by tap, unless the loops can read
+// them in place. The copies stay in the L2 cache. While a row is computed, later weights
 // are prefetched. One thread sums each output element in a fixed order, so that the result does not
-// depend on the number of threads.
+// depend on the number of threads. Images whose channels are last have loops of their own.
 //
-// B batch, C channels, G groups of channels, H height, W width, k kernel size.
+// B batch, C channels, G groups of channels.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <vector>
 
+#include "high_order/conv2d/cpu/channels_last.h"
+#include "high_order/conv2d/cpu/readers.h"
+#include "high_order/conv2d/cpu/tap_rows.h"
 #include "high_order/conv2d/problem.h"
 #include "high_order/padded_image.h"
 #include "hoconv/blocks.h"
@@ -47,17 +51,21 @@ inline void for_each_register(int64_t W, F&& f) {
 
 // How the rows of all images and groups are cut into strips, each a task.
 struct Strips {
-  int64_t rows, per_image;
+  int64_t height, rows, per_image;
 
-  Strips(const Problem& p, int64_t element_size) {
-    // The weights and images of a strip fit the L2 cache, and there are strips for every thread.
-    const int64_t halo = p.across.reach();
-    const int64_t image = (p.W + halo) * std::max<int64_t>(p.group_channels(), 1);
-    const int64_t row_bytes = (p.k * p.k * (p.W + halo) + 2 * image) * element_size;
+  Strips(const Problem& p, int64_t height, int64_t groups, int64_t most_rows) : height(height) {
     const int64_t threads = torch::stable::get_num_threads();
-    const int64_t fair = p.B * p.G * p.H / (kStripsAThread * threads) + 1;
-    rows = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(row_bytes, 1), 1, fair);
-    per_image = (p.H + rows - 1) / rows;
+    const int64_t fair = p.B * groups * height / (kStripsAThread * threads) + 1;
+    rows = std::clamp<int64_t>(most_rows, 1, fair);
+    per_image = (height + rows - 1) / rows;
+  }
+
+  // The padded weights and images of a strip fit the L2 cache.
+  static Strips that_fit(const Problem& p, int64_t height, int64_t element_size) {
+    const int64_t width = std::max(p.across.in, p.across.out) + TapPlaces(p.across).reach();
+    const int64_t image = width * std::max<int64_t>(p.group_channels(), 1);
+    const int64_t row_bytes = (p.taps() * width + 2 * image) * element_size;
+    return Strips(p, height, p.G, kStripBytes / std::max<int64_t>(row_bytes, 1));
   }
 };
 
@@ -68,110 +76,150 @@ struct Worker {
   using V = Vec<A>;
 
   const Problem& p;
-  const int64_t rows;      // of a strip
-  PaddedImage<T> x, grad;  // grad has its padding swapped: there the taps are mirrored
-  const int64_t width;
-  Scratch<A> weights, buffer;  // (k * k, rows, width); rows of output
+  const TapPlaces down, across;
+  const Readers& down_readers;
+  const int64_t rows;  // of a strip
+  TapRows<T> x;
+  // The output's gradient. Where windows are plain its rows are padded, so that every pixel of x
+  // can be read by mirrored taps: `above` rows, and columns `left` and `right`.
+  const int64_t above, left, right;
+  PaddedImage<T> grad;
+  const int64_t width;         // of a row of weights
+  Scratch<A> weights, buffer;  // (taps, rows, width); rows of output
+  std::vector<int64_t> lines, mirrored_lines, mirrored_offsets;  // of the taps, from the first one
+  // Where windows are not plain: the sums of a row of the gradient of x, and its gradients.
+  std::optional<TapRows<T>> sums;
+  const T* gradients = nullptr;
+  ImageStrides gradient_strides;
 
-  Worker(const Problem& p, int64_t rows, bool needs_x, bool needs_grad)
+  Worker(const Problem& p, const Readers& down_readers, int64_t rows, bool needs_x, bool needs_grad)
       : p(p),
+        down(p.down),
+        across(p.across),
+        down_readers(down_readers),
         rows(rows),
-        x(needs_x ? p.group_channels() : 0, rows + p.down.reach(), p.W, p.across.before,
-          p.across.after),
-        grad(needs_grad ? p.group_channels() : 0, rows + p.down.reach(), p.W, p.across.after,
-             p.across.before),
-        width(x.width) {
-    weights.resize(p.k * p.k * rows * width);
-    buffer.resize(kChannelBlock * round_up(p.W, V::size));
+        x(p.across, across, needs_x ? p.group_channels() : 0,
+          (rows + p.down.scale - 1) / p.down.scale * p.down.stride + down.reach() + 1),
+        above(p.is_plain() ? down.reach() - down.before : 0),
+        left(p.is_plain() ? across.reach() - across.before : 0),
+        right(p.is_plain() ? across.before + p.across.in - p.across.out : 0),
+        grad(needs_grad ? p.group_channels() : 0, rows + (p.is_plain() ? down.reach() : 0),
+             p.across.out, left, right),
+        width(round_up(std::max(p.across.in, p.across.out) + across.reach() + V::size, V::size)) {
+    if (needs_grad && !p.is_plain()) sums.emplace(p.across, across, p.group_channels(), 1);
+    weights.resize(p.taps() * rows * width);
+    buffer.resize(kChannelBlock * round_up(std::max(p.across.in, p.across.out), V::size));
+    for (const int64_t at : down.at)
+      lines.push_back(at * x.width()), mirrored_lines.push_back(-at * grad.width);
+    for (const int64_t at : across.at) mirrored_offsets.push_back(-at);
   }
 
   A* weight_row(int64_t tap, int64_t r) { return weights.data + (tap * rows + r) * width; }
+  // The position that the first tap of an output row reads.
+  int64_t first_position(int64_t o) const { return o / p.down.scale * p.down.stride - down.before; }
 
+  // Takes the rows of x that `count` output rows from `first` on read.
   void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
-    x.fill(image, s, first - p.down.before, count + p.down.reach(), p.H, p.W);
+    const int64_t begin = first_position(first);
+    x.fill(image, s, p.down, begin, first_position(first + count - 1) + down.reach() + 1 - begin);
   }
+  // Takes those rows of the output's gradient.
   void load_grad(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
-    grad.fill(image, s, first - p.down.after, count + p.down.reach(), p.H, p.W);
+    grad.fill(image, s, first - above, count + (p.is_plain() ? down.reach() : 0), p.down.out,
+              p.across.out);
+  }
+  // Takes the output's gradient where it read `count` rows of x.
+  void load_readers(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
+    if (p.is_plain()) load_grad(image, s, first, count);
+    gradients = image, gradient_strides = s;
   }
 
-  // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, h + dy, w + dx]
+  // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]
   void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                int64_t first, int64_t count) {
-    const bool in_place = std::is_same_v<T, A> && ws.w == 1 && p.W >= V::size;
+    const int64_t W = p.across.out;
+    const bool in_place = std::is_same_v<T, A> && ws.w == 1 && W >= V::size;
     if (!in_place)
-      for (int64_t tap = 0; tap < p.k * p.k; ++tap)
+      for (int64_t tap = 0; tap < p.taps(); ++tap)
         for (int64_t r = 0; r < count; ++r)
-          load_row<T>(weight_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, p.W);
+          load_row<T>(weight_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, W);
     for (int64_t r = 0; r < count; ++r) {
       const T* row = weight + (first + r) * ws.h;
       const A* tap_weight = in_place ? reinterpret_cast<const A*>(row) : weight_row(0, r);
       const int64_t next_tap = in_place ? ws.tap : rows * width;
       const T* next = row + (in_place ? kRowsAhead : count) * ws.h;
-      for_each_block<kChannelBlock>(x.channels, [&](int64_t c, auto N) {
-        apply<N, false>(x, c, r, tap_weight, next_tap, next, ws, out, os, first);
+      const int64_t read = first_position(first + r) - first_position(first);
+      for_each_block<kChannelBlock>(x.channels(), [&](int64_t c, auto N) {
+        apply<N, false>({x.row(c, read), x.plane(), lines.data(), x.offsets().data()}, tap_weight,
+                        next_tap, next, ws, out + c * os.c + (first + r) * os.h, os, W);
       });
     }
   }
 
-  // grad_x[c, h, w] = sum over taps of weight[tap, h - dy, w - dx] * grad[c, h - dy, w - dx]
+  // grad_x[c, h, w] = sum over taps of weight[tap, h', w'] * grad[c, h', w'], for the output pixel
+  // that reads h, w by the tap.
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                   int64_t first, int64_t count) {
-    for (int64_t tap = 0; tap < p.k * p.k; ++tap) {
+    if (!p.is_plain()) return scatter(weight, ws, out, os, first, count);
+    const int64_t reach = across.reach();
+    for (int64_t tap = 0; tap < p.taps(); ++tap) {
       // Pads the row with zeros, which a shifted register reads past its ends.
-      const int64_t dy = p.down.dilation * (tap / p.k) - p.down.before;
+      const int64_t dy = down.at[tap / p.across.taps] - down.before;
       for (int64_t r = 0; r < count; ++r) {
         A* row = weight_row(tap, r);
         const int64_t h = first + r - dy;
-        if (h >= 0 && h < p.H) {
-          std::fill_n(row, p.across.after, A(0));
-          load_row<T>(row + p.across.after, weight + tap * ws.tap + h * ws.h, ws.w, p.W);
-          std::fill_n(row + p.across.after + p.W, p.across.before, A(0));
+        if (h >= 0 && h < p.down.out) {
+          std::fill_n(row, left, A(0));
+          load_row<T>(row + left, weight + tap * ws.tap + h * ws.h, ws.w, p.across.out);
+          std::fill_n(row + left + p.across.out, right, A(0));
         } else {
-          std::fill_n(row, p.W + p.across.reach(), A(0));
+          std::fill_n(row, left + p.across.out + right, A(0));
         }
       }
     }
     for (int64_t r = 0; r < count; ++r) {
-      const T* next = weight + (first + count + r + p.down.before) * ws.h;
+      const T* next = weight + (first + count + r + down.before) * ws.h;
       for_each_block<kChannelBlock>(grad.channels, [&](int64_t c, auto N) {
-        apply<N, true>(grad, c, r, weight_row(0, r), rows * width, next, ws, out, os, first);
+        apply<N, true>({grad.row(c, r + down.reach()) + reach, grad.plane(), mirrored_lines.data(),
+                        mirrored_offsets.data()},
+                       weight_row(0, r) + reach, rows * width, next, ws,
+                       out + c * os.c + (first + r) * os.h, os, p.across.in);
       });
     }
   }
 
-  // Computes a row of N channels from c on: the sum over taps of weights times pixels. If Mirrored,
-  // the taps go backwards through the image and the weights are read at the pixel that is read.
-  // `next` is the address of later weights, for the prefetch; it may be past the last of them.
-  template <int64_t N, bool Mirrored>
-  void apply(const PaddedImage<T>& image, int64_t c, int64_t r, const A* weight_row,
-             int64_t next_tap, const T* next, const WeightStrides& ws, T* out,
-             const ImageStrides& os, int64_t first) {
-    T* row = out + c * os.c + (first + r) * os.h;
-    const bool direct = std::is_same_v<T, A> && os.w == 1 && p.W >= V::size;
-    A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
-    const int64_t pitch = direct ? os.c : round_up(p.W, V::size);
+  // Padded rows of an image, and what is between what the taps of a pixel read.
+  struct Pixels {
+    const A* first;
+    int64_t next_channel;
+    const int64_t *lines, *offsets;
+  };
 
-    const int64_t k = p.k, step = Mirrored ? -p.across.dilation : p.across.dilation;
-    const int64_t step_down = Mirrored ? -p.down.dilation : p.down.dilation;
-    // The first tap's column and row in the padded image.
-    const int64_t start = Mirrored ? p.across.reach() : 0, top = Mirrored ? p.down.reach() : 0;
-    const int64_t next_channel = image.rows * image.width, next_line = step_down * image.width;
-    const A* tap_row = weight_row + start;
-    const A* image_row = image.row(c, r + top) + start;
+  // Computes a row of N channels: the sum over taps of weights times pixels. If Mirrored, the
+  // weights are read at the pixel that is read. `next` is the address of later weights, for the
+  // prefetch; it may be past the last of them.
+  template <int64_t N, bool Mirrored>
+  void apply(const Pixels pixels, const A* tap_row, int64_t next_tap, const T* next,
+             const WeightStrides& ws, T* row, const ImageStrides& os, int64_t W) {
+    const bool direct = std::is_same_v<T, A> && os.w == 1 && W >= V::size;
+    A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
+    const int64_t pitch = direct ? os.c : round_up(W, V::size);
+    const int64_t taps_down = p.down.taps, taps_across = p.across.taps;
     const int64_t next_plane = ws.tap, next_column = ws.w;
     // Two registers at once: independent sums hide the latency of an addition.
-    for_each_register<V, 2>(p.W, [=](int64_t w, auto U) {
+    for_each_register<V, 2>(W, [=](int64_t w, auto U) {
       typename V::type acc[N][U] = {};
       const A* tap_weight = tap_row + w;
       const T* fetched = next + w * next_column;
-      const A* line = image_row + w;
-      for (int64_t i = 0; i < k; ++i, line += next_line) {
-        for (int64_t j = 0; j < k; ++j, tap_weight += next_tap, fetched += next_plane) {
+      for (int64_t i = 0; i < taps_down; ++i) {
+        const A* line = pixels.first + pixels.lines[i] + w;
+        for (int64_t j = 0; j < taps_across; ++j, tap_weight += next_tap, fetched += next_plane) {
           __builtin_prefetch(fetched, 0, 2);
+          const int64_t offset = pixels.offsets[j];
           for (int64_t u = 0; u < U; ++u) {
-            const auto weight = V::load(tap_weight + (Mirrored ? j * step : 0) + u * V::size);
+            const auto weight = V::load(tap_weight + (Mirrored ? offset : 0) + u * V::size);
             for (int64_t m = 0; m < N; ++m)
-              acc[m][u] += weight * V::load(line + m * next_channel + j * step + u * V::size);
+              acc[m][u] += weight * V::load(line + m * pixels.next_channel + offset + u * V::size);
           }
         }
       }
@@ -179,34 +227,79 @@ struct Worker {
         for (int64_t u = 0; u < U; ++u) V::store(target + m * pitch + w + u * V::size, acc[m][u]);
     });
     if (!direct)
-      for (int64_t m = 0; m < N; ++m) store_row<T>(row + m * os.c, os.w, target + m * pitch, p.W);
+      for (int64_t m = 0; m < N; ++m) store_row<T>(row + m * os.c, os.w, target + m * pitch, W);
   }
 
-  // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, h + dy, w + dx]
+  // The gradient of x where windows are not plain. Each output row that read a row of x adds its
+  // products to the places that its taps read.
+  void scatter(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
+               int64_t first, int64_t count) {
+    const int64_t channels = sums->channels(), W = p.across.out;
+    for (int64_t h = first; h < first + count; ++h) {
+      sums->clear();
+      for (const auto [pixel, tap] : down_readers.of(h)) {
+        // Past the row, weights and gradients are zeros, which a last register adds.
+        for (int64_t j = 0; j < p.across.taps; ++j)
+          load_row<T>(weight_row(j, 0), weight + (tap * p.across.taps + j) * ws.tap + pixel * ws.h,
+                      ws.w, W);
+        for (int64_t c = 0; c < channels; ++c)
+          load_row<T>(grad.row(c, 0),
+                      gradients + c * gradient_strides.c + pixel * gradient_strides.h,
+                      gradient_strides.w, W);
+        for_each_block<kChannelBlock>(channels, [&](int64_t c, auto N) { add_products<N>(c); });
+      }
+      for (int64_t c = 0; c < channels; ++c)
+        store_row<T>(out + c * os.c + h * os.h, os.w, sums->fold(c), p.across.in);
+    }
+  }
+
+  // Adds a row of weights times gradients of N channels from c on, for every tap of a row.
+  template <int64_t N>
+  void add_products(int64_t c) {
+    const auto& offsets = sums->offsets();
+    for (int64_t w = 0; w < p.across.out; w += V::size) {
+      typename V::type gradient[N];
+      for (int64_t m = 0; m < N; ++m) gradient[m] = V::load(grad.row(c + m, 0) + w);
+      for (int64_t j = 0; j < p.across.taps; ++j) {
+        const auto factor = V::load(weight_row(j, 0) + w);
+        for (int64_t m = 0; m < N; ++m) {
+          A* sum = sums->row(c + m, 0) + offsets[j] + w;
+          V::store(sum, V::load(sum) + factor * gradient[m]);
+        }
+      }
+    }
+  }
+
+  // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, y, z]
   void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count) {
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t i = 0; i < p.k; ++i)
-        for_each_block<kTapBlock>(p.k, [&](int64_t j, auto N) { correlate<N>(i, j, r); });
-    for (int64_t tap = 0; tap < p.k * p.k; ++tap)
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t read = first_position(first + r) - first_position(first);
+      for (int64_t i = 0; i < p.down.taps; ++i)
+        for_each_block<kTapBlock>(p.across.taps, [&](int64_t j, auto N) {
+          correlate<N>(i, j, r, x.row(0, read + down.at[i]));
+        });
+    }
+    for (int64_t tap = 0; tap < p.taps(); ++tap)
       for (int64_t r = 0; r < count; ++r)
-        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, weight_row(tap, r), p.W);
+        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, weight_row(tap, r),
+                      p.across.out);
   }
 
   // Computes a row of the weight gradient for N taps of row i, from column j on.
   template <int64_t N>
-  void correlate(int64_t i, int64_t j, int64_t r) {
-    const int64_t channels = x.channels, step = p.across.dilation, next_tap = rows * width;
-    const int64_t next_x = x.rows * x.width, next_grad = grad.rows * grad.width;
-    const A* grad_row = grad.row(0, r + p.down.after) + p.across.after;
-    const A* x_row = x.row(0, r + i * p.down.dilation) + j * step;
-    A* out = weight_row(i * p.k + j, r);
-    for_each_register<V, 1>(p.W, [=](int64_t w, auto) {
+  void correlate(int64_t i, int64_t j, int64_t r, const A* x_row) {
+    const int64_t channels = x.channels(), next_tap = rows * width;
+    const int64_t next_x = x.plane(), next_grad = grad.plane();
+    const A* grad_row = grad.row(0, r + above) + left;
+    const int64_t* offsets = x.offsets().data() + j;
+    A* out = weight_row(i * p.across.taps + j, r);
+    for_each_register<V, 1>(p.across.out, [=](int64_t w, auto) {
       typename V::type acc[N] = {};
       const A* g = grad_row + w;
       const A* line = x_row + w;
       for (int64_t c = 0; c < channels; ++c, g += next_grad, line += next_x) {
         const auto factor = V::load(g);
-        for (int64_t m = 0; m < N; ++m) acc[m] += factor * V::load(line + m * step);
+        for (int64_t m = 0; m < N; ++m) acc[m] += factor * V::load(line + offsets[m]);
       }
       for (int64_t m = 0; m < N; ++m) V::store(out + m * next_tap + w, acc[m]);
     });
@@ -233,94 +326,136 @@ T* weights(Tensor& weight, int64_t b, int64_t g) {
   return const_cast<T*>(weights<T>(std::as_const(weight), b, g));
 }
 
-// Calls run(worker, b, g, first row, row count) for every strip.
+// Calls run(worker, b, g, first row, row count) for every strip of images of this height, with a
+// worker that takes x and the output's gradient, or the one that is needed. It computes group g;
+// where channels are last g is 0, and the worker computes all groups.
 template <typename T, typename Run>
-void for_each_strip(const Problem& p, bool needs_x, bool needs_grad, Run&& run) {
-  if (p.B * p.H * p.W == 0) return;
-  const Strips strips(p, sizeof(acc_t<T>));
-  torch::stable::parallel_for(0, p.B * p.G * strips.per_image, 1, [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, strips.rows, needs_x, needs_grad);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t image = i / strips.per_image, first = i % strips.per_image * strips.rows;
-      run(worker, image / p.G, image % p.G, first, std::min(strips.rows, p.H - first));
-    }
-    stream_fence();
-  });
+void for_each_strip(const Problem& p, int64_t height, const Tensor* x, const Tensor* grad,
+                    Run&& run) {
+  if (p.B * height == 0) return;
+  const bool last = has_channels_last<T>(p, {x ? x : grad, grad ? grad : x});
+  // The forward needs none, and the padded rows of plain windows neither.
+  const bool needs_readers = grad && (last || !p.is_plain());
+  const Readers down = needs_readers ? Readers(p.down) : Readers();
+  const Readers across = needs_readers && last ? Readers(p.across) : Readers();
+  const auto with_workers = [&](int64_t groups, const Strips& strips, auto&& make_worker) {
+    const int64_t tasks = p.B * groups * strips.per_image;
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      auto worker = make_worker();
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t image = i / strips.per_image, first = i % strips.per_image * strips.rows;
+        run(worker, image / groups, image % groups, first,
+            std::min(strips.rows, strips.height - first));
+      }
+      stream_fence();
+    });
+  };
+  if (last) {
+    with_workers(1, Strips(p, height, 1, kLastRows),
+                 [&] { return LastWorker<T>(p, down, across); });
+  } else {
+    const Strips strips = Strips::that_fit(p, height, sizeof(acc_t<T>));
+    with_workers(p.G, strips, [&] { return Worker<T>(p, down, strips.rows, x, grad); });
+  }
 }
 
-Tensor forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
-  const Problem p(x, weight.sizes(), dilation);
+Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> window) {
+  const Problem p(x.sizes(), weight.sizes(), Window(window));
+  check_floating(x, "x");
   check_alike(weight, x, "weight");
-  Tensor out = make_like(x);
+  Tensor out = make_output(x, p);
+  if (out.numel() == 0) return out;
   prefer_huge_pages(out);
   const auto xs = image_strides(x), os = image_strides(out);
   const auto ws = weight_strides(weight);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, true, false, [&](auto& worker, auto b, auto g, auto first, auto count) {
-      worker.load_x(group<T>(x, p, b, g), xs, first, count);
-      worker.forward(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
-    });
+    for_each_strip<T>(
+        p, p.down.out, &x, nullptr, [&](auto& worker, auto b, auto g, auto first, auto count) {
+          worker.load_x(group<T>(x, p, b, g), xs, first, count);
+          worker.forward(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+        });
   });
   return out;
 }
 
-Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
-  const Problem p(grad, weight.sizes(), dilation);
-  check_alike(weight, grad, "weight");
-  Tensor out = make_like(grad);
+void grad_input_into(Tensor& out, const Tensor& grad, const Tensor& weight, const Problem& p) {
+  if (out.numel() == 0) return;
   prefer_huge_pages(out);
   const auto gs = image_strides(grad), os = image_strides(out);
   const auto ws = weight_strides(weight);
   dispatch_floating(grad, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, false, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
-      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_input(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
-    });
+    for_each_strip<T>(
+        p, p.down.in, nullptr, &grad, [&](auto& worker, auto b, auto g, auto first, auto count) {
+          worker.load_readers(group<T>(grad, p, b, g), gs, first, count);
+          worker.grad_input(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
+        });
   });
+}
+
+Tensor grad_input(const Tensor& grad, const Tensor& weight, std::vector<int64_t> size,
+                  std::vector<int64_t> stride, std::vector<int64_t> window) {
+  const Problem p(size, weight.sizes(), Window(window));
+  check_gradient(grad, weight, p);
+  Tensor out = make_strided(grad, size, stride);
+  grad_input_into(out, grad, weight, p);
   return out;
 }
 
-Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
-                   std::vector<int64_t> stride, int64_t dilation) {
-  const Problem p(x, size, dilation);
-  check_alike(grad, x, "grad");
-  check_same_sizes(grad, x, "grad");
-  Tensor out = make_strided(x, size, stride);
+void grad_weight_into(Tensor& out, const Tensor& grad, const Tensor& x, const Problem& p) {
+  if (out.numel() == 0) return;
   prefer_huge_pages(out);
   const auto gs = image_strides(grad), xs = image_strides(x);
   const auto os = weight_strides(out);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
-      worker.load_x(group<T>(x, p, b, g), xs, first, count);
-      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_weight(weights<T>(out, b, g), os, first, count);
-    });
+    for_each_strip<T>(p, p.down.out, &x, &grad,
+                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+                        worker.load_x(group<T>(x, p, b, g), xs, first, count);
+                        worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
+                        worker.grad_weight(weights<T>(out, b, g), os, first, count);
+                      });
   });
+}
+
+Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
+                   std::vector<int64_t> stride, std::vector<int64_t> window) {
+  const Problem p(x.sizes(), size, Window(window));
+  check_gradient(grad, x, p);
+  Tensor out = make_strided(x, size, stride);
+  grad_weight_into(out, grad, x, p);
   return out;
 }
 
-// Computes both gradients strip by strip, so that the output's gradient is read from memory once.
+// Where the output is as high as x, both gradients are computed strip by strip, so that the
+// output's gradient is read from memory once.
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                    int64_t dilation) {
-  const Problem p(x, weight.sizes(), dilation);
-  check_backward(grad, x, weight);
+                                    std::vector<int64_t> window) {
+  const Problem p(x.sizes(), weight.sizes(), Window(window));
+  check_gradient(grad, x, p);
+  check_alike(weight, x, "weight");
   Tensor grad_x = make_like(x);
   Tensor grad_w = make_like(weight);
+  if (!p.is_plain() || p.down.in != p.down.out || x.numel() == 0) {
+    grad_input_into(grad_x, grad, weight, p);
+    grad_weight_into(grad_w, grad, x, p);
+    return {grad_x, grad_w};
+  }
   prefer_huge_pages(grad_x);
   prefer_huge_pages(grad_w);
   const auto gs = image_strides(grad), xs = image_strides(x), gxs = image_strides(grad_x);
   const auto ws = weight_strides(weight), gws = weight_strides(grad_w);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, true, true, [&](auto& worker, auto b, auto g, auto first, auto count) {
-      worker.load_x(group<T>(x, p, b, g), xs, first, count);
-      worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-      worker.grad_weight(weights<T>(grad_w, b, g), gws, first, count);
-      worker.grad_input(weights<T>(weight, b, g), ws, group<T>(grad_x, p, b, g), gxs, first, count);
-    });
+    for_each_strip<T>(p, p.down.in, &x, &grad,
+                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+                        worker.load_x(group<T>(x, p, b, g), xs, first, count);
+                        worker.load_readers(group<T>(grad, p, b, g), gs, first, count);
+                        worker.grad_weight(weights<T>(grad_w, b, g), gws, first, count);
+                        worker.grad_input(weights<T>(weight, b, g), ws, group<T>(grad_x, p, b, g),
+                                          gxs, first, count);
+                      });
   });
   return {grad_x, grad_w};
 }

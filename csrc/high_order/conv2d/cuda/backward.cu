@@ -11,10 +11,13 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                    int64_t dilation) {
-  check_backward(grad, x, weight);
-  return {cuda_grad_input(make_like(x), grad, weight, dilation),
-          cuda_grad_weight(make_like(weight), grad, x, dilation)};
+                                    std::vector<int64_t> window) {
+  const Problem p(x.sizes(), weight.sizes(), Window(window));
+  check_floating(x, "x");
+  check_alike(weight, x, "weight");
+  check_gradient(grad, x, p);
+  return {cuda_grad_input(make_like(x), grad, weight, p),
+          cuda_grad_weight(make_like(weight), grad, x, p)};
 }
 
 }  // namespace

@@ -1,33 +1,14 @@
-// out[b, c, h, w] = sum over taps of weight[tap, b, g, h, w] * x[b, c, h + dy, w + dx]
+// out[b, c, h, w] = sum over taps of weight[tap, b, g, h, w] * x[b, c, the pixel that it reads]
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
-
-template <typename T>
-__global__ void naive(Image<const T> x, Weights<const T> weight, Image<T> out, Problem p) {
-  using A = acc_t<T>;
-  const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
-    const int64_t w = n % p.W, h = n / p.W % p.H, c = n / (p.W * p.H) % p.C;
-    const int64_t b = n / (p.W * p.H * p.C), g = c / (p.C / p.G);
-    A sum = 0;
-    for (int64_t i = 0; i < p.k; ++i) {
-      for (int64_t j = 0; j < p.k; ++j) {
-        const int64_t y = h + i * p.down.dilation - p.down.before;
-        const int64_t z = w + j * p.across.dilation - p.across.before;
-        const bool inside = y >= 0 && y < p.H && z >= 0 && z < p.W;
-        const A pixel = inside ? widen<A>(*x.at(b, c, y, z)) : A(0);
-        sum += widen<A>(*weight.at(i * p.k + j, b, g, h, w)) * pixel;
-      }
-    }
-    *out.at(b, c, h, w) = narrow<T>(sum);
-  }
-}
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
@@ -64,32 +45,33 @@ __global__ void __launch_bounds__(kThreads, 5)
   }
 }
 
-}  // namespace
-
-Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation) {
-  const Problem p(x, weight.sizes(), dilation);
+Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> window) {
+  const Problem p(x.sizes(), weight.sizes(), Window(window));
+  check_floating(x, "x");
   check_alike(weight, x, "weight");
-  Tensor out = make_like(x);
+  Tensor out = make_output(x, p);
   if (out.numel() == 0) return out;
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    const bool done = dispatch_tuned<T>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+    const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
       Tiling tiling;
       const dim3 grid = grid_for<ThreadPixels<V>>(p, V, p.group_channels() / N, tiling);
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });
-    if (!done)
-      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-          image<T>(x), weights<T>(weight), mutable_image<T>(out), p);
+    if (!done && p.is_plain())
+      apply_general<false, T>(x, weight, out, p, launch.stream);
+    else if (!done)
+      apply_windowed<T>(x, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;
 }
 
+}  // namespace
 }  // namespace hoconv::high_order::conv2d
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
-  m.impl("high_order_conv2d.cuda", TORCH_BOX(&hoconv::high_order::conv2d::cuda_forward));
+  m.impl("high_order_conv2d.cuda", TORCH_BOX(&hoconv::high_order::conv2d::forward));
 }

@@ -1,5 +1,5 @@
-// grad_x[b, c, h, w] = sum over taps of weight[tap, b, g, h - dy, w - dx] * grad[b, c, h - dy, w -
-// dx]
+// grad_x[b, c, h, w] = sum over taps, and over the output pixels that read h, w by the tap, of
+// weight[tap, b, g, that pixel] * grad[b, c, that pixel]
 //
 // A gather: no thread adds to the output of another. Weights shifted by dx are not aligned for
 // 16-byte loads, so the tuned kernel loads them unshifted. A thread multiplies them with the V
@@ -9,30 +9,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
-
-template <typename T>
-__global__ void naive(Image<const T> grad, Weights<const T> weight, Image<T> out, Problem p) {
-  using A = acc_t<T>;
-  const int64_t total = p.B * p.C * p.H * p.W, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
-    const int64_t w = n % p.W, h = n / p.W % p.H, c = n / (p.W * p.H) % p.C;
-    const int64_t b = n / (p.W * p.H * p.C), g = c / (p.C / p.G);
-    A sum = 0;
-    for (int64_t i = 0; i < p.k; ++i) {
-      for (int64_t j = 0; j < p.k; ++j) {
-        const int64_t y = h - i * p.down.dilation + p.down.before;
-        const int64_t z = w - j * p.across.dilation + p.across.before;
-        if (y >= 0 && y < p.H && z >= 0 && z < p.W)
-          sum += widen<A>(*weight.at(i * p.k + j, b, g, y, z)) * widen<A>(*grad.at(b, c, y, z));
-      }
-    }
-    *out.at(b, c, h, w) = narrow<T>(sum);
-  }
-}
 
 constexpr __host__ __device__ int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
@@ -93,9 +75,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int64_t dilation) {
-  const Problem p(grad, weight.sizes(), dilation);
-  check_alike(weight, grad, "weight");
+Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, const Problem& p) {
   if (out.numel() == 0) return out;
   const Launch launch(grad);
   dispatch_cuda(grad, [&](auto zero) {
@@ -107,9 +87,10 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });
-    if (!done)
-      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-          image<T>(grad), weights<T>(weight), mutable_image<T>(out), p);
+    if (!done && p.is_plain())
+      apply_general<true, T>(grad, weight, out, p, launch.stream);
+    else if (!done)
+      gather_windowed<T>(grad, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;
@@ -117,8 +98,11 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int
 
 namespace {
 
-Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t dilation) {
-  return cuda_grad_input(make_like(grad), grad, weight, dilation);
+Tensor grad_input(const Tensor& grad, const Tensor& weight, std::vector<int64_t> size,
+                  std::vector<int64_t> stride, std::vector<int64_t> window) {
+  const Problem p(size, weight.sizes(), Window(window));
+  check_gradient(grad, weight, p);
+  return cuda_grad_input(make_strided(grad, size, stride), grad, weight, p);
 }
 
 }  // namespace

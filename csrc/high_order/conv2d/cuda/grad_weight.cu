@@ -1,4 +1,4 @@
-// grad_weight[tap, b, g, h, w] = sum over c of grad[b, c, h, w] * x[b, c, h + dy, w + dx]
+// grad_weight[tap, b, g, h, w] = sum over c of grad[b, c, h, w] * x[b, c, the pixel that it reads]
 //
 // The tuned kernel sums one row of taps at a time in registers, over all channels, and stores it.
 // Where the pixels alone do not fill the GPU, blocks share the rows of taps.
@@ -6,31 +6,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
-
-template <typename T>
-__global__ void naive(Image<const T> grad, Image<const T> x, Weights<T> out, Problem p) {
-  using A = acc_t<T>;
-  const int64_t n_channels = p.C / p.G;
-  const int64_t total = p.k * p.k * p.B * p.G * p.H * p.W;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
-    const int64_t w = n % p.W, h = n / p.W % p.H, g = n / (p.W * p.H) % p.G;
-    const int64_t b = n / (p.W * p.H * p.G) % p.B, tap = n / (p.W * p.H * p.G * p.B);
-    const int64_t y = h + tap / p.k * p.down.dilation - p.down.before;
-    const int64_t z = w + tap % p.k * p.across.dilation - p.across.before;
-    const bool inside = y >= 0 && y < p.H && z >= 0 && z < p.W;
-    A sum = 0;
-    for (int64_t c = g * n_channels; c < (g + 1) * n_channels; ++c) {
-      const A pixel = inside ? widen<A>(*x.at(b, c, y, z)) : A(0);
-      sum += widen<A>(*grad.at(b, c, h, w)) * pixel;
-    }
-    *out.at(tap, b, g, h, w) = narrow<T>(sum);
-  }
-}
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
@@ -67,10 +48,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 
 }  // namespace
 
-Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation) {
-  const Problem p(x, out.sizes(), dilation);
-  check_alike(grad, x, "grad");
-  check_same_sizes(grad, x, "grad");
+Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p) {
   if (out.numel() == 0) return out;
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
@@ -81,9 +59,10 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
                                                               mutable_weights<T>(out), tiling);
     });
-    if (!done)
-      naive<T><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
-                                                                        mutable_weights<T>(out), p);
+    if (!done && p.is_plain())
+      sum_general<T>(grad, x, out, p, launch.stream);
+    else if (!done)
+      sum_windowed<T>(grad, x, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;
@@ -92,8 +71,11 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t
 namespace {
 
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
-                   std::vector<int64_t> stride, int64_t dilation) {
-  return cuda_grad_weight(make_strided(x, size, stride), grad, x, dilation);
+                   std::vector<int64_t> stride, std::vector<int64_t> window) {
+  const Problem p(x.sizes(), size, Window(window));
+  check_floating(x, "x");
+  check_gradient(grad, x, p);
+  return cuda_grad_weight(make_strided(x, size, stride), grad, x, p);
 }
 
 }  // namespace

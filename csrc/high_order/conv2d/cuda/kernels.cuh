@@ -1,13 +1,13 @@
-// How the three CUDA kernels of the high-order convolution cut their work, and how a thread loads
+// How the tuned CUDA kernels of the high-order convolution cut their work, and how a thread loads
 // its pixels.
 //
-// Each of the three exists twice. The `naive` kernel is the definition: any kernel size, dilation,
-// strides and dtype, and one thread an element. The `tuned` kernel takes kernel sizes 3, 5 and 7,
-// dilation 1, contiguous rows, and all dtypes but float64. At C = 3 and k = 5 four fifths of all
-// bytes are weights, so it reads them as well as it can: a thread owns V neighbouring pixels of a
-// row, loads a row of their weights, 16 bytes at a time, and applies it to N channels, whose pixels
-// come from the L1 cache and whose sums stay in registers. It uses no shared memory and no atomics:
-// two runs give the same bits.
+// The `tuned` kernels take square windows of odd sizes from 3 to 11, padded with zeros, of
+// dilation, stride and scale 1, contiguous rows, and all dtypes but float64. general.cuh has the
+// kernels for the rest of what Problem::is_plain names, windowed.cuh those for every other window.
+// At C = 3 and k = 5 four fifths of all bytes are weights, so a tuned kernel reads them as well as
+// it can: a thread owns V neighbouring pixels of a row, loads a row of their weights, 16 bytes at a
+// time, and applies it to N channels, whose pixels come from the L1 cache and whose sums stay in
+// registers. It uses no shared memory and no atomics: two runs give the same bits.
 //
 // Where there are more than N channels, the weights are read again, from the L2 cache. What did not
 // help, measured at C = 3 and k = 5 in bfloat16 on an H200: to copy the weights to shared memory
@@ -15,7 +15,7 @@
 // loading them (it takes registers), to prefetch, and to leave more or fewer registers than the
 // launch bounds do.
 //
-// B batch, C channels, G groups of channels, H height, W width, k kernel size, V pixels a
+// B batch, C channels, G groups of channels, H height, W width, K kernel size, V pixels a
 // thread, N channels at once.
 #pragma once
 
@@ -26,9 +26,9 @@
 
 namespace hoconv::high_order::conv2d {
 
-Tensor cuda_forward(const Tensor& x, const Tensor& weight, int64_t dilation);
-Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, int64_t dilation);
-Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, int64_t dilation);
+// The gradients, of tensors that are checked, into `out`, which they return.
+Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, const Problem& p);
+Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p);
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
 // computed for a pixel has parts, of N channels or of a row of taps; blockIdx.y counts the blocks
@@ -112,19 +112,22 @@ __device__ __forceinline__ void load_window(const T* p, bool inside, int w, int 
   }
 }
 
-// Calls f(K, V, N) with the constants of a tuned kernel and returns true. Returns false where only
-// the naive one fits.
-template <typename T, typename F>
+// Calls f(K, V, N) with the constants of a tuned kernel and returns true. Returns false where none
+// fits. N is at most `Most`: 8 channels at once read the weights half as often, which
+// pays at k = 7, where a pixel has many and their sums still fit the registers.
+template <typename T, int Most = 4, typename F>
 bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tensors, F&& f) {
   if constexpr (sizeof(T) == 8) {
     return false;
   } else {
     // The tuned kernels count the pixels of an image, and the blocks of a launch, in 32 bits.
     constexpr int64_t most = int64_t{1} << 30;
-    const int64_t pixels = p.H * p.W;
-    if (p.down.dilation != 1 || p.across.dilation != 1 || pixels >= most ||
-        p.B * p.G * (pixels / 32 + 1) >= most)
-      return false;
+    const auto is_tuned = [](const Axis& a) {
+      return a.is_plain() && a.padding == Padding::zeros && a.dilation == 1;
+    };
+    if (!is_tuned(p.down) || !is_tuned(p.across) || p.down.taps != p.across.taps) return false;
+    const int64_t pixels = p.down.in * p.across.in;
+    if (pixels >= most || p.B * p.G * (pixels / 32 + 1) >= most) return false;
     const auto fits = [&](int64_t V) {
       return std::all_of(tensors.begin(), tensors.end(),
                          [&](const Tensor* t) { return vectorizable(*t, V); });
@@ -132,6 +135,9 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
     if (!fits(1)) return false;
     const auto with_channels = [&](auto K, auto V) {
       const int64_t n = p.group_channels();
+      if constexpr (Most == 8 && K == 7 && V > 1) {
+        if (n % 8 == 0) return f(K, V, std::integral_constant<int, 8>{});
+      }
       if (n % 4 == 0)
         f(K, V, std::integral_constant<int, 4>{});
       else if (n % 3 == 0)
@@ -147,13 +153,17 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
         with_channels(K, std::integral_constant<int, 1>{});
       return true;
     };
-    switch (p.k) {
+    switch (p.across.taps) {
       case 3:
         return with_pixels(std::integral_constant<int, 3>{});
       case 5:
         return with_pixels(std::integral_constant<int, 5>{});
       case 7:
         return with_pixels(std::integral_constant<int, 7>{});
+      case 9:
+        return with_pixels(std::integral_constant<int, 9>{});
+      case 11:
+        return with_pixels(std::integral_constant<int, 11>{});
       default:
         return false;
     }
@@ -164,9 +174,10 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
 // pixels alone do not fill the GPU.
 template <typename Pixels>
 dim3 grid_for(const Problem& p, int V, int64_t parts, Tiling& tiling) {
-  tiling.H = p.H, tiling.W = p.W, tiling.columns = p.W / V, tiling.G = p.G;
+  tiling.H = p.down.in, tiling.W = p.across.in, tiling.columns = p.across.in / V, tiling.G = p.G;
   tiling.group_channels = p.group_channels();
-  tiling.blocks = (p.H * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
+  tiling.blocks =
+      (p.down.in * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
   const int64_t x = tiling.blocks * p.B * p.G;
   const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridYZ));
   tiling.parts = (parts + blocks - 1) / blocks;

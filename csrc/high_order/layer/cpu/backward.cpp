@@ -31,7 +31,7 @@ struct Backward : Worker<T> {
         grad(p.C, this->rows, p.W, round_up(p.right, V::size), p.left),
         grad_kernel(p.K, this->rows, p.W, round_up(p.right, V::size), p.left),
         above(std::max(p.generator_before, std::min(p.down.before, p.H))),
-        below(std::max(p.generator_after, std::min(p.down.after, p.H))),
+        below(std::max(p.generator_after, std::min(p.down.after(), p.H))),
         grad_x(above + this->rows + below, p.C, p.W, 0, 0) {
     sums.resize((p.parameters() + p.K * p.G) * V::size);
   }

@@ -23,7 +23,7 @@ constexpr int64_t kTasks = 64;
 constexpr int64_t kRowsPerRepeatedRow = 4;
 
 struct Layer : conv2d::Problem {
-  int64_t K, s;
+  int64_t H, W, k, K, s;
   bool softmax, residual;
   int64_t generator_before, generator_after;  // padding of the generator along each axis
   int64_t top, bottom, left, right;           // the larger padding of generator and application
@@ -31,7 +31,11 @@ struct Layer : conv2d::Problem {
 
   Layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k,
         int64_t dilation, bool softmax, bool residual)
-      : Problem(x, applied_sizes(x, weight, bias, k), dilation),
+      : Problem(x.sizes(), applied_sizes(x, weight, bias, k),
+                conv2d::Window({k, k, dilation, dilation, 1, 1, 1, 1, 0})),
+        H(down.in),
+        W(across.in),
+        k(k),
         K(k * k),
         s(weight.size(2)),
         softmax(softmax),
@@ -39,9 +43,9 @@ struct Layer : conv2d::Problem {
         generator_before((s - 1) / 2),
         generator_after(s - 1 - generator_before),
         top(std::max(down.before, generator_before)),
-        bottom(std::max(down.after, generator_after)),
+        bottom(std::max(down.after(), generator_after)),
         left(std::max(across.before, generator_before)),
-        right(std::max(across.after, generator_after)) {
+        right(std::max(across.after(), generator_after)) {
     const int64_t lanes = kVecBytes / (x.scalar_type() == ScalarType::Double ? 8 : 4);
     registers = (W + lanes - 1) / lanes;
   }
@@ -52,6 +56,7 @@ struct Layer : conv2d::Problem {
   static std::vector<int64_t> applied_sizes(const Tensor& x, const Tensor& weight,
                                             const std::optional<Tensor>& bias, int64_t k) {
     STD_TORCH_CHECK(x.dim() == 4, "x: expected 4 dimensions (B, C, H, W), got ", x.dim());
+    check_floating(x, "x");
     STD_TORCH_CHECK(weight.dim() == 4 && weight.size(1) == x.size(1) && weight.size(2) >= 1 &&
                         weight.size(2) == weight.size(3),
                     "weight: expected the shape (k * k * G, C, s, s) with the channels of x");

@@ -1,7 +1,6 @@
 """The high-order layer: the public function and the operator's declaration.
 
-B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
-s kernel size of the generator.
+B batch, C channels, G groups of channels, H height, W width, s kernel size of the generator.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +16,18 @@ from torch import Tensor
 from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocast, check_dense, check_dtypes, compiled
-from hoconv.ops.high_order.layer import composed, ops, reference
+from hoconv.ops.high_order.conv2d.operator import OPERATOR as APPLICATION
+from hoconv.ops.high_order.conv2d.window import (
+    MAX_KERNEL_SIZE,
+    Normalize,
+    Padding,
+    Pair,
+    Window,
+    check_normalize,
+    make_pair,
+)
+from hoconv.ops.high_order.layer import ops
 
-MAX_KERNEL_SIZE = 11
 # Relative. At least twice those of the application alone: its kernels are computed too.
 _TOLERANCES = {
     torch.float64: 1e-13,
@@ -35,36 +42,42 @@ def high_order_layer(
     generator_weight: Tensor,
     generator_bias: Tensor | None = None,
     *,
-    kernel_size: int = 5,
-    dilation: int = 1,
-    normalize: Literal["softmax"] | None = None,
+    kernel_size: Pair = 5,
+    dilation: Pair = 1,
+    stride: Pair = 1,
+    scale: Pair = 1,
+    padding: Padding = "zeros",
+    normalize: Normalize | None = None,
     residual: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Generates a k x k kernel for every pixel by a convolution of x, and applies it to x.
+    """Generates a kernel for every pixel by a convolution of x, and applies it to x.
 
     ``high_order_conv2d(x, weight)`` with ``weight = conv2d(x, generator_weight, generator_bias,
-    padding="same")``, its channel i * G + g being tap i of group g; see
-    :func:`hoconv.high_order_conv2d` for the application. The fused implementations never write the
+    stride, padding="same")``, its channel i * G + g being tap i of group g; see
+    :func:`hoconv.high_order_conv2d` for the application and its options. With a scale, channel
+    ``((i * G + g) * scale + a) * scale + b`` is that of output pixel (h * scale + a,
+    w * scale + b), as ``pixel_shuffle`` arranges them. With ``padding="valid"`` the convolution is
+    of the pixels in the middle of a window. The fused implementations never write the
     weights to memory, and keep them in float32 until they are applied. For the backward pass they
     save x and the generator's parameters only, and generate the weights again; `cuda` does so in
     memory, in the dtype of x, where that is faster.
 
     Args:
         x: (B, C, H, W); float32, float64, float16 or bfloat16; any strides.
-        generator_weight: (k * k * G, C, s, s), G dividing C; dtype and device of x.
-        generator_bias: (k * k * G), or None.
-        kernel_size: k, from 1 to 11.
-        dilation: distance between the taps that are applied, in pixels, at least 1.
-        normalize: ``"softmax"`` over the k * k taps of a pixel, or None.
-        residual: whether x is added to the output.
+        generator_weight: (kh * kw * G * scale * scale, C, s, s), G dividing C; dtype and device of
+            x.
+        generator_bias: as many as generator_weight has output channels, or None.
+        kernel_size: k, or (kh, kw), from 1 to 31.
+        dilation, stride, scale, padding, normalize: of the application.
+        residual: whether x is added to the output, which must be as large.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     On a GPU, float32 follows ``torch.backends.cudnn.allow_tf32`` as PyTorch's convolutions do.
 
     Returns:
-        (B, C, H, W), with the dtype and the memory format of x. Under autocast all tensors are cast
-        to its dtype, as a convolution's are.
+        (B, C, H', W'), with the dtype and the memory format of x. Under autocast all tensors are
+        cast to its dtype, as a convolution's are.
 
     Raises:
         ValueError: a shape or an option does not fit.
@@ -77,37 +90,47 @@ def high_order_layer(
         check_dense(generator_bias, "generator_bias")
     device_type = x.device.type
     x, generator_weight, generator_bias = autocast(device_type, x, generator_weight, generator_bias)
-    _check(x, generator_weight, generator_bias, kernel_size, dilation, normalize)
+    windows = kernel_size, dilation, stride, scale, padding
+    _check(x, generator_weight, generator_bias, *windows, normalize, residual)
     name = resolve("high_order_layer", impl, device_type)
     return OPERATOR.implementations[name].function(
-        x, generator_weight, generator_bias, kernel_size, dilation, normalize, residual
+        x, generator_weight, generator_bias, *windows, normalize, residual
     )
 
 
-def check_normalize(normalize: str | None) -> None:
-    """Raises ValueError where it names no way to normalise the taps of a pixel."""
-    if normalize not in (None, "softmax"):
-        raise ValueError(f"normalize: expected None or 'softmax', got {normalize!r}")
+def check_windows(
+    kernel_size: Pair, dilation: Pair, stride: Pair, scale: Pair, padding: Padding,
+    normalize: Normalize | None, residual: bool,
+) -> Window:  # fmt: skip
+    """Returns the windows of a layer's options; raises ValueError where one is out of range."""
+    height, width = make_pair("kernel_size", kernel_size, MAX_KERNEL_SIZE)
+    window = Window.of(height * width, (height, width), dilation, stride, scale, padding)
+    check_normalize(normalize)
+    if residual and not window.keeps_size():
+        raise ValueError(
+            "residual: expected False where a stride, a scale or padding='valid' makes the output "
+            "of another size than x, got True"
+        )
+    return window
 
 
 def _check(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kernel_size: int,
-    dilation: int,
-    normalize: str | None,
+    kernel_size: Pair,
+    dilation: Pair,
+    stride: Pair,
+    scale: Pair,
+    padding: Padding,
+    normalize: Normalize | None,
+    residual: bool,
 ) -> None:
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dimensions (B, C, H, W), got shape {tuple(x.shape)}")
-    for name, value, most in (
-        ("kernel_size", kernel_size, MAX_KERNEL_SIZE),
-        ("dilation", dilation, math.inf),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            allowed = "at least 1" if most == math.inf else f"1 to {most}"
-            raise ValueError(f"{name}: expected an int, {allowed}, got {value!r}")
-    check_normalize(normalize)
+    window = check_windows(kernel_size, dilation, stride, scale, padding, normalize, residual)
+    for axis, name, pixels in zip(window, ("height", "width"), x.shape[2:]):
+        axis.check(name, pixels)
     C, shape = x.shape[1], weight.shape
     if len(shape) != 4 or shape[1] != C or shape[2] != shape[3]:
         raise ValueError(
@@ -116,7 +139,8 @@ def _check(
         )
     if shape[2] < 1:
         raise ValueError("generator_weight: expected a kernel of at least 1 x 1")
-    generated, taps = shape[0], kernel_size**2
+    generated = shape[0]
+    taps = window.generated()
     if generated < taps or generated % taps or C % (generated // taps):
         raise ValueError(
             f"generator_weight: expected k * k * G = {taps} * G output channels, G dividing the "
@@ -185,13 +209,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def _cost(sample: Sample) -> Cost:
     x, weight, bias = sample.args
+    options = dict(sample.kwargs)
+    kernel_size = make_pair("kernel_size", options.pop("kernel_size", 5))
+    for other in ("normalize", "residual"):
+        options.pop(other, None)
+    window = Window.of(math.prod(kernel_size), kernel_size, **options)
+    pixels = x.shape[0] * math.prod(window.output_size(*x.shape[2:]))
     parameters = weight.nbytes + (0 if bias is None else bias.nbytes)
-    pixels = x.shape[0] * x.shape[2] * x.shape[3]
-    generator = 2 * pixels * weight.numel()
-    application = 2 * x.numel() * sample.kwargs.get("kernel_size", 5) ** 2
+    out = pixels * x.shape[1] * x.element_size()
+    generator = 2 * pixels // (window.down.scale * window.across.scale) * weight.numel()
+    application = 2 * pixels * x.shape[1] * math.prod(kernel_size)
     return Cost(
-        forward_bytes=2 * x.nbytes + parameters,
-        backward_bytes=3 * x.nbytes + 2 * parameters,
+        forward_bytes=x.nbytes + out + parameters,
+        backward_bytes=2 * x.nbytes + out + 2 * parameters,
         forward_flops=generator + application,
         backward_flops=2 * (generator + application),
     )
@@ -213,7 +243,7 @@ def _unfold(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _compiled(impl: str, *devices: str) -> Implementation:
     # Where a layer is not fused, the high-order convolution computes it.
-    application = composed.APPLICATION.implementations[impl].libraries
+    application = APPLICATION.implementations[impl].libraries
     run = functools.partial(ops.run, impl)
     return compiled(run, devices, ops.KERNELS[impl], *application)
 
@@ -223,7 +253,7 @@ OPERATOR = declare(
         name="high_order_layer",
         function=high_order_layer,
         implementations={
-            "reference": Implementation(reference.high_order_layer),
+            "reference": Implementation(functools.partial(ops.run, "reference")),
             "cpp": _compiled("cpp", "cpu", "cuda"),
             "cuda": _compiled("cuda", "cuda"),
         },

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from hoconv.dispatch.registration import Op, define, register_layer
+from hoconv.ops.high_order.conv2d.operator import CONVOLVE
+from hoconv.ops.high_order.conv2d.window import Normalize, Padding, Pair, Window, make_pair
 from hoconv.ops.high_order.layer import composed, reference
 from hoconv.ops.high_order.layer.rule import KERNELS, is_backward_fused, why_unfused
 
@@ -116,18 +118,23 @@ def run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kernel_size: int,
-    dilation: int,
-    normalize: str | None,
+    kernel_size: Pair,
+    dilation: Pair,
+    stride: Pair,
+    scale: Pair,
+    padding: Padding,
+    normalize: Normalize | None,
     residual: bool,
 ) -> Tensor:
     """Computes the layer by one implementation: in its fused kernel if there is one."""
-    if 0 in x.shape[1:] or why_unfused(impl, weight, kernel_size, dilation):
-        apply = composed.get_application(impl)
+    height, width = make_pair("kernel_size", kernel_size)
+    window = Window.of(height * width, (height, width), dilation, stride, scale, padding)
+    if 0 in x.shape[1:] or why_unfused(impl, weight, window, normalize):
         return reference.high_order_layer(
-            x, weight, bias, kernel_size, dilation, normalize, residual, apply
+            x, weight, bias, window, normalize, residual, CONVOLVE[impl]
         )
-    options = kernel_size, dilation, normalize == "softmax", residual, convolutions_allow_tf32()
+    down = window.down
+    options = down.taps, down.dilation, normalize == "softmax", residual, convolutions_allow_tf32()
     return _FORWARD[impl](x, weight, bias, *options)
 
 

@@ -1,7 +1,6 @@
 """The definition of the high-order layer: generate the weights, then apply them.
 
-B batch, C channels, G groups of channels, H height, W width, k kernel size, K = k * k taps,
-s kernel size of the generator.
+B batch, C channels, G groups of channels, H height, W width, K taps.
 """
 
 from __future__ import annotations
@@ -12,31 +11,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.ops.high_order.conv2d import reference
+from hoconv.ops.high_order.conv2d.window import Normalize, Window, normalize_taps
 
 
 def high_order_layer(
     x: Tensor,
     generator_weight: Tensor,
     generator_bias: Tensor | None,
-    kernel_size: int,
-    dilation: int,
-    normalize: str | None,
+    window: Window,
+    normalize: Normalize | None,
     residual: bool,
-    apply: Callable[[Tensor, Tensor, int], Tensor] = reference.high_order_conv2d,
+    apply: Callable[[Tensor, Tensor, Window], Tensor] = reference.high_order_conv2d,
 ) -> Tensor:
-    """Computes the generator's convolution, a softmax over taps if asked for, the application, and
-    the residual sum if asked for.
+    """Computes the generator's convolution, normalises the taps if asked for, applies them, and
+    adds x if asked for.
 
-    generator_weight is (K * G, C, s, s): channel i * G + g of its output is tap i of group g.
     `apply` is an implementation of the high-order convolution.
     """
     if 0 in x.shape[1:]:  # no channel or no pixel, which PyTorch's convolution does not take
         biases = 0 if generator_bias is None else generator_bias.sum()
-        return x * (generator_weight.sum() + biases)  # empty, with a gradient for every argument
-    padded, padding = pad(x, generator_weight)
-    taps = generate(padded, padding, generator_weight, generator_bias, kernel_size, normalize)
-    out = apply(x, taps.transpose(0, 1), dilation)
+        size = *x.shape[:2], *window.output_size(*x.shape[2:])
+        # Empty, with a gradient for every argument.
+        return x.new_zeros(size) * (x.sum() * (generator_weight.sum() + biases))
+    padded, padding = pad(crop(x, window), generator_weight)
+    taps = generate(padded, padding, generator_weight, generator_bias, window, normalize)
+    out = apply(x, taps, window)
     return x + out if residual else out
+
+
+def crop(x: Tensor, window: Window) -> Tensor:
+    """Returns the pixels that are in the middle of a window: all, or with padding="valid" fewer."""
+    for dim, axis in zip((2, 3), window, strict=True):
+        if axis.padding == "valid":
+            x = x.narrow(dim, axis.reach // 2, x.shape[dim] - axis.reach)
+    return x
 
 
 def pad(x: Tensor, generator_weight: Tensor) -> tuple[Tensor, int]:
@@ -48,10 +56,22 @@ def pad(x: Tensor, generator_weight: Tensor) -> tuple[Tensor, int]:
 
 
 def generate(
-    padded: Tensor, padding: int, weight: Tensor, bias: Tensor | None, kernel_size: int,
-    normalize: str | None,
+    padded: Tensor, padding: int, weight: Tensor, bias: Tensor | None, window: Window,
+    normalize: Normalize | None,
 ) -> Tensor:  # fmt: skip
-    """Computes the taps of every pixel and group, (B, K, G, H, W)."""
-    generated = F.conv2d(padded, weight, bias, padding=padding)
-    taps = generated.unflatten(1, (kernel_size**2, weight.shape[0] // kernel_size**2))
-    return taps.softmax(dim=1) if normalize else taps
+    """Computes the taps of every output pixel and group, (K, B, G, H', W')."""
+    strides = window.down.stride, window.across.stride
+    generated = F.conv2d(padded, weight, bias, stride=strides, padding=padding)
+    return normalize_taps(arrange(generated, window), normalize)
+
+
+def arrange(generated: Tensor, window: Window) -> Tensor:
+    """Arranges what a generator returns, (B, K * G * scale * scale, H, W), as taps
+    (K, B, G, H * scale, W * scale)."""
+    down, across = window
+    taps = down.taps * across.taps
+    if down.scale == across.scale == 1:
+        return generated.unflatten(1, (taps, -1)).transpose(0, 1)
+    fractions = generated.unflatten(1, (taps, -1, down.scale, across.scale))
+    # (B, K, G, fraction down, fraction across, H, W)
+    return fractions.permute(1, 0, 2, 5, 3, 6, 4).flatten(5).flatten(3, 4)

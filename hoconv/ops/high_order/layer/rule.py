@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from hoconv.dispatch.registration import kernels
+from hoconv.ops.high_order.conv2d.window import Normalize, Window
 
 KERNELS = kernels("high_order/layer")
+MOST_FUSED_TAPS = 11  # along an axis
 
 
-def why_unfused(impl: str, weight: Tensor, kernel_size: int, dilation: int) -> str | None:
+def why_unfused(
+    impl: str, weight: Tensor, window: Window, normalize: Normalize | None
+) -> str | None:
     """Returns why an implementation computes a layer in two steps, in words; None if it is fused.
 
     A layer whose input has no channel or no pixel is not fused either.
@@ -25,13 +29,20 @@ def why_unfused(impl: str, weight: Tensor, kernel_size: int, dilation: int) -> s
         impl: ``"reference"``, which is never fused; ``"cpp"``, which is on a CPU; or ``"cuda"``,
             whose compiled library says what its kernels compute.
         weight: of the generator, (k * k * G, C, s, s), with the call's device and dtype.
-        kernel_size, dilation: of the application.
+        window, normalize: of the application.
 
     Raises:
         hoconv.jit.BuildError: `impl` is ``"cuda"`` and its library cannot be used.
     """
     if impl == "reference":
         return "the reference is never fused"
+    if normalize == "sum":
+        return "its taps are divided by their sum"
+    if not window.is_plain() or window.down != window.across:
+        return "its windows are not square, or have a stride, a scale or a padding not of zeros"
+    kernel_size, dilation = window.down.taps, window.down.dilation
+    if kernel_size > MOST_FUSED_TAPS:
+        return f"its kernel size is {kernel_size}; {MOST_FUSED_TAPS} at most are fused"
     if impl == "cpp":
         return None if weight.is_cpu else "cpp is fused on a CPU only"
     sizes = kernel_size, weight.shape[2], weight.shape[1], dilation

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hoconv.dispatch.declaration import Sample
 from hoconv.dispatch.implementations import choose
 from hoconv.ops.high_order.conv2d.operator import OPERATOR
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.tools.testing.variants import Variant, variants
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -48,6 +50,12 @@ def image_and_weight(
     variant: Variant, B=2, C=4, H=6, W=9, k=3, G=2, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
     return draw(variant, B, C, H, W, dtype=dtype), draw(variant, k * k, B, G, H, W, dtype=dtype)
+
+
+def window_of(sample: Sample) -> list[int]:
+    """Returns the windows of a sample's call, as the ops take them."""
+    options = {name: v for name, v in sample.kwargs.items() if name != "normalize"}
+    return Window.of(sample.args[1].shape[0], **options).numbers()
 
 
 def ops(variant: Variant, name: str = "") -> torch._ops.OpOverload:

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hoconv.dispatch.registration import gradient_layout
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.tools.testing.comparison import output_and_gradients
 from hoconv.tools.testing.variants import Variant
 from tests.hoconv.ops.high_order.support import (
@@ -187,16 +189,19 @@ def test_more_than_two_to_the_31_elements(
         t.copy_(torch.randint(-4, 5, t.shape[-2:], **half))
     last_x, last_weight = x[-1:], weight[:, -1:].clone()
 
-    out = ops(variant)(x, weight, 1)
-    assert torch.equal(out[-1:], ops(variant)(last_x, last_weight, 1))
+    window = Window.of(k * k).numbers()
+    out = ops(variant)(x, weight, window)
+    assert torch.equal(out[-1:], ops(variant)(last_x, last_weight, window))
     del out
-    grad_x = ops(variant, "_grad_input")(x, weight, 1)
-    assert torch.equal(grad_x[-1:], ops(variant, "_grad_input")(last_x, last_weight, 1))
+    grad_x = ops(variant, "_grad_input")(x, weight, *gradient_layout(x), window)
+    layout = gradient_layout(last_x)
+    last_grad = ops(variant, "_grad_input")(last_x, last_weight, *layout, window)
+    assert torch.equal(grad_x[-1:], last_grad)
     del grad_x
-    layout = list(weight.shape), list(weight.stride())
+    layout = gradient_layout(weight)
     del weight
-    grad_weight = ops(variant, "_grad_weight")(x, x, *layout, 1)
-    layout = list(last_weight.shape), list(last_weight.stride())
-    expected = ops(variant, "_grad_weight")(last_x, last_x, *layout, 1)
+    grad_weight = ops(variant, "_grad_weight")(x, x, *layout, window)
+    layout = gradient_layout(last_weight)
+    expected = ops(variant, "_grad_weight")(last_x, last_x, *layout, window)
     assert torch.equal(grad_weight[:, -1:], expected)
     assert not grad_weight[:, 0].any()

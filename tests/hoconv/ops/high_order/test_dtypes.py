@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoconv.ops.high_order.conv2d.operator import OPERATOR
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.tools.testing.comparison import differentiable, output_and_gradients
 from hoconv.tools.testing.variants import Variant
 from tests.hoconv.ops.high_order.support import (
@@ -118,6 +119,7 @@ def test_disabled_autocast_casts_nothing(variant: Variant) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_casts_for_the_op_itself(variant: Variant, dtype: torch.dtype) -> None:
     x, weight = image_and_weight(variant, dtype=torch.float32)
+    window = Window.of(weight.shape[0]).numbers()
     with torch.autocast(variant.device, dtype=dtype):
-        out = ops(variant)(x, weight.to(dtype), 1)
-    assert torch.equal(out, ops(variant)(x.to(dtype), weight.to(dtype), 1))
+        out = ops(variant)(x, weight.to(dtype), window)
+    assert torch.equal(out, ops(variant)(x.to(dtype), weight.to(dtype), window))

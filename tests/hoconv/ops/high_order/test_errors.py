@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import hoconv
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.tools.testing.variants import Variant
 from tests.hoconv.ops.high_order.support import image_and_weight, ops, with_ops
 
 X, WEIGHT = (2, 4, 6, 9), (9, 2, 2, 6, 9)
+WINDOW = Window.of(9).numbers()
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,7 @@ X, WEIGHT = (2, 4, 6, 9), (9, 2, 2, 6, 9)
         (X, WEIGHT[1:], r"^weight: expected 5 dimensions .* \(2, 2, 6, 9\)"),
         (X, (8, *WEIGHT[1:]), r"^weight: its first dimension must be k \* k .*, got 8"),
         (X, (0, *WEIGHT[1:]), r"^weight: its first dimension .*, got 0"),
-        (X, (144, *WEIGHT[1:]), r"^weight: its first dimension .* 1 to 11, got 144"),
+        (X, (1024, *WEIGHT[1:]), r"^weight: its first dimension .* 1 to 31, got 1024"),
         (X, (9, 3, 2, 6, 9), r"^weight: expected .* B, H, W = 2, 6, 9 .*\(9, 3, 2, 6, 9\)"),
         (X, (9, 2, 2, 5, 9), r"^weight: expected .* B, H, W = 2, 6, 9"),
         (X, (9, 2, 2, 6, 1), r"^weight: expected .* B, H, W = 2, 6, 9"),
@@ -38,10 +41,30 @@ def test_wrong_shape_is_refused_by_name(
         hoconv.high_order_conv2d(torch.zeros(x), torch.zeros(weight))
 
 
-@pytest.mark.parametrize("dilation", [0, -1, 1.0, True, "1", None])
-def test_wrong_dilation_is_refused_by_name(dilation: Any) -> None:
-    with pytest.raises(ValueError, match=f"^dilation: expected an int .* {dilation!r}$"):
-        hoconv.high_order_conv2d(torch.zeros(X), torch.zeros(WEIGHT), dilation=dilation)
+@pytest.mark.parametrize("name", ["dilation", "stride", "scale", "kernel_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", (1, 0), (1, 1, 1), [3]])
+def test_wrong_window_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected an int .* {re.escape(repr(value))}$"):
+        hoconv.high_order_conv2d(torch.zeros(X), torch.zeros(WEIGHT), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel_size": 32}, "kernel_size: expected an int from 1 to 31, .* got 32"),
+        ({"kernel_size": (3, 2)}, r"weight: its first dimension must be 3 \* 2, .* got 9"),
+        ({"padding": "same"}, "padding: expected one of zeros, valid, replicate, reflect, got 's"),
+        ({"normalize": "max"}, "normalize: expected None, 'softmax' or 'sum', got 'max'"),
+        ({"stride": 2}, r"weight: .* B, H, W = 2, 3, 5 .*\(9, 2, 2, 6, 9\)"),
+        ({"scale": (1, 2)}, "weight: .* B, H, W = 2, 6, 18 "),
+        ({"padding": "valid"}, "weight: .* B, H, W = 2, 4, 7 "),
+        ({"padding": "valid", "dilation": 3}, "x: padding='valid' needs a height of at least 7, "),
+        ({"padding": "reflect", "dilation": (1, 9)}, "x: padding='reflect' needs a width of at le"),
+    ],
+)
+def test_option_that_does_not_fit_is_refused_by_name(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        hoconv.high_order_conv2d(torch.zeros(X), torch.zeros(WEIGHT), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
@@ -74,8 +97,7 @@ def test_other_device_of_weight_is_refused_by_name() -> None:
         ("_backward", ((2, 4, 6, 8), X, WEIGHT)),
         ("_backward", (X[1:], X, WEIGHT)),
         ("_backward", (X, X, (9, 2, 3, 6, 9))),
-        ("_grad_input", (X, (9, 1, 2, 6, 9))),
-        ("_grad_input", (X[1:], WEIGHT)),
+        ("_backward", (X, X, (9, 2, 2, 6, 8))),
     ],
 )
 def test_op_called_past_the_checks_refuses_wrong_shapes(
@@ -83,7 +105,7 @@ def test_op_called_past_the_checks_refuses_wrong_shapes(
 ) -> None:
     tensors = [torch.zeros(shape, device=variant.device) for shape in shapes]
     with pytest.raises(RuntimeError, match=r"\b(x|weight|grad): "):
-        ops(variant, name)(*tensors, 1)
+        ops(variant, name)(*tensors, WINDOW)
 
 
 @with_ops
@@ -101,25 +123,62 @@ def test_weight_gradient_refuses_a_wrong_layout(
 ) -> None:
     x = torch.zeros(X, device=variant.device)
     with pytest.raises(RuntimeError, match=r"\b(weight|stride): "):
-        ops(variant, "_grad_weight")(x, x, size, stride, 1)
+        ops(variant, "_grad_weight")(x, x, size, stride, WINDOW)
 
 
 @with_ops
-@pytest.mark.parametrize("dilation", [0, -3])
-def test_op_called_past_the_checks_refuses_a_wrong_dilation(
-    variant: Variant, dilation: int
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [
+        ([2, 4, 5, 9], [180, 45, 9, 1]),
+        ([1, 4, 6, 9], [216, 54, 9, 1]),
+        ([2, 3, 6, 9], [162, 54, 9, 1]),
+        ([4, 6, 9], [54, 9, 1]),
+        ([2, 4, 6, 9], [54, 9, 1]),
+    ],
+)
+def test_input_gradient_refuses_a_wrong_layout(
+    variant: Variant, size: list[int], stride: list[int]
+) -> None:
+    grad, weight = torch.zeros(X, device=variant.device), torch.zeros(WEIGHT, device=variant.device)
+    with pytest.raises(RuntimeError, match=r"\b(x|weight|grad|stride): "):
+        ops(variant, "_grad_input")(grad, weight, size, stride, WINDOW)
+
+
+@with_ops
+@pytest.mark.parametrize(
+    ("position", "number", "message"),
+    [
+        (0, 0, "kernel_size: expected 1 to 31"),
+        (0, 32, "kernel_size: expected 1 to 31"),
+        (1, 1, "weight: its first dimension"),
+        (2, 0, "dilation: expected at least 1"),
+        (3, -3, "dilation: expected at least 1"),
+        (4, 0, "stride: expected at least 1"),
+        (5, 2, "weight: expected 5 pixels for 9"),
+        (6, 0, "scale: expected at least 1"),
+        (6, 2, "weight: expected 12 pixels for 6"),
+        (8, 4, "padding: expected 0 to 3"),
+        (8, 1, "weight: expected 4 pixels for 6"),
+    ],
+)
+def test_op_called_past_the_checks_refuses_a_wrong_window(
+    variant: Variant, position: int, number: int, message: str
 ) -> None:
     x, weight = image_and_weight(variant)
-    with pytest.raises(RuntimeError, match="dilation: expected at least 1"):
-        ops(variant)(x, weight, dilation)
+    window = [*WINDOW[:position], number, *WINDOW[position + 1 :]]
+    with pytest.raises(RuntimeError, match=message):
+        ops(variant)(x, weight, window)
+    with pytest.raises(RuntimeError, match="window: expected 9 numbers, got 8"):
+        ops(variant)(x, weight, WINDOW[1:])
 
 
 @with_ops
 def test_op_called_past_the_checks_refuses_mixed_dtypes(variant: Variant) -> None:
     x, weight = image_and_weight(variant)
     with pytest.raises(RuntimeError, match="weight: expected the dtype of x"):
-        ops(variant)(x, weight.float(), 1)
+        ops(variant)(x, weight.float(), WINDOW)
     with pytest.raises(RuntimeError, match="grad: expected the dtype of x"):
-        ops(variant, "_backward")(x.float(), x, weight, 1)
+        ops(variant, "_backward")(x.float(), x, weight, WINDOW)
     with pytest.raises(RuntimeError, match="x: expected float32, float64, float16 or bfloat16"):
-        ops(variant)(x.int(), weight.int(), 1)
+        ops(variant)(x.int(), weight.int(), WINDOW)

@@ -202,7 +202,10 @@ def test_shows_its_options() -> None:
     layer = HighOrderConv2d(
         6, 3, groups=2, dilation=4, normalize="softmax", residual=True, impl="reference"
     )
-    shown = "6, kernel_size=3, groups=2, dilation=4, normalize='softmax', residual=True"
+    shown = (
+        "6, kernel_size=3, groups=2, dilation=4, stride=1, scale=1, padding='zeros', "
+        "normalize='softmax', residual=True"
+    )
     assert layer.extra_repr() == f"{shown}, impl='reference'"
     assert repr(layer).startswith(f"HighOrderConv2d(\n  {shown}")
 
@@ -210,14 +213,18 @@ def test_shows_its_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel_size": 0}, "kernel_size: expected 1 to 11, got 0"),
-        ({"kernel_size": 12}, "kernel_size: expected 1 to 11, got 12"),
+        ({"kernel_size": 0}, "kernel_size: expected an int from 1 to 31, .* got 0"),
+        ({"kernel_size": 32}, "kernel_size: expected an int from 1 to 31, .* got 32"),
         ({"generator_kernel_size": 0}, "generator_kernel_size: expected at least 1, got 0"),
         ({"groups": 0}, "groups: expected a divisor of channels=4, got 0"),
         ({"groups": 3}, "groups: expected a divisor of channels=4, got 3"),
         ({"groups": 8}, "groups: expected a divisor of channels=4, got 8"),
-        ({"dilation": 0}, "dilation: expected at least 1, got 0"),
-        ({"normalize": "sum"}, "normalize: expected None or 'softmax', got 'sum'"),
+        ({"dilation": 0}, "dilation: expected an int .* got 0"),
+        ({"normalize": "max"}, "normalize: expected None, 'softmax' or 'sum', got 'max'"),
+        ({"stride": 0}, "stride: expected an int .* got 0"),
+        ({"scale": (1, 0)}, r"scale: expected an int .* got \(1, 0\)"),
+        ({"padding": "same"}, "padding: expected one of zeros, .* got 'same'"),
+        ({"stride": 2, "residual": True}, "residual: expected False where a stride, .* got True"),
         ({"impl": "fast"}, "impl: expected one of auto, .*; got 'fast' for high_order_layer"),
     ],
 )

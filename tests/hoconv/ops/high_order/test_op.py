@@ -12,10 +12,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from hoconv.dispatch.declaration import Sample
+from hoconv.dispatch.registration import gradient_layout
 from hoconv.ops.high_order.conv2d.operator import OPERATOR
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.tools.testing.comparison import differentiable, output_and_gradients
 from hoconv.tools.testing.variants import Variant
-from tests.hoconv.ops.high_order.support import draw, everywhere, image_and_weight, ops, with_ops
+from tests.hoconv.ops.high_order.support import (
+    draw,
+    everywhere,
+    image_and_weight,
+    ops,
+    window_of,
+    with_ops,
+)
 
 OPS = ["", "_backward", "_grad_input", "_grad_weight"]
 
@@ -24,12 +33,12 @@ def op_arguments(variant: Variant, name: str) -> tuple[Any, ...]:
     """Arguments of an op, the weight strided as a generator's output."""
     grad, x = draw(variant, 2, 4, 3, 4), draw(variant, 2, 4, 3, 4)
     weight = draw(variant, 2, 9 * 2, 3, 4).unflatten(1, (9, 2)).transpose(0, 1)
-    size, stride = list(weight.shape), list(weight.stride())
+    window = Window.of(9).numbers()
     arguments = {
-        "": (x, weight, 1),
-        "_backward": (grad, x, weight, 1),
-        "_grad_input": (grad, weight, 1),
-        "_grad_weight": (grad, x, size, stride, 1),
+        "": (x, weight, window),
+        "_backward": (grad, x, weight, window),
+        "_grad_input": (grad, weight, *gradient_layout(x), window),
+        "_grad_weight": (grad, x, *gradient_layout(weight), window),
     }
     return tuple(differentiable(arguments[name]))
 
@@ -62,14 +71,24 @@ def test_gradients_alone_have_the_bits_of_both_together(
 ) -> None:
     for sample in variant.samples(dtype):
         x, weight = sample.args
-        dilation, grad = sample.kwargs.get("dilation", 1), torch.randn_like(x)
-        grad_x, grad_weight = ops(variant, "_backward")(grad, x, weight, dilation)
-        alone = ops(variant, "_grad_input")(grad, weight, dilation)
+        window = window_of(sample)
+        grad = torch.randn_like(ops(variant)(x, weight, window))
+        grad_x, grad_weight = ops(variant, "_backward")(grad, x, weight, window)
+        alone = ops(variant, "_grad_input")(grad, weight, *gradient_layout(x), window)
         assert torch.equal(alone, grad_x), sample.name
-        layout = list(grad_weight.shape), list(grad_weight.stride())
-        alone = ops(variant, "_grad_weight")(grad, x, *layout, dilation)
+        assert alone.stride() == grad_x.stride(), sample.name
+        alone = ops(variant, "_grad_weight")(grad, x, *gradient_layout(weight), window)
         assert torch.equal(alone, grad_weight), sample.name
         assert alone.stride() == grad_weight.stride(), sample.name
+
+
+@with_ops
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_library_finds_no_fault_for_any_window(variant: Variant) -> None:
+    for sample in variant.samples(torch.float32):
+        arguments = *differentiable(sample.args), window_of(sample)
+        utils = ("test_schema", "test_faketensor")
+        torch.library.opcheck(ops(variant), arguments, test_utils=utils)
 
 
 @with_ops

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoconv.dispatch.declaration import Implementation, Operator
+from hoconv.dispatch.declaration import Implementation, Operator, Sample
 from hoconv.tools import cli, tables
 from hoconv.tools.benchmarking import command, measurement
 
@@ -117,6 +119,30 @@ def test_memory_is_what_a_call_holds_beyond_its_inputs(toy: Operator, tmp_path: 
     # x + x and the product with y are held while it computes; y * x gets by with one less.
     assert rows["swapped"]["extra_memory_bytes"] >= 3 * tensor
     assert rows["twice"]["extra_memory_bytes"] > rows["swapped"]["extra_memory_bytes"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_grid_is_timed_against_torch_compile_and_drawn(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "benchmark", "--device", "cpu", "--out", str(tmp_path), "--grid"
+    assert cli.main(options) == 0
+    assert capsys.readouterr().err.splitlines() == ["toy: it declares no grid"]
+
+    def make(size: int, device: torch.device, dtype: torch.dtype) -> Sample:
+        x = torch.ones(size, device=device, dtype=dtype)
+        return Sample((x, x), {"scale": 3.0}, name="ones")
+
+    grid = {"a few": partial(make, 8), "many": partial(make, 512)}
+    object.__setattr__(toy, "benchmark", replace(toy.benchmark, grid=grid))
+    assert cli.main(options) == 0
+    record = json.loads((tmp_path / "grid_toy_cpu_float32.json").read_text())
+    found = [(row["size"], row["sample"], row["contender"]) for row in record["rows"]]
+    contenders = "torch.compile", "swapped"
+    assert found == [(name, "ones", contender) for name in grid for contender in contenders]
+    assert record["rows"][2]["forward"]["least_bytes"] == 3 * 4 * 512
+    assert (tmp_path / "grid_toy_cpu_float32.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "op_toy_cpu_float32.json").exists()
 
 
 @pytest.mark.usefixtures("uncompiled")

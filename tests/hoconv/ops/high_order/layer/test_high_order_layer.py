@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hoconv
 from hoconv.dispatch.implementations import choose
 from hoconv.ops.high_order import high_order_layer
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.ops.high_order.layer.operator import OPERATOR
 from hoconv.ops.high_order.layer.rule import why_unfused
 from hoconv.tools.testing.comparison import differentiable, output_and_gradients
@@ -57,7 +58,7 @@ def op(variant: Variant, name: str = "") -> torch._ops.OpOverload:
 
 
 def skip_unless_fused(variant: Variant, x: Tensor, weight: Tensor, k: int) -> None:
-    if reason := why_unfused(variant.impl, weight, k, 1):
+    if reason := why_unfused(variant.impl, weight, Window.of(k * k), None):
         pytest.skip(f"not fused: {reason}")
 
 
@@ -433,16 +434,16 @@ def test_wrong_shape_is_refused_by_name(
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
 def test_wrong_size_is_refused_by_name(name: str, value: Any) -> None:
     options: dict[str, Any] = {"kernel_size": 3, name: value}
-    with pytest.raises(ValueError, match=f"^{name}: expected an int, .* got {value!r}$"):
+    with pytest.raises(ValueError, match=f"^{name}: expected an int .* got {value!r}$"):
         high_order_layer(torch.zeros(X), torch.zeros(WEIGHT), **options)
 
 
 def test_other_wrong_options_are_refused_by_name() -> None:
     x, weight = torch.zeros(X), torch.zeros(WEIGHT)
-    with pytest.raises(ValueError, match=r"^kernel_size: expected an int, 1 to 11, got 12$"):
-        high_order_layer(x, weight, kernel_size=12)
+    with pytest.raises(ValueError, match=r"^kernel_size: expected an int from 1 to 31, .* 32$"):
+        high_order_layer(x, weight, kernel_size=32)
     normalize: Any = "tanh"
-    with pytest.raises(ValueError, match=r"^normalize: expected None or 'softmax', got 'tanh'$"):
+    with pytest.raises(ValueError, match=r"^normalize: expected None, 'softmax' or 'sum', got 't"):
         high_order_layer(x, weight, kernel_size=3, normalize=normalize)
 
 

@@ -6,6 +6,8 @@ B batch, C channels, H height, W width, k kernel size, K = k * k taps.
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis
 import pytest
 import torch
@@ -42,8 +44,7 @@ def compare(variant: Variant, precision: str, args: list[Tensor], options: dict)
     with torch.backends.cudnn.flags(allow_tf32=tf32):
         results = output_and_gradients(variant.call, args, options, grad)
     exact = [t.cpu().double() for t in args]
-    reference = OPERATOR.implementations["reference"].function
-    options = {"normalize": None, "residual": False, "dilation": 1, **options}
+    reference = functools.partial(OPERATOR.function, impl="reference")
     expected = output_and_gradients(reference, exact, options, grad.cpu().double())
     assert results.keys() == expected.keys()
     for name, result in results.items():

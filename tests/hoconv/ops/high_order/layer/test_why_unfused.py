@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hoconv import HighOrderConv2d, jit
+from hoconv.ops.high_order.conv2d.window import Window
 from hoconv.ops.high_order.layer import rule
 from hoconv.tools.testing.variants import Variant, variants
 
@@ -50,7 +51,7 @@ def why(
     k: int = 5, s: int = 5, C: int = 3, dilation: int = 1, dtype: torch.dtype = torch.float32
 ) -> str | None:  # fmt: skip
     weight = torch.empty(k * k, C, s, s, dtype=dtype, device="meta")
-    return rule.why_unfused("cuda", weight, k, dilation)
+    return rule.why_unfused("cuda", weight, Window.of(k * k, k, dilation), None)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -130,7 +131,11 @@ def test_hoppers_backward_kernels_have_no_groups_and_no_dilation() -> None:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_reason_is_a_constant_to_a_compiled_program() -> None:
     def program(weight: torch.Tensor, k: int) -> torch.Tensor:
-        return weight[0] if rule.why_unfused("cuda", weight, k, 1) is None else weight
+        return (
+            weight[0]
+            if rule.why_unfused("cuda", weight, Window.of(k * k), None) is None
+            else weight
+        )
 
     torch.compiler.reset()
     compiled = torch.compile(program, fullgraph=True, backend="eager")
@@ -143,7 +148,7 @@ def test_reference_and_cpp_on_other_devices() -> None:
     layer = HighOrderConv2d(3, 3, impl="reference")
     assert layer.why_unfused() == "the reference is never fused"
     meta = torch.empty(9, 3, 3, 3, device="meta")
-    assert rule.why_unfused("cpp", meta, 3, 1) == "cpp is fused on a CPU only"
+    assert rule.why_unfused("cpp", meta, Window.of(9), None) == "cpp is fused on a CPU only"
 
 
 @pytest.mark.parametrize("variant", variants([HighOrderConv2d.operator]), indirect=True)

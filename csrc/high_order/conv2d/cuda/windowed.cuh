@@ -1,0 +1,248 @@
+// The kernels for the windows that general.cuh does not take: windows that are a stride apart, that
+// `scale` output pixels share, or that read the border's pixels again outside the image.
+//
+// A thread owns V channels of one pixel of what it writes: of the output; of the gradient of x, for
+// which it gathers what every output pixel that reads the pixel has; or of the weights' gradient,
+// of which a few threads share the channels. Where the scale across is even it owns two pixels of
+// the output, which read the same pixels. As in general.cuh, neighbouring threads own neighbouring
+// channels where these are last, and neighbouring pixels elsewhere.
+//
+// An example, CARAFE: 8 images of 256 channels, 64 x 64, one group, scale 2, k = 5, in bfloat16. x
+// is 17 MB, the output 67 MB and the weights 7 MB, 27 us of an H100's memory; 840 million products,
+// 25 us of its arithmetic. A tap loads 16 bytes of a pixel and two weights for 16 products in a
+// thread: 0.8 GB, 30 us of the L1 caches at 128 bytes a clock. What should bind it, which is not
+// measured, is the instructions: 50 a tap as compiled for sm_90, 90 us; one pixel a thread would
+// take 47 for 8 products. Positions are 32-bit, and a row's pixels are reached by adding: 64-bit
+// products, and a branch for every position, took half as many instructions again.
+//
+// B batch, C channels, G groups of channels.
+#pragma once
+
+#include "high_order/conv2d/cuda/general.cuh"
+
+namespace hoconv::high_order::conv2d {
+
+constexpr int kTapsAtOnce = 4;  // that a load of the output's gradient is multiplied for
+
+// An axis in 32 bits. Window m, of the output pixels m * scale ... m * scale + scale - 1, has its
+// first tap at the position m * stride - before; positions outside 0 ... in - 1 are padding.
+struct Line {
+  int in, out, windows, taps, step, stride, scale, before, after;
+  Padding padding;
+
+  explicit Line(const Axis& a)
+      : in(a.in),
+        out(a.out),
+        windows(a.out / a.scale),
+        taps(a.taps),
+        step(a.step()),
+        stride(a.stride),
+        scale(a.scale),
+        before(a.before),
+        after(a.after()),
+        padding(a.padding) {}
+
+  __device__ int first_position(int o) const { return o / scale * stride - before; }
+
+  __device__ bool is_inside(int position) const {
+    return static_cast<unsigned>(position) < static_cast<unsigned>(in);
+  }
+  __device__ bool repeats() const { return padding > Padding::valid; }
+
+  // As Axis::pixel_at.
+  __device__ int pixel_at(int position) const {
+    if (is_inside(position)) return position;
+    if (padding == Padding::replicate) return position < 0 ? 0 : in - 1;
+    if (padding == Padding::reflect) return position < 0 ? -position : in - 1 - (position - in + 1);
+    return -1;
+  }
+
+  // Calls f(i, o) for every tap i and output pixel o that reads a pixel.
+  template <typename F>
+  __device__ void for_each_reader(int pixel, F&& f) const {
+    // The pixel's images: itself, with what replicates it, or its reflections before and after.
+    const int images = padding == Padding::reflect ? 3 : 1;
+    const int to_first = pixel, to_last = in - 1 - pixel;
+    for (int i = 0; i < taps; ++i) {
+      for (int image = 0; image < images; ++image) {
+        int low = pixel, high = pixel;  // positions
+        if (padding == Padding::replicate) {
+          if (to_first == 0) low = -before;
+          if (to_last == 0) high = in - 1 + after;
+        } else if (image == 1) {
+          if (to_first == 0 || to_first > before) continue;
+          low = high = -to_first;
+        } else if (image == 2) {
+          if (to_last == 0 || to_last > after) continue;
+          low = high = in - 1 + to_last;
+        }
+        const int offset = i * step - before;  // from a window's first pixel to what the tap reads
+        if (high < offset) continue;
+        const int first = low <= offset ? 0 : strides(low - offset - 1) + 1;
+        const int last = min(strides(high - offset), windows - 1);
+        for (int o = min(first, windows) * scale; o < (last + 1) * scale; ++o) f(i, o);
+      }
+    }
+  }
+
+ private:
+  // How many strides fit into some pixels. There is no instruction for a division.
+  __device__ int strides(int pixels) const { return stride == 1 ? pixels : pixels / stride; }
+};
+
+// A problem in 32 bits.
+struct Windows {
+  int64_t B;
+  int C, G;
+  Line down, across;
+
+  explicit Windows(const Problem& p) : B(p.B), C(p.C), G(p.G), down(p.down), across(p.across) {}
+};
+
+// A thread owns P neighbouring output pixels of a window, which read the same pixels.
+template <typename T, int V, int P, bool Last>
+__global__ void __launch_bounds__(kThreads, 6)
+    apply_windows(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p) {
+  using A = acc_t<T>;
+  const Strip<Last, P> at(p.B, p.C / V, p.down.out, p.across.out, 1);
+  if (!at.exists) return;
+  const int c = at.part * V, g = c / (p.C / p.G);
+  const int left = p.across.first_position(at.w);
+  const int64_t next_column = p.across.step * x.s.w;
+  const T* image = x.at(at.b, c, 0, 0);
+  const T* taps = weight.at(0, at.b, g, at.h, at.w);
+  A sum[P][V] = {};
+  int y = p.down.first_position(at.h);
+  for (int i = 0; i < p.down.taps; ++i, y += p.down.step) {
+    const int h = p.down.pixel_at(y);
+    const T* row = image + h * x.s.h;
+    const T* column = row + left * x.s.w;
+    int z = left;
+    for (int j = 0; j < p.across.taps;
+         ++j, z += p.across.step, column += next_column, taps += weight.s.tap) {
+      const bool inside = p.across.is_inside(z), repeats = p.across.repeats();
+      const T* pixel = inside || !repeats ? column : row + p.across.pixel_at(z) * x.s.w;
+      A channels[V];
+      load_channels<V, Last>(pixel, x.s.c, h >= 0 && (inside || repeats), channels);
+#pragma unroll
+      for (int s = 0; s < P; ++s) {
+        const A tap = widen<A>(__ldg(taps + s * weight.s.w));
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum[s][v] += tap * channels[v];
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < P; ++s)
+    store_channels<Last>(out.at(at.b, c, at.h, at.w + s), out.s.c, sum[s]);
+}
+
+template <typename T, int V, bool Last>
+__global__ void __launch_bounds__(kThreads, 6)
+    gather_windows(Image<const T> grad, Weights<const T> weight, Image<T> out, Windows p) {
+  using A = acc_t<T>;
+  const Strip<Last, 1> at(p.B, p.C / V, p.down.in, p.across.in, 1);
+  if (!at.exists) return;
+  const int c = at.part * V, g = c / (p.C / p.G);
+  A sum[V] = {};
+  p.down.for_each_reader(at.h, [&](int i, int h) {
+    const T* row = grad.at(at.b, c, h, 0);
+    const T* taps = weight.at(i * p.across.taps, at.b, g, h, 0);
+    p.across.for_each_reader(at.w, [&](int j, int w) {
+      A gradient[V];
+      load_channels<V, Last>(row + w * grad.s.w, grad.s.c, true, gradient);
+      const A factor = widen<A>(__ldg(taps + j * weight.s.tap + w * weight.s.w));
+#pragma unroll
+      for (int v = 0; v < V; ++v) sum[v] += factor * gradient[v];
+    });
+  });
+  store_channels<Last>(out.at(at.b, c, at.h, at.w), out.s.c, sum);
+}
+
+// `lanes` threads share the channels of a group.
+template <typename T, int V, bool Last>
+__global__ void __launch_bounds__(kThreads, 6)
+    sum_windows(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, int lanes) {
+  using A = acc_t<T>;
+  constexpr int N = kTapsAtOnce;
+  const Strip<Last, 1> at(p.B, p.G * lanes, p.down.out, p.across.out, 1);
+  const int lane = at.part % lanes, g = at.part / lanes, n = p.C / p.G;
+  const int left = p.across.first_position(at.w), taps = p.down.taps * p.across.taps;
+  const T* gradients = grad.at(at.b, g * n, at.h, at.w);
+  const T* image = x.at(at.b, g * n, 0, 0);
+  // The next tap: its column, its position, and the pixel of its row.
+  int j = 0, z = left, y = p.down.first_position(at.h), h = p.down.pixel_at(y);
+  for (int first = 0; first < taps; first += N) {
+    const T* pixels[N];
+    bool inside[N];
+#pragma unroll
+    for (int t = 0; t < N; ++t) {
+      const int w = p.across.pixel_at(z);
+      pixels[t] = image + h * x.s.h + w * x.s.w;
+      inside[t] = h >= 0 && w >= 0 && first + t < taps;
+      z += p.across.step;
+      if (++j < p.across.taps) continue;
+      j = 0, z = left, y += p.down.step;
+      h = p.down.pixel_at(y);
+    }
+    A sum[N][1] = {};
+    for (int part = lane * V; at.exists && part < n; part += lanes * V) {
+      A gradient[V];
+      load_channels<V, Last>(gradients + part * grad.s.c, grad.s.c, true, gradient);
+#pragma unroll
+      for (int t = 0; t < N; ++t) {
+        A pixel[V];
+        load_channels<V, Last>(pixels[t] + part * x.s.c, x.s.c, inside[t], pixel);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum[t][0] += gradient[v] * pixel[v];
+      }
+    }
+    const int mine = first + reduce(sum, lane, lanes);
+    const int sharing = lanes < N ? lanes : N;  // threads among which the taps are divided
+    if (!at.exists || lane >= sharing) continue;
+#pragma unroll
+    for (int t = 0; t < N; ++t) {
+      if (t < N / sharing && mine + t < taps)
+        *out.at(mine + t, at.b, g, at.h, at.w) = narrow<T>(sum[t][0]);
+    }
+  }
+}
+
+template <typename T>
+void apply_windowed(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
+                    cudaStream_t stream) {
+  const auto launch = [&](auto V, auto P, auto last) {
+    const int64_t threads = Strip<last, P>::threads(p.B, p.C / V, p.down.out, p.across.out, 1);
+    apply_windows<T, V, P, last><<<blocks_for(threads), kThreads, 0, stream>>>(
+        image<T>(x), weights<T>(weight), mutable_image<T>(out), Windows(p));
+  };
+  dispatch_channels<T>(p, {&x, &out}, [&](auto V, auto last) {
+    if (p.across.scale % 2 == 0)
+      launch(V, std::integral_constant<int, 2>{}, last);
+    else
+      launch(V, std::integral_constant<int, 1>{}, last);
+  });
+}
+
+template <typename T>
+void gather_windowed(const Tensor& grad, const Tensor& weight, Tensor& out, const Problem& p,
+                     cudaStream_t stream) {
+  dispatch_channels<T>(p, {&grad, &out}, [&](auto V, auto last) {
+    const int64_t threads = Strip<last, 1>::threads(p.B, p.C / V, p.down.in, p.across.in, 1);
+    gather_windows<T, V, last><<<blocks_for(threads), kThreads, 0, stream>>>(
+        image<T>(grad), weights<T>(weight), mutable_image<T>(out), Windows(p));
+  });
+}
+
+template <typename T>
+void sum_windowed(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
+                  cudaStream_t stream) {
+  dispatch_channels<T>(p, {&x, &grad}, [&](auto V, auto last) {
+    const int lanes = sharing_lanes(p, V, last);
+    const int64_t threads = Strip<last, 1>::threads(p.B, p.G * lanes, p.down.out, p.across.out, 1);
+    sum_windows<T, V, last><<<blocks_for(threads), kThreads, 0, stream>>>(
+        image<T>(grad), image<T>(x), mutable_weights<T>(out), Windows(p), lanes);
+  });
+}
+
+}  // namespace hoconv::high_order::conv2d
