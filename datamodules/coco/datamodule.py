@@ -1,5 +1,5 @@
-"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, with boxes
-or with captions.
+"""Data in COCO's format as a LightningDataModule: images with the class of every pixel, with boxes,
+with captions, or with seeds of noise.
 
 B batch, S image size.
 """
@@ -19,6 +19,7 @@ from datamodules.census import Counts
 from datamodules.coco.annotations.captions import Captions
 from datamodules.coco.annotations.objects import CROWDS
 from datamodules.coco.captions import CaptionSet, Vocabulary
+from datamodules.coco.denoising import DenoisingSet
 from datamodules.coco.detection import DetectionSet
 from datamodules.coco.files import KINDS, Files, FolderFiles
 from datamodules.coco.on_device import DeviceSet, DeviceSets, TaskSet
@@ -54,14 +55,14 @@ class COCO(pl.LightningDataModule):
     ``data_dir/coco``. It writes nothing there. The images of val both validate and test: COCO's
     test annotations are not public. An image is resized to a square as a whole, nothing is cut off.
 
-    Batches are :class:`SegmentationBatch`, :class:`DetectionBatch` or :class:`CaptionBatch`, images
-    float32, normalised with ImageNet's mean and standard deviation. Predictions are made for the
-    images of val, in a :class:`PredictionBatch`. A damaged image or annotation is left out: a
-    warning counts them and names the first, `skipped` names them all.
+    Batches are :class:`SegmentationBatch`, :class:`DetectionBatch`, :class:`CaptionBatch` or
+    :class:`DenoisingBatch`, images float32, normalised with ImageNet's mean and standard deviation.
+    Predictions are made for the images of val, in a :class:`PredictionBatch`. A damaged image or
+    annotation is left out: a warning counts them and names the first, `skipped` names them all.
 
     Args:
         data_dir: holds the folder ``coco``.
-        task: ``segmentation``, ``detection`` or ``captions``.
+        task: ``segmentation``, ``detection``, ``captions`` or ``denoise``.
         image_size: S, pixels.
         batch_size: images a batch.
         cache_dir: keeps what is derived from the data: packed annotations, the names of damaged
@@ -136,7 +137,7 @@ class COCO(pl.LightningDataModule):
         if task not in TASKS:
             raise ValueError(
                 f"task: expected one of {TASKS}, got {task!r}; the model chooses it: "
-                "model=segmentation, model=detection or model=captions"
+                "model=segmentation, model=detection, model=captions or model=denoise"
             )
         for name, value, allowed in (
             ("year", year, YEARS),
@@ -205,8 +206,8 @@ class COCO(pl.LightningDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """By class; None where there are none, for the task ``captions``."""
-        if self.task == "captions":
+        """By class; None where there are none, for the tasks ``captions`` and ``denoise``."""
+        if self.task in ("captions", "denoise"):
             return None
         background = ("background",) if self.task == "segmentation" else ()
         return (*background, *self.splits.objects("train").categories)
@@ -258,6 +259,8 @@ class COCO(pl.LightningDataModule):
             return SegmentationSet(images, self.splits.label_maps(split), numbers, augment=augment)
         if self.task == "detection":
             return DetectionSet(images, self.splits.boxes(split), numbers, augment=augment)
+        if self.task == "denoise":
+            return DenoisingSet(images, numbers, augment=augment)
         assert self.vocabulary is not None
         return CaptionSet(
             images,
@@ -343,6 +346,6 @@ class COCO(pl.LightningDataModule):
 
     def _options(self, data: TaskSet) -> dict[str, Any]:
         options = loader_options(self.trainer, self.num_workers)
-        if isinstance(data, SegmentationSet):
+        if isinstance(data, SegmentationSet | DenoisingSet):
             return options
         return options | {"collate_fn": data.collate}

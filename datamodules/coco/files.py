@@ -9,7 +9,12 @@ from typing import NamedTuple
 from datamodules.images import DataNotFoundError
 
 SPLITS = ("train", "val")
-KINDS = {"segmentation": "instances", "detection": "instances", "captions": "captions"}  # of a task
+KINDS = {  # of a task
+    "segmentation": "instances",
+    "detection": "instances",
+    "captions": "captions",
+    "denoise": "instances",
+}
 DOWNLOAD = (
     "`python scripts/prepare_data.py coco` downloads COCO, HOCONV_DATA_DIR names the folder whose "
     "sub-folder coco holds it, and data.folder names data of your own"

@@ -1,9 +1,9 @@
 """Data sets of COCO on one device; batches are selected and changed there.
 
 The batches are those that a loader gives of the same :class:`SegmentationSet`,
-:class:`DetectionSet` or :class:`CaptionSet`. The host draws the changes and finds the rows for an
-epoch at once; for a batch of pixels that are kept on the device it queues 18 kernels for
-segmentation and 29 for captions, and waits for none.
+:class:`DetectionSet`, :class:`CaptionSet` or :class:`DenoisingSet`. The host draws the changes and
+finds the rows for an epoch at once; for a batch of pixels that are kept on the device it queues 18
+kernels for segmentation and 29 for captions, and waits for none.
 
 B batch, S image size, T tokens.
 """
@@ -21,6 +21,7 @@ from datamodules.coco.augmentation import (
     draw_crops,
 )
 from datamodules.coco.captions import CaptionBatch, CaptionSet, References, pad, round_length
+from datamodules.coco.denoising import DenoisingBatch, DenoisingSet
 from datamodules.coco.detection import DetectionBatch, DetectionSet, Truth
 from datamodules.coco.pixels import Images, LabelMaps
 from datamodules.coco.segmentation import SegmentationBatch, SegmentationSet
@@ -157,8 +158,45 @@ class DeviceCaptions:
         )
 
 
-TaskSet = SegmentationSet | DetectionSet | CaptionSet
-DeviceSet = DeviceSegmentation | DeviceDetection | DeviceCaptions
+class DeviceDenoising:
+    """A :class:`DenoisingSet` on a device; see :class:`InMemory`.
+
+    Args:
+        data: of which items are selected.
+        device: on which.
+        images: where their pixels come from.
+    """
+
+    def __init__(self, data: DenoisingSet, device: torch.device, images: Source) -> None:
+        self.data = data
+        self.device = device
+        self.images = images
+        self._crops = Crops(data.images.image_size, device)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        indices, seeds = _split(rows)
+        numbers = self.data.numbers[indices]
+        columns = [numbers, numbers if seeds is None else seeds.contiguous()]
+        if self.data.augment and seeds is not None:
+            columns.append(draw_crops(seeds, self.data.images.image_size))
+        return tuple(send(column, self.device) for column in columns)
+
+    def select(self, rows: Tensor, *columns: Tensor) -> DenoisingBatch:
+        """Returns images (B, 3, S, S) uint8 with their seeds, on the device."""
+        numbers, seeds, *boxes = columns
+        indices, _ = _split(rows)
+        images = self.images.fetch(self.data.numbers[indices], numbers)
+        if boxes:
+            cropped = self._crops.images(*images, self._crops.lines(*boxes))
+            return DenoisingBatch(cropped, seeds)
+        return DenoisingBatch(_take(*images), seeds)
+
+
+TaskSet = SegmentationSet | DetectionSet | CaptionSet | DenoisingSet
+DeviceSet = DeviceSegmentation | DeviceDetection | DeviceCaptions | DeviceDenoising
 
 
 class DeviceSets:
@@ -213,6 +251,8 @@ def _make(data: TaskSet, device: torch.device, *sources: Source) -> DeviceSet:
         return DeviceSegmentation(data, device, *sources)
     if isinstance(data, DetectionSet):
         return DeviceDetection(data, device, *sources)
+    if isinstance(data, DenoisingSet):
+        return DeviceDenoising(data, device, *sources)
     return DeviceCaptions(data, device, *sources)
 
 

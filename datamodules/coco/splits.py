@@ -25,7 +25,7 @@ class Splits:
 
     Args:
         files: where they are.
-        task: ``segmentation``, ``detection`` or ``captions``.
+        task: ``segmentation``, ``detection``, ``captions`` or ``denoise``.
         image_size: S, pixels.
         cache_dir: the cache.
         keep: whether decoded images and label maps are kept there.
@@ -67,7 +67,8 @@ class Splits:
         return self.expected_categories or len(self.objects("train").categories)
 
     def objects(self, split: str) -> Objects:
-        return self.boxes(split) if self.task == "detection" else self.instances(split)
+        boxes = self.task in ("detection", "denoise")
+        return self.boxes(split) if boxes else self.instances(split)
 
     def instances(self, split: str) -> Instances:
         read = self._read(Instances, split, crowds=self.crowds)

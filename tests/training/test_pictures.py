@@ -9,12 +9,14 @@ from torch import nn
 from datamodules.coco import COCOTiny
 from models.networks.attention_decoder import AttentionDecoder
 from models.tasks.captioner import Captioner
+from models.tasks.denoiser import Denoiser
 from models.tasks.segmenter import Segmenter
 from tests.support import set_to_reference
 from training.callbacks.pictures import (
     LINE,
     MIN_SIDE,
     CaptionPictures,
+    DenoisingPictures,
     Pictures,
     SegmentationPictures,
     colours,
@@ -72,6 +74,27 @@ def test_image_truth_and_prediction_are_side_by_side(tmp_path):
         assert np.array_equal(image, batch.images[row].permute(1, 2, 0).numpy())
         assert np.array_equal(truth, colours()[batch.labels[row].long()].numpy())
         assert (prediction == colours()[2].numpy()).all()
+
+
+class Grey(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+def test_noisy_denoised_and_clean_images_are_side_by_side(tmp_path):
+    data = COCOTiny(tmp_path / "cache", task="denoise", image_size=16, batch_size=4)
+    model = Denoiser(Grey(), 25, learning_rate=0.1, weight_decay=0.0)
+    picture = validate(model, DenoisingPictures(), data, tmp_path)
+    heading, images = np.split(picture, [LINE])
+    assert picture.shape[1] == 3 * MIN_SIDE
+    assert all((part < 128).any() for part in np.split(heading, 3, axis=1)), "no heading"
+    (batch, *_) = data.val_dataloader()
+    images = images[:: MIN_SIDE // 16, :: MIN_SIDE // 16].astype(int)
+    for row in range(4):
+        noisy, denoised, image = np.split(images[16 * row : 16 * (row + 1)], 3, axis=1)
+        assert np.array_equal(image, batch.images[row].permute(1, 2, 0).numpy())
+        assert (denoised == (124, 116, 104)).all(), "the mean of all images"
+        assert 10 < (noisy - image).std() < 30
 
 
 def test_captions_are_beside_their_image(tmp_path, monkeypatch):

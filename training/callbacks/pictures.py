@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ SHOWN = 8  # images a picture
 # the margin around it.
 MIN_ROW, TEXT_WIDTH, FONT_SIZE, MARGIN = 96, 480, 14, 8
 TEXT_COLUMNS = 64  # characters a line
-# The layout of masks, in pixels: the least side of an image, and the height of a line of text.
+# The layout of columns of images, in pixels: the least side of one, and the height of a line of
+# text.
 MIN_SIDE, LINE = 192, 24
 IGNORED = 255  # pixels that count in no loss; "unlabelled" in the legend
 
@@ -83,6 +84,17 @@ class Pictures(pl.Callback, ABC):
         return
 
 
+class DenoisingPictures(Pictures):
+    """Draws the noisy image, what the model made of it, and the image itself, side by side, under
+    headings. The model's validation step returns the first two, (B, 3, S, S) uint8."""
+
+    def draw(
+        self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
+    ) -> Image.Image:
+        noisy, denoised = (part[:SHOWN].movedim(1, -1).cpu() for part in outputs)
+        return _draw_columns({"noisy": noisy, "denoised": denoised, "image": pixels})
+
+
 class SegmentationPictures(Pictures):
     """Draws image, target and prediction side by side, under headings, and below them the colours
     of the classes that occur. The model's validation step returns the predicted classes (B, S, S).
@@ -92,15 +104,12 @@ class SegmentationPictures(Pictures):
         self, pixels: Tensor, batch: Any, outputs: Any, names: Sequence[str] | None
     ) -> Image.Image:
         masks = [part[:SHOWN].long().cpu() for part in (batch.labels, outputs)]
-        rows = torch.cat([pixels, *(colours()[mask] for mask in masks)], dim=2).flatten(0, 1)
-        larger = -(-MIN_SIDE // pixels.shape[1])
-        images = Image.fromarray(rows.numpy().repeat(larger, 0).repeat(larger, 1))
+        target, prediction = (colours()[mask] for mask in masks)
+        images = _draw_columns({"image": pixels, "target": target, "prediction": prediction})
         legend = _legend(torch.stack(masks).unique().tolist(), names, images.width)
-        picture = Image.new("RGB", (images.width, LINE + images.height + legend.height), "white")
-        picture.paste(images, (0, LINE))
-        picture.paste(legend, (0, LINE + images.height))
-        for column, heading in enumerate(("image", "target", "prediction")):
-            _write_text(picture, column * images.width // 3, 0, heading)
+        picture = Image.new("RGB", (images.width, images.height + legend.height), "white")
+        picture.paste(images)
+        picture.paste(legend, (0, images.height))
         return picture
 
     def publish(
@@ -223,6 +232,19 @@ class CaptionPictures(Pictures):
             for image, caption, references in zip(pixels, outputs, batch.references)
         ]
         logger.log_table("val/captions", ["image", "caption", "references"], rows, step=step)
+
+
+def _draw_columns(columns: Mapping[str, Tensor]) -> Image.Image:
+    """Draws images (n, S, S, 3) uint8, a column for each heading, with sides of at least `MIN_SIDE`
+    pixels."""
+    rows = torch.cat(list(columns.values()), dim=2).flatten(0, 1)
+    larger = -(-MIN_SIDE // next(iter(columns.values())).shape[1])
+    images = Image.fromarray(rows.numpy().repeat(larger, 0).repeat(larger, 1))
+    picture = Image.new("RGB", (images.width, LINE + images.height), "white")
+    picture.paste(images, (0, LINE))
+    for column, heading in enumerate(columns):
+        _write_text(picture, column * images.width // len(columns), 0, heading)
+    return picture
 
 
 def _legend(labels: list[int], names: Sequence[str] | None, width: int) -> Image.Image:

@@ -204,7 +204,7 @@ def test_batches_depend_on_the_seed_alone(both, load):
     assert not same(one, batches(load(seed=4)))
 
 
-@pytest.mark.parametrize("task", ["segmentation", "captions"])
+@pytest.mark.parametrize("task", ["segmentation", "captions", "denoise"])
 def test_workers_give_the_same_batches(both, load, task):
     alone, workers = load(task, seed=5), load(task, seed=5, num_workers=2)
     for batch, batch_w in zip(alone.train_dataloader(), workers.train_dataloader(), strict=True):
@@ -258,10 +258,33 @@ def test_the_validation_images_are_tested_too(both, load):
     assert torch.equal(val.labels, test.labels)
 
 
+def test_noise_is_another_in_every_epoch_of_training_and_the_same_in_validation(both, load):
+    data = load("denoise", batch_size=6)
+    loader = data.train_dataloader()
+    seeds = []
+    for epoch in range(2):
+        loader.batch_sampler.sampler.set_epoch(epoch)
+        (batch,) = loader
+        seeds += batch.seeds.tolist()
+    assert len(set(seeds)) == 12
+    for batch_size in (1, 3):
+        other = load("denoise", batch_size=batch_size, seed=9).val_dataloader()
+        assert torch.cat([batch.seeds for batch in other]).tolist() == [0, 1, 2]
+
+
+def test_images_to_denoise_are_those_to_detect_objects_in(both, load):
+    both["val"].image()
+    both["val"].write()
+    (denoise,), (detect,) = (load(task).val_dataloader() for task in ("denoise", "detection"))
+    assert torch.equal(denoise.images, detect.images)
+    assert len(denoise.images) == 4, "with objects or without"
+    assert load("denoise").census()["val"] == (4, 4, "image", (), {}, "")
+
+
 # What is kept
 
 
-@pytest.mark.parametrize("task", ["segmentation", "captions"])
+@pytest.mark.parametrize("task", ["segmentation", "captions", "denoise"])
 def test_kept_images_give_the_same_batches(both, load, task):
     decoded, kept = load(task), load(task, cache_images=True)
     for batch, other in zip(decoded.train_dataloader(), kept.train_dataloader(), strict=True):

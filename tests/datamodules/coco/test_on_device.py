@@ -19,7 +19,7 @@ from datamodules.sampling import Shuffle, TrainingLoader
 from tests.datamodules.coco.files import Split
 
 Load = Callable[..., COCO]
-both_tasks = pytest.mark.parametrize("task", ["segmentation", "detection", "captions"])
+both_tasks = pytest.mark.parametrize("task", ["segmentation", "detection", "captions", "denoise"])
 
 
 def trainer(device: str = "cpu", rank: int = 0, world_size: int = 1) -> Any:
