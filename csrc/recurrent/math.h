@@ -56,6 +56,11 @@ HOCONV_INLINE A relu(A x) {
   return x < A(0) ? A(0) : x;
 }
 
+template <typename A>
+HOCONV_INLINE A sign_of(A x) {
+  return A(x > A(0)) - A(x < A(0));
+}
+
 #if defined(__CUDACC__)
 
 template <typename A>
@@ -72,6 +77,18 @@ HOCONV_INLINE float logarithm(float x) { return logf(x); }
 HOCONV_INLINE double logarithm(double x) { return log(x); }
 HOCONV_INLINE float square_root(float x) { return sqrtf(x); }
 HOCONV_INLINE double square_root(double x) { return sqrt(x); }
+HOCONV_INLINE float logarithm_of_one_plus(float x) { return log1pf(x); }
+HOCONV_INLINE double logarithm_of_one_plus(double x) { return log1p(x); }
+HOCONV_INLINE float exponential_minus_one(float x) { return expm1f(x); }
+HOCONV_INLINE double exponential_minus_one(double x) { return expm1(x); }
+HOCONV_INLINE float sine(float x) { return sinf(x); }
+HOCONV_INLINE double sine(double x) { return sin(x); }
+HOCONV_INLINE float cosine(float x) { return cosf(x); }
+HOCONV_INLINE double cosine(double x) { return cos(x); }
+HOCONV_INLINE float round_down(float x) { return floorf(x); }
+HOCONV_INLINE double round_down(double x) { return floor(x); }
+HOCONV_INLINE float remainder_toward_zero(float a, float b) { return fmodf(a, b); }
+HOCONV_INLINE double remainder_toward_zero(double a, double b) { return fmod(a, b); }
 HOCONV_INLINE float exponential(float x) { return expf(x); }
 HOCONV_INLINE double exponential(double x) { return exp(x); }
 HOCONV_INLINE float hyperbolic_tangent(float x) { return tanhf(x); }
@@ -98,6 +115,30 @@ HOCONV_INLINE A absolute(A x) {
 template <typename A>
 HOCONV_INLINE A logarithm(A x) {
   return std::log(x);
+}
+template <typename A>
+HOCONV_INLINE A logarithm_of_one_plus(A x) {
+  return std::log1p(x);
+}
+template <typename A>
+HOCONV_INLINE A exponential_minus_one(A x) {
+  return std::expm1(x);
+}
+template <typename A>
+HOCONV_INLINE A sine(A x) {
+  return std::sin(x);
+}
+template <typename A>
+HOCONV_INLINE A cosine(A x) {
+  return std::cos(x);
+}
+template <typename A>
+HOCONV_INLINE A round_down(A x) {
+  return std::floor(x);
+}
+template <typename A>
+HOCONV_INLINE A remainder_toward_zero(A a, A b) {
+  return std::fmod(a, b);
 }
 template <typename A>
 HOCONV_INLINE A square_root(A x) {
@@ -189,6 +230,13 @@ HOCONV_INLINE A softplus(A x) {
 template <typename A>
 HOCONV_INLINE A sigmoid(A x) {
   return A(1) / (A(1) + exponential(-x));
+}
+
+// As in Python and PyTorch, the result has the sign of b.
+template <typename A>
+HOCONV_INLINE A modulo(A a, A b) {
+  const A rest = remainder_toward_zero(a, b);
+  return rest != A(0) && (rest < A(0)) != (b < A(0)) ? rest + b : rest;
 }
 
 }  // namespace hoconv::recurrent

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class RNN(FixedAttributes):
         schedule: one of :data:`hoconv.recurrent.SCHEDULES`, which optimise more and more; by
             default the fastest. The reference ignores it.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+        output: of a cell that names its outputs, the one that the next layer reads.
         recompute: whether the gradient computes gates and other values of the steps again, so that
             between forward and backward little more than the inputs, outputs and states is kept.
             That takes one more product a step. The reference ignores it.
@@ -67,7 +68,7 @@ class RNN(FixedAttributes):
     """
 
     operator = OPERATOR
-    fixed = "input_size", "hidden_size", "num_layers", "bidirectional", "options", "runs"
+    fixed = "input_size", "hidden_size", "num_layers", "bidirectional", "output", "options", "runs"
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class RNN(FixedAttributes):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: bool = False,
+        output: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -95,6 +97,11 @@ class RNN(FixedAttributes):
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+        for name, value in (
+            ("bidirectional", bidirectional), ("batch_first", batch_first), ("recompute", recompute)
+        ):  # fmt: skip
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected True or False, got {value!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout!r}")
         _check_schedule(schedule)
@@ -109,6 +116,7 @@ class RNN(FixedAttributes):
         self.schedule = schedule
         self.impl = impl
         self.recompute = recompute
+        self.output = output
         self.options = options
         # Of each layer and direction: the cell with its sizes, and the suffix of its parameters.
         runs: list[tuple[BoundCell, str]] = []
@@ -125,13 +133,20 @@ class RNN(FixedAttributes):
                 self._traced.append(traced)
                 for d in traced.declarations:
                     empty = torch.empty(d.shape, device=device, dtype=dtype)
-                    self.register_parameter(d.name + suffix, nn.Parameter(empty))
-            size = traced.output_size * (1 + bidirectional)
+                    if d.learned:
+                        self.register_parameter(d.name + suffix, nn.Parameter(empty))
+                    else:
+                        self.register_buffer(d.name + suffix, empty)
+            size = _read_size(traced, output, num_layers) * (1 + bidirectional)
         self.runs = tuple(runs)
         self.reset_parameters()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Traces may hold functions that cannot be pickled; they are made again.
+        return {name: value for name, value in self.__dict__.items() if name != "_traced"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"output": None} | state)  # which older versions do not have
         # Traced again: the pickled traces may be of another version of the cell.
         self._traced = [_trace(bound) for bound, _ in self.runs]
 
@@ -139,6 +154,12 @@ class RNN(FixedAttributes):
     def cell(self) -> Cell:
         """The cell of every layer."""
         return self.runs[0][0].cell
+
+    @property
+    def output_size(self) -> int:
+        """The features of the outputs, D * n, or of the output that the next layer would read."""
+        size = _read_size(self._traced[-1], self.output, 1)
+        return size * (1 + self.bidirectional)
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew; those with a parametrization through its right inverse."""
@@ -150,6 +171,14 @@ class RNN(FixedAttributes):
                     value = torch.empty_like(getattr(self, name))
                     if d.init is None:
                         value.uniform_(-bound, bound)
+                    elif isinstance(d.init, Tensor):
+                        value.copy_(d.init)
+                    elif callable(d.init):
+                        try:
+                            d.init(value)
+                        except Exception as error:
+                            error.add_note(f"the init of {name}: it is given a tensor to fill")
+                            raise
                     else:
                         value.fill_(d.init)
                     if parametrize.is_parametrized(self, name):
@@ -163,7 +192,8 @@ class RNN(FixedAttributes):
         state: State | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         reset: Tensor | None = None,
-    ) -> tuple[Tensor | PackedSequence, State]:
+        **inputs: Tensor,
+    ) -> tuple[Tensor | PackedSequence | dict[str, Tensor], State]:
         """Runs all layers.
 
         Args:
@@ -179,9 +209,12 @@ class RNN(FixedAttributes):
                 gives what it would give by itself, in both directions. `state` is the one before
                 the first step, unless that is reset, and before the last one of the second
                 direction. For a PackedSequence, pad it.
+            inputs: the cell's inputs beside x, by name: (T, B, ...) of their sizes, laid out as x;
+                every layer reads them. For a PackedSequence, pad it.
 
         Returns:
-            The outputs (T, B, D * n), as x is; and the final states, as `state` is.
+            The outputs (T, B, D * n), as x is, in a dict by name where the cell names them; and the
+            final states, as `state` is.
 
         Raises:
             ValueError: a shape that does not fit.
@@ -195,6 +228,9 @@ class RNN(FixedAttributes):
                 raise ValueError("reset: not for a PackedSequence; pad it, and give its lengths")
             if lengths is not None:
                 raise ValueError("lengths: a PackedSequence has its own; leave them out")
+            if inputs or self._outputs:
+                raise ValueError("x: a cell of several inputs or outputs takes no PackedSequence; "
+                                 "pad it, and give its lengths")  # fmt: skip
             x, lengths = pad_packed_sequence(packed)
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
@@ -213,22 +249,100 @@ class RNN(FixedAttributes):
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
         begins = None if reset is None else self._begins(reset, x, single)
+        beside = self._gather_inputs(inputs, x, single)
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = None if lengths is None else self._valid(lengths, x)
-        outputs, final = self._layers(x, states, parameters, valid, begins)
+        outputs, final = self._layers(x, beside, states, parameters, valid, begins)
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
         if packed is not None:
             assert isinstance(lengths, Tensor)
             return _packed_like(packed, outputs, lengths), following
         if single:
-            return outputs.squeeze(1), following
-        return (outputs.transpose(0, 1) if self.batch_first else outputs), following
+            outputs = outputs.squeeze(1)
+        elif self.batch_first:
+            outputs = outputs.transpose(0, 1)
+        if self._outputs:
+            directions = 1 + self.bidirectional
+            parts = outputs.split([directions * n for n in self._outputs.values()], -1)
+            return dict(zip(self._outputs, parts, strict=True)), following
+        return outputs, following
+
+    def initial_state(self, batch: int) -> State:
+        """The states of `batch` sequences before their first step: zeros (L * D, B, ...), in a
+        tuple where the cell has several."""
+        like = next(self.parameters(), torch.empty(0))
+        shapes = self.runs[0][0].state_shapes.values()
+        states = tuple(like.new_zeros(len(self.runs), batch, *shape) for shape in shapes)
+        return states[0] if len(states) == 1 else states
+
+    def step(self, x: Tensor, state: State | None = None, **inputs: Tensor) -> tuple[Any, State]:
+        """Runs one step of sequences that come step by step, as a call with one step does.
+
+        Args:
+            x: (B, I).
+            state: as of a call, from :meth:`initial_state` or from the step before.
+            inputs: the cell's inputs beside x, (B, ...).
+
+        Returns:
+            The outputs (B, n), in a dict by name where the cell names them; and the next states.
+
+        Raises:
+            ValueError: the layer is bidirectional, so that an output depends on later steps; or a
+                shape does not fit.
+        """
+        if self.bidirectional:
+            raise ValueError("step: a bidirectional layer reads later steps; call it with all")
+        if not isinstance(x, Tensor) or x.dim() != 2:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: expected (B, {self.input_size}), got {got}")
+        at = int(self.batch_first)
+        apart = {name: t.unsqueeze(at) for name, t in inputs.items()}
+        outputs, following = self(x.unsqueeze(at), state, **apart)
+        if isinstance(outputs, dict):
+            return {name: t.squeeze(at) for name, t in outputs.items()}, following
+        return outputs.squeeze(at), following
+
+    @property
+    def _outputs(self) -> Mapping[str, int] | None:
+        """The outputs of the last layer that have names, and their sizes."""
+        return self._traced[-1].outputs
+
+    def _gather_inputs(self, inputs: Mapping[str, Tensor], x: Tensor, single: bool) -> list[Tensor]:
+        """The inputs beside x (T, B, I), as rows (T, B, n) in the order of the cell's."""
+        shapes = self.runs[0][0].input_shapes
+        if not inputs and not shapes:
+            return []
+        if unknown := [name for name in inputs if name not in shapes]:
+            listed = ", ".join(shapes) or "none"
+            raise TypeError(f"{unknown[0]}: not an input of the cell {self.cell.name}; beside x it "
+                            f"has {listed}")  # fmt: skip
+        if missing := [name for name in shapes if name not in inputs]:
+            raise TypeError(f"{missing[0]}: the cell {self.cell.name} needs this input: a tensor")
+        T, B = x.shape[:2]
+        leading = (T,) if single else (B, T) if self.batch_first else (T, B)
+        found = []
+        for name, shape in shapes.items():
+            given = inputs[name]
+            if not isinstance(given, Tensor) or given.shape != (*leading, *shape):
+                got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"{name}: expected a tensor of shape {(*leading, *shape)}, laid "
+                                 f"out as x is, got {got}")  # fmt: skip
+            if given.dtype != x.dtype or given.device != x.device:
+                raise TypeError(f"{name}: expected {x.dtype} on {x.device}, as x is, got "
+                                f"{given.dtype} on {given.device}")  # fmt: skip
+            if single:
+                given = given.unsqueeze(1)
+            elif self.batch_first:
+                given = given.transpose(0, 1)
+            found.append(given.flatten(2))
+        return found
 
     def _layers(
         self,
         x: Tensor,
+        beside: list[Tensor],
         states: list[list[Tensor]],
         parameters: list[list[Tensor]],
         valid: Tensor | None,
@@ -242,8 +356,12 @@ class RNN(FixedAttributes):
             resets.append(None if begins is None else _ends(begins, valid))
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
+            if layer and self._outputs:
+                x = self._read_output(x)
             if layer and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
+            if beside:
+                x = torch.cat((x, *(each.to(x.dtype) for each in beside)), 2)
             if valid is not None:
                 # Past its end a sequence repeats its first step: padding, which may be NaN, must
                 # not reach a gradient, and the first step is an input that the cell can take.
@@ -267,11 +385,32 @@ class RNN(FixedAttributes):
             found = run_directions(impl, calls)
             outputs = [output for output, *_ in found]
             final += [following for _, *following in found]
-            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-        return x, [
+            x = self._join(outputs) if len(outputs) > 1 else outputs[0]
+        stacked = (
             each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
             for each in zip(*final, strict=True)
+        )
+        shapes = self.runs[0][0].state_shapes.values()
+        return x, [
+            state.unflatten(2, shape) if len(shape) > 1 else state
+            for state, shape in zip(stacked, shapes, strict=True)
         ]
+
+    def _join(self, outputs: list[Tensor]) -> Tensor:
+        """The outputs of both directions beside each other: of each name, if they have names."""
+        if self._outputs is None:
+            return torch.cat(outputs, 2)
+        sizes = list(self._outputs.values())
+        parts = zip(*(output.split(sizes, 2) for output in outputs), strict=True)
+        return torch.cat([part for of in parts for part in of], 2)
+
+    def _read_output(self, x: Tensor) -> Tensor:
+        """Returns those of a layer's outputs that the next layer reads."""
+        assert self._outputs is not None
+        directions = 1 + self.bidirectional
+        names = list(self._outputs)
+        parts = x.split([directions * n for n in self._outputs.values()], 2)
+        return parts[names.index(self.output)] if self.output in names else parts[0]
 
     def _cast(self, x: Tensor, parameters: list[list[Tensor]]) -> tuple[Tensor, list[list[Tensor]]]:
         """x and the parameters of each run in the dtype to compute with."""
@@ -295,6 +434,8 @@ class RNN(FixedAttributes):
             ValueError, TypeError: a shape, device or dtype that does not fit.
         """
         own, device = self._parameters, x.device
+        if self._buffers:
+            own = {**own, **self._buffers}
         gathered: list[list[Tensor]] = []
         for (_, suffix), traced in zip(self.runs, self._traced, strict=True):
             names = [name + suffix for name in traced.names]
@@ -310,11 +451,13 @@ class RNN(FixedAttributes):
                 or [t.device for t in found] != [device] * len(found)
             ):
                 raise _explain(names, found, traced, first, device)
+            for i in traced.flattened:
+                found[i] = found[i].flatten()
         return gathered
 
     def _states(self, given: State | None, x: Tensor, single: bool) -> list[list[Tensor]]:
         """(B, n) of each state of each run, before the first step."""
-        sizes = self.runs[0][0].state_sizes
+        sizes, shapes = self.runs[0][0].state_sizes, self.runs[0][0].state_shapes
         runs, batch = len(self.runs), x.shape[1]
         if given is None:  # nothing writes to them: all runs share them, and states of one size
             zeros = {n: x.new_zeros(batch, n) for n in dict.fromkeys(sizes.values())}
@@ -324,8 +467,8 @@ class RNN(FixedAttributes):
             raise ValueError(
                 f"state: expected {len(sizes)} ({', '.join(sizes)}), got {len(states)}"
             )
-        for i, (name, n) in enumerate(sizes.items()):
-            expected = (runs, n) if single else (runs, batch, n)
+        for i, (name, shape) in enumerate(shapes.items()):
+            expected = (runs, *shape) if single else (runs, batch, *shape)
             if not isinstance(states[i], Tensor):
                 kind = type(states[i]).__name__
                 raise TypeError(f"state {name}: expected a tensor of shape {expected}, got {kind}")
@@ -341,11 +484,15 @@ class RNN(FixedAttributes):
                 )
             if single:
                 states[i] = states[i].unsqueeze(1)
+            if len(shape) > 1:
+                states[i] = states[i].flatten(2)
         return [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
 
     def _valid(self, lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
         """(T, B, 1), whether a step is within its sequence."""
         T, B = x.shape[:2]
+        if not isinstance(lengths, Tensor | Sequence):
+            raise TypeError(f"lengths: expected {B} ints, as many as sequences, got {lengths!r}")
         if isinstance(lengths, Tensor):
             steps = lengths
         else:  # an empty list says nothing of its dtype
@@ -378,8 +525,11 @@ class RNN(FixedAttributes):
             return reset[:, None, None]
         return (reset.t() if self.batch_first else reset).unsqueeze(2)
 
-    def explain(self) -> str:
+    def explain(self, stages: bool = False) -> str:
         """Explains in words how each layer is compiled.
+
+        Args:
+            stages: whether the program after each pass is shown, too.
 
         Says what is hoisted out of the time loop, which products are combined, how many kernels and
         products a step has, what is saved for the gradient, and what runs on a CPU and on a GPU and
@@ -388,22 +538,25 @@ class RNN(FixedAttributes):
         from hoconv.recurrent.explain import explain  # both bring the compiler
         from hoconv.recurrent.schedule import plan
 
-        dtype = next(self.parameters()).dtype
+        dtype = next((p.dtype for p in self.parameters()), torch.get_default_dtype())
         directions = 1 + self.bidirectional
         made = functools.partial(
             plan, dtype=dtype, schedule=self.schedule, training=self.training,
             recompute=self.recompute,
         )  # fmt: skip
-        return "\n".join(
-            f"layer {layer}: {explain(made(bound), directions)}"
-            for layer, (bound, _) in enumerate(self.runs[::directions])
-        )
+        lines = []
+        for layer, (bound, _) in enumerate(self.runs[::directions]):
+            plan_ = made(bound)
+            lines.append(f"layer {layer}: {explain(plan_, directions)}")
+            if stages:
+                lines += [f"after the pass: {name}\n{program}" for name, program in plan_.stages]
+        return "\n".join(lines)
 
     def extra_repr(self) -> str:
         shown = f"{self.cell.name}, {self.input_size}, {self.hidden_size}"
         for name, default in (
             ("num_layers", 1), ("bidirectional", False), ("dropout", 0.0), ("batch_first", False),
-            ("schedule", "auto"), ("impl", "auto"), ("recompute", False),
+            ("schedule", "auto"), ("impl", "auto"), ("recompute", False), ("output", None),
         ):  # fmt: skip
             if getattr(self, name) != default:
                 shown += f", {name}={getattr(self, name)!r}"
@@ -418,27 +571,46 @@ class _Traced:
         declarations: the parameters of the cell.
         names: their names, without a suffix.
         shapes: their shapes.
+        flattened: the numbers of those that programs read as rows and that have several axes.
         evaluation, training: the text of the trace in either mode.
         draws: whether a step has noise in training.
         output_size: the features of the step's output.
+        outputs: the outputs that have names, and their sizes.
     """
 
     declarations: tuple[Declaration, ...]
     names: tuple[str, ...]
     shapes: list[torch.Size]
+    flattened: tuple[int, ...]
     evaluation: str
     training: str
     draws: bool
     output_size: int
+    outputs: Mapping[str, int] | None
+
+
+def _read_size(traced: _Traced, output: str | None, num_layers: int) -> int:
+    """The features that the next layer reads of a layer's outputs in one direction."""
+    if traced.outputs is None:
+        if output is not None:
+            raise ValueError(f"output: the cell names no outputs; leave it out, got {output!r}")
+        return traced.output_size
+    names = ", ".join(traced.outputs)
+    if output is None and num_layers > 1 and len(traced.outputs) > 1:
+        raise ValueError(f"output: expected the one that the next layer reads, of {names}")
+    if output is not None and output not in traced.outputs:
+        raise ValueError(f"output: expected one of {names}, got {output!r}")
+    return traced.outputs[output or next(iter(traced.outputs))]
 
 
 def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
     """Checks that a layer has states of the sizes of layer 0: those of all layers are stacked."""
-    for name, size in bound.state_sizes.items():
-        if size != (expected := first.state_sizes[name]):
+    for name, shape in bound.state_shapes.items():
+        if shape != first.state_shapes[name]:
+            expected, got = (" x ".join(map(str, s)) for s in (first.state_shapes[name], shape))
             raise ValueError(
                 f"num_layers: the state {name!r} of the cell {bound.name} has as many features as "
-                f"the layer has inputs, {expected} in layer 0 and {size} in layer {layer}; "
+                f"the layer has inputs, {expected} in layer 0 and {got} in layer {layer}; "
                 f"expected the same in all: give it a size of its own, as in "
                 f"@rnn.cell(state={{{name!r}: 'hidden_size'}}), let the outputs of all directions "
                 f"together have {expected} features, or make an RNN of one layer for each"
@@ -446,15 +618,22 @@ def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
 
 
 def _trace(cell: BoundCell) -> _Traced:
-    evaluation, training = trace(cell), trace(cell, training=True)
+    evaluation, again, training = trace(cell), trace(cell), trace(cell, training=True)
+    if to_text(evaluation) != to_text(again):
+        raise cell.error(
+            "it is another program each time that it is called: it reads what changes, such as "
+            "Python's random numbers; write rnn.dropout or rnn.zoneout, or give x the noise"
+        )
     return _Traced(
         training.declarations,
         tuple(d.name for d in training.declarations),
         [torch.Size(d.shape) for d in training.declarations],
+        tuple(i for i, d in enumerate(training.declarations) if d.shape != d.read_shape),
         to_text(evaluation),
         to_text(training),
         training.draws,
         training.output_size,
+        training.outputs,
     )
 
 

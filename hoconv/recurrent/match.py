@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent import cells
+from hoconv.recurrent.cells import gated
 from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.evaluate import DTYPES
@@ -44,8 +45,8 @@ class _Known:
 
 
 _KNOWN = (
-    _Known("lstm", cells.lstm, cells.LSTM_GATES),
-    _Known("gru", cells.gru, cells.GRU_GATES),
+    _Known("lstm", cells.lstm, gated.LSTM_GATES),
+    _Known("gru", cells.gru, gated.GRU_GATES),
     _Known("rnn_tanh", cells.elman, (("h", "h"),), ({},)),
 )
 _MODES = {"rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers

@@ -147,7 +147,7 @@ def _trace(cell: str, input_size: int, hidden_size: int) -> _Traced:
 def _trace_once(cell: str, input_size: int, hidden_size: int) -> _Traced:
     traced = trace(_bind(cell, input_size, hidden_size))
     declared = traced.declarations
-    return tuple(d.name for d in declared), tuple(d.shape for d in declared), to_text(traced)
+    return tuple(d.name for d in declared), tuple(d.read_shape for d in declared), to_text(traced)
 
 
 _trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -162,7 +162,7 @@ def _sample(
 
     bound = _bind(cell, n, H)
     states = [draw(B, size) for size in bound.state_sizes.values()]
-    parameters = [draw(*d.shape, scale=H**-0.5) for d in trace(bound).declarations]
+    parameters = [draw(*d.read_shape, scale=H**-0.5) for d in trace(bound).declarations]
     kwargs = {"cell": cell, "hidden_size": H, **options}
     return Sample((draw(T, B, n), *states, *parameters), kwargs, name or cell)
 

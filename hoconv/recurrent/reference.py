@@ -5,13 +5,14 @@ B batch, I input size, T time steps, n features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.frontend.frame import Frame, Row
+from hoconv.recurrent.frontend.frame import Frame, Init, Map, Row
 from hoconv.recurrent.ir import evaluate, random
 
 
@@ -40,23 +41,27 @@ class _Step(Frame):
         self.seed = seed
         self.draws = 0
 
-    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row:
-        weight = self.parameters[f"weight_{name}"]
-        added = self.parameters[f"bias_{name}"] if bias else None
-        parts = weight.split([operand.shape[-1] for operand in operands], 1)
+    def linear(self, map: Map, operands: tuple[Row, ...]) -> Row:
+        weight = self.parameters[f"weight_{map.name}"]
+        added = self.parameters[f"bias_{map.name}"] if map.bias else None
+        rows = [operand.flatten(1) for operand in operands]
+        parts = weight.split([row.shape[1] for row in rows], 1)
         result: Row = 0.0
-        for operand, part in zip(operands, parts, strict=True):
-            result = result + evaluate.linear(operand, part, added).to(self.dtype)
+        for row, part in zip(rows, parts, strict=True):
+            result = result + evaluate.linear(row, part, added).to(self.dtype)
             added = None
-        return result
+        return result if map.shape is None else result.unflatten(1, map.shape)
 
-    def parameter(self, name: str, size: int | None, init: float | None) -> Row:
-        return self.parameters[name].to(self.dtype)[None]
+    def parameter(self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool) -> Row:
+        row = self.parameters[name].to(self.dtype)
+        return row[None] if shape is None else row.reshape(1, *shape)
 
-    def keep(self, probability: float, size: int) -> Row:
+    def keep(self, probability: float, shape: tuple[int, ...]) -> Row:
         assert self.seed is not None
         self.draws += 1
-        return random.keep(probability, self.draws - 1, size, self.batch, self.at, self.seed)
+        size, at = math.prod(shape), self.draws - 1
+        kept = random.keep(probability, at, size, self.batch, self.at, self.seed)
+        return kept.unflatten(1, shape)
 
     def apply(self, kind: str, *operands: Row | float) -> Row:
         return evaluate.elementwise(kind, *operands, dtype=self.dtype)
@@ -77,9 +82,9 @@ def recurrent(
     """Runs a cell over a sequence.
 
     Args:
-        x: (T, B, I).
-        states: (B, n) of each state, before the first step.
-        parameters: by the names that the cell declares, in the dtype of x.
+        x: (T, B, I), and the other inputs beside it.
+        states: (B, n) of each state, before the first step; of one with axes, its features.
+        parameters: by the names that the cell declares, in the dtype of x; weights, and rows.
         valid: (T, B, 1) bool: where it is false the states stay as they are and the output is 0.
         reset: (T, B, 1) bool: where it is true the step begins with states of zero.
         training: whether dropout and zoneout draw.
@@ -92,19 +97,27 @@ def recurrent(
     """
     T, B = x.shape[:2]
     dtype = evaluate.accumulate_dtype(x.dtype)
-    now = [state.to(dtype) for state in states]
+    now = [
+        state.to(dtype).unflatten(1, shape)
+        for state, shape in zip(states, cell.state_shapes.values(), strict=True)
+    ]
     outputs: list[Tensor] = []
     for t in reversed(range(T)) if reverse else range(T):
         frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)
-        begin = now if reset is None else [torch.where(reset[t], 0.0, state) for state in now]
-        output, following = cell.step(frame, x[t].to(dtype), begin)
+        begin = now if reset is None else [_where(reset[t], 0.0, state) for state in now]
+        output, following, _ = cell.step(frame, x[t].to(dtype), begin)
         if valid is None:
             now = list(following.values())
         else:
-            now = [torch.where(valid[t], b, a) for a, b in zip(now, following.values())]
+            now = [_where(valid[t], b, a) for a, b in zip(now, following.values())]
             output = torch.where(valid[t], output, 0.0)
         outputs.append(output.to(x.dtype))
     if reverse:
         outputs.reverse()
     # Copies: a cell may return x or a state of before as it is.
-    return torch.stack(outputs), [state.to(x.dtype, copy=True) for state in now]
+    return torch.stack(outputs), [state.to(x.dtype, copy=True).flatten(1) for state in now]
+
+
+def _where(condition: Tensor, a: Tensor | float, b: Tensor) -> Tensor:
+    """Chooses by row; the condition is (B, 1)."""
+    return torch.where(condition.view(-1, *(1,) * (b.dim() - 1)), a, b)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hoconv.recurrent import cells
+from hoconv.recurrent.cells import gated
 from hoconv.recurrent.layers import RNN
 
 
@@ -67,7 +68,7 @@ class LSTM(_LikePyTorch):
     :data:`hoconv.recurrent.projected_lstm`. See :class:`RNN`.
     """
 
-    _gates = cells.LSTM_GATES
+    _gates = gated.LSTM_GATES
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class LSTM(_LikePyTorch):
             device,
             dtype,
             recompute,
+            output=None,
             **options,
         )
 
@@ -112,7 +114,7 @@ class GRU(_LikePyTorch):
     See :class:`RNN`.
     """
 
-    _gates = cells.GRU_GATES
+    _gates = gated.GRU_GATES
 
     def __init__(
         self,
@@ -144,5 +146,6 @@ class GRU(_LikePyTorch):
             device,
             dtype,
             recompute,
+            output=None,
             **options,
         )

@@ -10,14 +10,16 @@ B batch, T time steps, i the number of steps already done, t the time step that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES, reduction
-from hoconv.recurrent.codegen.kernels import KernelWriter, Target
+from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
+from hoconv.recurrent.ir.axes import Layout, layout
 from hoconv.recurrent.ir.program import Op, Program
 
 HEADER = '#include "recurrent/loop.h"'
@@ -38,11 +40,61 @@ class _Simd(Target):
             "}",
         ]
 
+    def nest(self, nest: LoopNest) -> list[str]:
+        axes, (first, *others) = nest.axes, nest.places
+        inner = _choose_inner(axes)
+        outer = [axis for axis in axes.result if axis != inner]
+        reduced = [axis for axis in axes.reduced if axis != inner]
+        at = f"{first}[{nest.index(axes.result)}]"
+
+        def simd(clause: str, statement: str) -> list[str]:
+            line = f"for (int64_t i{inner} = 0; i{inner} < {axes.sizes[inner]}; ++i{inner})"
+            return [f"#pragma omp simd{clause}", line, f"  {statement}"]
+
+        if inner in axes.reduced:
+            value = nest.product()
+            total = simd(f" reduction({nest.openmp} : total)",
+                         f"total = {nest.combine.format('total', value)};")  # fmt: skip
+            total = _nested(axes, reduced, total)
+            body = ["{", f"  {nest.own} total = {nest.initial};", *(f"  {line}" for line in total)]
+            body += [f"  {at} = total;", "}"]
+        elif axes.reduced:
+            body = simd("", f"{at} = {nest.initial};")
+            body += _nested(
+                axes, reduced, simd("", f"{at} = {nest.combine.format(at, nest.product())};")
+            )
+        else:
+            body = simd("", f"{at} = {nest.product()};")
+        size = axes.count(axes.result)
+        copies = [f"std::copy_n({first}, {size}, {other});" for other in others]
+        return [*_nested(axes, outer, body), *copies]
+
     def scalars(self, body: Sequence[str]) -> list[str]:
         return list(body)
 
     def barrier(self) -> list[str]:
         return []
+
+
+def _choose_inner(axes: Layout) -> int:
+    """The axis of the innermost loop: one along which most of what is read and written is
+    contiguous, and nothing lies apart."""
+
+    def contiguous(axis: int) -> tuple[bool, int, bool]:
+        strides = [axes.strides(of).get(axis, 0) for of in (*axes.operands, axes.result)]
+        return max(strides) <= 1, strides.count(1), axis in axes.result
+
+    return max(range(len(axes.sizes)), key=contiguous)
+
+
+def _nested(axes: Layout, over: Sequence[int], body: Sequence[str]) -> list[str]:
+    """Loops over some axes, the first outermost."""
+    lines = []
+    for depth, axis in enumerate(over):
+        loop = f"for (int64_t i{axis} = 0; i{axis} < {axes.sizes[axis]}; ++i{axis}) {{"
+        lines.append("  " * depth + loop)
+    lines += ["  " * len(over) + line for line in body]
+    return [*lines, *("  " * depth + "}" for depth in reversed(range(len(over))))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +331,9 @@ def _share_product(product: _Product, storage: Storage) -> list[str]:
 
 
 def _statements(kernel: Kernel) -> int:
-    return sum(n * len(each) for section in kernel.sections for n, each in section.loops.items())
+    loops = (n * len(each) for section in kernel.sections for n, each in section.loops.items())
+    nests = (math.prod(layout(n.op).sizes) for section in kernel.sections for n in section.nests)
+    return sum(loops) + sum(nests)
 
 
 def _grain(steps: LoweredSteps, products: Mapping[Op, _Product]) -> str:

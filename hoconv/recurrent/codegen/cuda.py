@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES
-from hoconv.recurrent.codegen.kernels import KernelWriter, Target, accesses
+from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.single_kernel import (
     count_independent_features,
@@ -44,6 +44,20 @@ class _Block(Target):
             "}",
             *(f"block_{kind}({names});" for kind, names in named.items()),
         ]
+
+    def nest(self, nest: LoopNest) -> list[str]:
+        """A thread computes features of the result, and loops over the reduced axes."""
+        axes = nest.axes
+        lines = [f"for (int64_t j = first; j < {axes.count(axes.result)}; j += stride) {{"]
+        for axis, apart in axes.strides(axes.result).items():
+            lines.append(f"  const int64_t i{axis} = j / {apart} % {axes.sizes[axis]};")
+        lines.append(f"  {nest.own} total = {nest.initial};")
+        for axis in axes.reduced:
+            lines.append(f"  for (int64_t i{axis} = 0; i{axis} < {axes.sizes[axis]}; ++i{axis})")
+        given = nest.product()
+        value = nest.combine.format("total", given) if axes.reduced else given
+        lines.append(f"  total = {value};")
+        return [*lines, *(f"  {place}[j] = total;" for place in nest.places), "}"]
 
     def scalars(self, body: Sequence[str]) -> list[str]:
         """Every thread computes the scalars; the first one stores them."""
@@ -163,7 +177,9 @@ def _find_wraparound(program: Program, items: Sequence[Op | Group]) -> tuple[Gro
 def _needs_no_barrier(kernel: Kernel) -> bool:
     """Returns whether no thread waits for another thread of its row: for a reduction, or for a
     store."""
-    return len(kernel.sections) < 2 and not any(section.scalars for section in kernel.sections)
+    return len(kernel.sections) < 2 and not any(
+        section.scalars or section.nests for section in kernel.sections
+    )
 
 
 def _touch_own_features(*parts: tuple[str, Kernel]) -> bool:
@@ -181,7 +197,9 @@ def _touch_own_features(*parts: tuple[str, Kernel]) -> bool:
 
 
 def _choose_launch(name: str, parts: Sequence[tuple[str, Kernel]], alone: bool) -> Launch:
-    sizes = (size for _, kernel in parts for section in kernel.sections for size in section.loops)
+    sections = [section for _, kernel in parts for section in kernel.sections]
+    sizes = [size for section in sections for size in section.loops]
+    sizes += [nest.op.result.type.size for section in sections for nest in section.nests]
     widest = max(sizes, default=1)
     warps = -(-widest // _WARP) * _WARP
     if not alone:

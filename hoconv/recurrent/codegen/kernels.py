@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hoconv.recurrent.codegen.expressions import TYPES, expression, initial, reduced
-from hoconv.recurrent.codegen.loops import Kernel, Load, Memory, Reduce, Statement, Store
+from hoconv.recurrent.codegen.expressions import TYPES, expression, initial, literal, reduced
+from hoconv.recurrent.codegen.loops import Kernel, Load, Memory, Nest, Reduce, Statement, Store
+from hoconv.recurrent.ir.axes import Axes, Layout, layout
+from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
 from hoconv.recurrent.ir.program import Op, Value
 
 
@@ -19,12 +21,52 @@ class Target(ABC):
         """A loop over features ``j`` < size; `sums` are the reductions in its body, and names."""
 
     @abstractmethod
+    def nest(self, nest: LoopNest) -> list[str]:
+        """The loops of an op that reads its operands by axes."""
+
+    @abstractmethod
     def scalars(self, body: Sequence[str]) -> list[str]:
         """Statements that define scalars; a row executes the stores among them once."""
 
     @abstractmethod
     def barrier(self) -> list[str]:
         """Makes the stores of the loops before it visible to all threads of the row."""
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """An op that reads its operands by axes, as a target writes it.
+
+    Attributes:
+        own: the type of the result.
+        axes: of the op.
+        operands: the pointer to each operand, or its variable if it has no axes.
+        places: the pointers to where the result is written.
+        initial: what the reduced axes begin with.
+        combine: the expression of what was reduced so far, {0}, and one more, {1}.
+        openmp: the operator of OpenMP's reduction clause.
+    """
+
+    own: str
+    axes: Layout
+    operands: tuple[str, ...]
+    places: tuple[str, ...]
+    initial: str
+    combine: str
+    openmp: str
+
+    def product(self) -> str:
+        """The product of the operands at a position, whose index along axis a is ``i<a>``."""
+        parts = []
+        for name, of in zip(self.operands, self.axes.operands, strict=True):
+            parts.append(f"{name}[{self.index(of)}]" if of else name)
+        return " * ".join(parts)
+
+    def index(self, of: Axes) -> str:
+        """The index of a position among features that lie along some axes."""
+        strides = self.axes.strides(of)
+        terms = (f"i{a}" if n == 1 else f"i{a} * {n}" for a, n in strides.items())
+        return " + ".join(terms) or "0"
 
 
 class KernelWriter:
@@ -45,6 +87,8 @@ class KernelWriter:
                     lines.append(f"{own} {self._name(op.result)} = {initial(op)};")
                 named = [(op, self._name(op.result)) for op in sums]
                 lines += self.target.loop(size, named, self._statements(statements, "j"))
+            for nest in section.nests:
+                lines += self.target.nest(self._nest(nest))
             if any(isinstance(s, Load) for s in section.scalars):
                 lines += self.target.barrier()
             if section.scalars:
@@ -55,6 +99,19 @@ class KernelWriter:
 
     def _name(self, value: Value) -> str:
         return self.names.setdefault(value, f"v{len(self.names)}")
+
+    def _nest(self, nest: Nest) -> LoopNest:
+        own = nest.op.result.type.dtype
+        total = FUNCTIONS["max" if nest.op.kind == "largest" else "sum"]
+        assert isinstance(total, Reduction)
+        operands = (
+            self._name(value) if memory is None else pointer(memory)
+            for value, memory in zip(nest.op.values, nest.operands, strict=True)
+        )  # fmt: skip
+        return LoopNest(
+            TYPES[own], layout(nest.op), tuple(operands), tuple(map(pointer, nest.places)),
+            literal(total.identity, own) if own != "bool" else "false", total.c, total.openmp,
+        )  # fmt: skip
 
     def _statements(self, statements: Sequence[Statement], feature: str) -> list[str]:
         return [self._statement(s, feature) for s in statements]
@@ -92,7 +149,7 @@ class Access:
     """One load or store of a kernel.
 
     Attributes:
-        size: the iterations of its loop; 1 outside of loops.
+        size: the iterations of its loop; 1 outside of loops, 0 in a loop nest.
         offset: from the loop's index to the feature in memory.
     """
 
@@ -106,12 +163,16 @@ def accesses(kernel: Kernel) -> list[Access]:
     """All loads and stores of a kernel."""
     loops = [(size, s) for section in kernel.sections for size, s in section.loops.items()]
     loops += [(1, kernel.first), *((1, section.scalars) for section in kernel.sections)]
-    return [
+    found = [
         Access(s.memory, size, s.offset, isinstance(s, Store))
         for size, statements in loops
         for s in statements
         if isinstance(s, Load | Store)
     ]
+    for nest in (nest for section in kernel.sections for nest in section.nests):
+        found += [Access(m, 0, 0, False) for m in nest.operands if m is not None]
+        found += [Access(m, 0, 0, True) for m in nest.places]
+    return found
 
 
 def memories(kernel: Kernel) -> list[Memory]:

@@ -3,7 +3,8 @@
 A kernel is a sequence of sections. A section has one loop for each vector length, and then scalars:
 values of one feature. An op that reads the result of a reduction, or another feature of a vector
 than the one it computes, goes to a later section. A vector that a later section reads is spilled to
-memory: to its home location, or to scratch memory of the row.
+memory: to its home location, or to scratch memory of the row. An op that reads its operands by axes
+is a loop nest of its own, from memory to memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hoconv.recurrent.codegen.storage import Location, Storage
-from hoconv.recurrent.ir.kinds import is_reduction
+from hoconv.recurrent.ir.kinds import BY_AXES, is_reduction
 from hoconv.recurrent.ir.program import Group, Op, Type, Value
 
 _ALIGNMENT = 64  # bytes: vectors in scratch start at multiples of the widest vector register
@@ -63,11 +64,26 @@ class Store:
 Statement = Load | Compute | Reduce | Store
 
 
+@dataclass(frozen=True, eq=False)
+class Nest:
+    """Computes an op that reads its operands by axes.
+
+    Attributes:
+        operands: the memory of each operand; None of one that is a scalar, in a register.
+        places: where the result is written.
+    """
+
+    op: Op
+    operands: tuple[Memory | None, ...]
+    places: tuple[Memory, ...]
+
+
 @dataclass
 class Section:
-    """Loops by the number of their iterations, then scalars."""
+    """Loops by the number of their iterations and loop nests, then scalars."""
 
     loops: dict[int, list[Statement]] = field(default_factory=lambda: defaultdict(list))
+    nests: list[Nest] = field(default_factory=list)
     scalars: list[Statement] = field(default_factory=list)
 
 
@@ -108,13 +124,13 @@ class _Lowering:
 
     def _section(self, op: Op) -> int:
         """The section of an op; -1 for a scalar that is known before all sections."""
-        row = op.result.type.size > 1
-        at = 0 if row else -1
+        row, nest = op.result.type.size > 1, op.kind in BY_AXES
+        at = 0 if row or nest else -1
         for value in op.values:
             if value not in self.made:
                 known = 0 if is_reduction(op.kind) and value.type.size > 1 else -1
             elif value.type.size == 1:
-                known = self.section[value] + (row and op.kind != "cat")
+                known = self.section[value] + ((row and op.kind != "cat") or nest)
             else:
                 known = self.section[value] + self._later(value, op)
             at = max(at, known)
@@ -125,14 +141,19 @@ class _Lowering:
         it."""
         if op.kind == "slice":
             return op.result.type.size > 1  # scalars come after the loops
-        return self.made[value].kind == "cat"
+        return op.kind in BY_AXES or self._in_memory(value)
+
+    def _in_memory(self, value: Value) -> bool:
+        """Returns whether a vector of this kernel is in no register: it is put together in
+        memory."""
+        return self.made[value].kind in ("cat", *BY_AXES)
 
     def _from_memory(self, value: Value, op: Op) -> bool:
         """Returns whether an op reads a vector of this kernel from memory instead of from a
         register."""
         if value not in self.made or value.type.size == 1:
             return False
-        if op.kind == "slice" or self.made[value].kind == "cat":
+        if op.kind in ("slice", *BY_AXES) or self._in_memory(value):
             return True
         return op.kind != "cat" and self.section[value] < self.section[op.result]
 
@@ -171,6 +192,9 @@ class _Lowering:
         if op.kind == "cat":
             self._place_cat(op)
             return
+        if op.kind in BY_AXES:
+            self._place_nest(op)
+            return
         row = result.type.size > 1
         statements = self._loop(section, result) if row else self._scalars(section)
         if op.kind == "slice":
@@ -208,9 +232,25 @@ class _Lowering:
                 self._ready(part, at)
                 statements = self._scalars(at)
             else:
-                later = part in self.made and self.made[part].kind == "cat"
+                later = part in self.made and self._in_memory(part)
                 at = max(at, 0) + later
                 self._ready(part, at, op)
                 statements = self._loop(at, part)
             statements += [Store(part, memory, start) for memory in places]
             start += part.type.size
+
+    def _place_nest(self, op: Op) -> None:
+        """Computes an op that reads its operands by axes, from memory to memory."""
+        result, section = op.result, self.section[op.result]
+        operands: list[Memory | None] = []
+        for value in op.values:
+            if value.type.size > 1:
+                operands.append(self._memory(value))
+            else:
+                self._ready(value, section)
+                operands.append(None)
+        places = [Memory(p, 0, result.type) for p in self.storage.stores.get(result, ())]
+        places = places or [self._memory(result)]
+        self._in_section(section).nests.append(Nest(op, tuple(operands), tuple(places)))
+        if result.type.size == 1:
+            self._scalars(section).append(Load(result, places[0]))

@@ -27,7 +27,8 @@ def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
     """The number of features if each of them depends on no other one, else None."""
     sizes = {size for kernel in kernels for section in kernel.sections for size in section.loops}
     if len(sizes) != 1 or any(
-        len(kernel.sections) > 1 or any(section.scalars for section in kernel.sections)
+        len(kernel.sections) > 1
+        or any(section.scalars or section.nests for section in kernel.sections)
         for kernel in kernels
     ):
         return None

@@ -6,27 +6,32 @@ B batch, I input size, H hidden size, n features.
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
 import itertools
+import math
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hoconv.recurrent.frontend.axes import cat, reshape
 from hoconv.recurrent.frontend.errors import CellError, find_line, locate_error
 from hoconv.recurrent.frontend.frame import Frame, Row, enter_frame
+from hoconv.recurrent.frontend.symbol import MOST_AXES
 
 HIDDEN = "hidden_size"
 _GIVEN = ("input_size", HIDDEN)
 # The arguments of RNN, so that an option can be one beside them.
 _TAKEN = (
     "cell", *_GIVEN, "num_layers", "bidirectional", "dropout", "batch_first", "schedule", "impl",
-    "device", "dtype",
+    "device", "dtype", "recompute", "output",
 )  # fmt: skip
+_CALLED = ("x", "state", "lengths", "reset")  # those of a layer's call
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +40,17 @@ class Cell:
 
     Attributes:
         name: the name of the function.
-        function: ``function(x, *states, **options) -> (output, {state: next})``.
-        states: name of a state -> its size: an int, the name of an option, ``hidden_size`` or
-            ``input_size``.
+        function: ``function(x, *inputs, *states, **options) -> (output, {state: next})``.
+        inputs: the inputs beside x, as `states`.
+        states: name of a state -> the sizes of its axes, each an int, the name of an option,
+            ``hidden_size`` or ``input_size``.
         options: name of an option -> its default, `inspect.Parameter.empty` where it has none.
     """
 
     name: str
     function: Callable[..., Any]
-    states: Mapping[str, str | int]
+    inputs: Mapping[str, tuple[str | int, ...]]
+    states: Mapping[str, tuple[str | int, ...]]
     options: Mapping[str, Any]
 
     def __reduce__(self) -> Any:
@@ -70,7 +77,7 @@ class Cell:
             TypeError: an option that the cell does not have, or a missing one.
             ValueError: a size that is not a positive whole number.
         """
-        known = {"input_size": input_size, HIDDEN: hidden_size}
+        known: dict[str, Any] = {"input_size": input_size, HIDDEN: hidden_size}
         if unknown := [name for name in options if name not in self.options]:
             listed = ", ".join(n for n in self.options if n not in known) or "none"
             raise TypeError(f"{unknown[0]}: not an option of the cell {self.name}; it has {listed}")
@@ -80,15 +87,21 @@ class Cell:
         }
         if missing := [n for n, v in values.items() if v is inspect.Parameter.empty]:
             raise TypeError(f"{missing[0]}: the cell {self.name} needs this option: a value")
-        sizes = {}
-        for state, size in self.states.items():
-            sizes[state] = {**known, **values}[size] if isinstance(size, str) else size
-            if not isinstance(sizes[state], int) or sizes[state] < 1:
-                raise ValueError(
-                    f"{size}: the size of the state {state!r} of the cell {self.name}: expected an "
-                    f"int of at least 1, got {sizes[state]!r}"
-                )
-        return BoundCell(self, input_size, hidden_size, values, sizes)
+        known |= values
+
+        def bind(what: str, sizes: tuple[str | int, ...]) -> tuple[int, ...]:
+            shape = tuple(known[n] if isinstance(n, str) else n for n in sizes)
+            for name, size in zip(sizes, shape, strict=True):
+                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                    raise ValueError(
+                        f"{name}: the size of the {what} of the cell {self.name}: expected an int "
+                        f"of at least 1, got {size!r}"
+                    )
+            return shape
+
+        inputs = {name: bind(f"input {name!r}", sizes) for name, sizes in self.inputs.items()}
+        states = {name: bind(f"state {name!r}", sizes) for name, sizes in self.states.items()}
+        return BoundCell(self, input_size, hidden_size, values, inputs, states)
 
 
 def _find(module: str, qualname: str) -> Cell:
@@ -98,28 +111,47 @@ def _find(module: str, qualname: str) -> Cell:
 
 @dataclass(frozen=True, eq=False)
 class BoundCell:
-    """A cell with sizes and options. `options` are all of its keyword-only arguments."""
+    """A cell with sizes and options.
+
+    Attributes:
+        options: all of its keyword-only arguments.
+        input_shapes: name of an input beside x -> the sizes of its axes, without the batch.
+        state_shapes: likewise of the states.
+    """
 
     cell: Cell
     input_size: int
     hidden_size: int
     options: Mapping[str, Any]
-    state_sizes: Mapping[str, int]
+    input_shapes: Mapping[str, tuple[int, ...]]
+    state_shapes: Mapping[str, tuple[int, ...]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Bound again: what was pickled may be of another version.
+        cell, sizes = state["cell"], (state["input_size"], state["hidden_size"])
+        vars(self).update(vars(cell.bind(*sizes, state["options"])))
+
+    @functools.cached_property
+    def state_sizes(self) -> dict[str, int]:
+        """Name of a state -> its number of features."""
+        return {name: math.prod(shape) for name, shape in self.state_shapes.items()}
+
+    @property
+    def row_size(self) -> int:
+        """The features of all inputs beside each other: x, then the others in their order."""
+        return self.input_size + sum(map(math.prod, self.input_shapes.values()))
 
     @property
     def name(self) -> str:
         return self.cell.name
 
-    def step(self, frame: Frame, x: Row, states: Sequence[Row]) -> tuple[Row, dict[str, Row]]:
+    def step(self, frame: Frame, x: Row, states: Sequence[Row]) -> Step:
         """Runs the cell for one time step.
 
         Args:
             frame: provides parameters and random numbers.
-            x: (B, I).
-            states: (B, n) of each state, in the order of their declaration.
-
-        Returns:
-            The output of the step, (B, n), and the next states by name.
+            x: (B, row_size).
+            states: (B, ...) of each state, in the order of their declaration.
 
         Raises:
             CellError: the cell that is traced raised an exception, or returned something else.
@@ -128,27 +160,46 @@ class BoundCell:
         function = self.cell.function
         try:
             with enter_frame(frame):
-                result = function(x, *states, **self.options)
-        except CellError:
-            raise
+                result = function(*self._split(x), *states, **self.options)
         except Exception as error:
             filename = function.__code__.co_filename
             line = find_line(error.__traceback__, function.__code__)
+            if isinstance(error, CellError):
+                where = locate_error("called", filename, line, self.name)
+                if str(error).startswith(f"{filename}:{line}: "):
+                    raise
+                raise CellError(f"{error}\n{where}") from error.__cause__
             if isinstance(x, Tensor):  # PyTorch's own: out of memory, say, or a checkpoint's end
                 error.add_note(f"{filename}:{line}: in the cell {self.name}")
                 raise
             message = f"{type(error).__name__}: {error}"
+            if "unexpected keyword argument 'dim'" in message:
+                message += "; the language calls it axis="
             raise locate_error(message, filename, line, self.name) from error
         return self._check_result(result)
 
-    def _check_result(self, result: Any) -> tuple[Row, dict[str, Row]]:
-        names = list(self.state_sizes)
-        shape = f"(output, dict({', '.join(f'{n}=...' for n in names)}))"
+    def _split(self, x: Row) -> list[Row]:
+        """The inputs, of a row of all of them."""
+        if not self.input_shapes:
+            return [x]
+        found, start = [x[:, : self.input_size]], self.input_size
+        for shape in self.input_shapes.values():
+            part = x[:, start : start + math.prod(shape)]
+            found.append(reshape(part, *shape) if len(shape) > 1 else part)
+            start += math.prod(shape)
+        return found
+
+    def _check_result(self, result: Any) -> Step:
+        names = list(self.state_shapes)
+        expected = f"(output, dict({', '.join(f'{n}=...' for n in names)}))"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-            raise self.error(f"it must return {shape}, got {type(result).__name__}")
+            raise self.error(f"it must return {expected}, got {type(result).__name__}")
         output, states = result
-        for name, value in {"output": output, **states}.items():
-            if not hasattr(value, "shape") or len(value.shape) != 2:
+        outputs = output if isinstance(output, dict) else {"output": output}
+        if not outputs:
+            raise self.error("it returns no output: name one, as in dict(h=h)")
+        for name, value in {**outputs, **states}.items():
+            if not hasattr(value, "shape") or len(value.shape) < 2:
                 raise self.error(
                     f"{name}: expected a value of the step, (B, n), got {value!r}; a row of zeros "
                     "is 0.0 times a row"
@@ -159,15 +210,21 @@ class BoundCell:
                     f"it returns the state {name!r}, which it does not have; its states are "
                     f"{', '.join(names)}: add it to @rnn.cell(state=...) or leave it out"
                 )
-        for name, size in self.state_sizes.items():
+        for name, shape in self.state_shapes.items():
             if name not in states:
-                raise self.error(f"it does not return the state {name!r}; return {shape}")
-            if states[name].shape[-1] != size:
+                raise self.error(f"it does not return the state {name!r}; return {expected}")
+            if (found := tuple(states[name].shape[1:])) != shape:
                 raise self.error(
-                    f"the state {name!r} has size {size} and becomes a value of size "
-                    f"{states[name].shape[-1]}; declare it: @rnn.cell(state={{{name!r}: ...}})"
+                    f"the state {name!r} has size {_show(shape)} and becomes a value of size "
+                    f"{_show(found)}; declare it: @rnn.cell(state={{{name!r}: ...}})"
                 )
-        return output, {name: states[name] for name in names}
+        rows = [reshape(value, math.prod(value.shape[1:])) for value in outputs.values()]
+        sizes = {name: row.shape[1] for name, row in zip(outputs, rows, strict=True)}
+        return Step(
+            cat(*rows) if len(rows) > 1 else rows[0],
+            {name: states[name] for name in names},
+            sizes if isinstance(output, dict) else None,
+        )
 
     def error(self, message: str) -> CellError:
         """An error that shows the line of the cell's return, or its first where it has several."""
@@ -183,13 +240,41 @@ class BoundCell:
         return locate_error(message, code.co_filename, line, self.name)
 
 
-def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[..., Any]], Cell]:
+class Step(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        output: a row (B, n), of all outputs beside each other.
+        states: (B, ...) of each next state, by name.
+        outputs: the sizes of outputs that have names, in order; None of one that has none.
+    """
+
+    output: Row
+    states: dict[str, Row]
+    outputs: dict[str, int] | None
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return str(shape[0]) if len(shape) == 1 else str(shape)
+
+
+Size = str | int
+
+
+def _tuples(sizes: Mapping[str, Size | tuple[Size, ...]]) -> dict[str, tuple[Size, ...]]:
+    return {name: of if isinstance(of, tuple) else (of,) for name, of in sizes.items()}
+
+
+def cell(
+    state: Sequence[str] | Mapping[str, Size | tuple[Size, ...]],
+    inputs: Mapping[str, Size | tuple[Size, ...]] | None = None,
+) -> Callable[[Callable[..., Any]], Cell]:
     """Makes a cell of a function over one time step.
 
-    The function takes x, its states, and options as keyword-only arguments; an option named
-    ``input_size`` or ``hidden_size`` receives the size of the layer. The function returns the
-    output of the step and a dict of the next states. It uses the functions of this package and
-    Python's operators::
+    The function takes x, other inputs, its states, and options as keyword-only arguments; an option
+    named ``input_size`` or ``hidden_size`` receives the size of the layer. The function returns the
+    output of the step, or a dict of several, and a dict of the next states. It uses the functions
+    of this package and Python's operators::
 
         @rnn.cell(state=("h",))
         def elman(x, h):
@@ -198,7 +283,10 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
 
     Args:
         state: the names of the states. A dict gives their sizes, each an int or the name of an
-            option, ``"input_size"`` or ``"hidden_size"``; a sequence, the hidden size to all.
+            option, ``"input_size"`` or ``"hidden_size"``, or a tuple of up to three, one for each
+            axis; a sequence of names, the hidden size to all.
+        inputs: the names of inputs beside x, which a layer takes by name, and their sizes, as those
+            of states.
 
     Raises:
         CellError: arguments of the function that do not fit.
@@ -206,7 +294,14 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
     if callable(state):
         raise CellError('cell: expected names of states, as in @rnn.cell(state=("h",)); got a '
                         "function: the decorator is missing its argument")  # fmt: skip
-    sizes = dict(state) if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
+    given = dict(state) if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise CellError('cell: inputs: expected names and sizes, as in inputs={"mask": 1}; got '
+                        f"{inputs!r}")  # fmt: skip
+    if not isinstance(state, str) and len(given) < len(state):
+        raise CellError(f"cell: state: a name is there twice in {state!r}")
+    sizes = _tuples(given)
+    beside = _tuples(inputs or {})
 
     def decorate(function: Callable[..., Any]) -> Cell:
         code = function.__code__
@@ -219,21 +314,29 @@ def cell(state: Sequence[str] | Mapping[str, str | int]) -> Callable[[Callable[.
         positional = [a.name for a in arguments if a.kind == a.POSITIONAL_OR_KEYWORD]
         if isinstance(state, str) or not sizes:
             raise refuse(f"state: expected a tuple of names, got {state!r}")
-        if positional != [positional[0] if positional else "x", *sizes]:
+        if positional != [positional[0] if positional else "x", *beside, *sizes]:
             raise refuse(
-                f"expected the arguments (x, {', '.join(sizes)}), the input and the states in "
-                f"their order; got ({', '.join(positional)})"
+                f"expected the arguments (x, {', '.join((*beside, *sizes))}), the inputs and the "
+                f"states in their order; got ({', '.join(positional)})"
             )
+        for name in beside:
+            if name in _CALLED:
+                raise refuse(f"input {name!r}: is an argument of a layer's call itself; choose "
+                             "another name")  # fmt: skip
         options = {a.name: a.default for a in arguments if a.kind == a.KEYWORD_ONLY}
         for name in options:
             if name in _TAKEN and name not in _GIVEN:
                 raise refuse(f"option {name!r}: is an argument of RNN itself; choose another name")
-        for name, size in sizes.items():
-            if isinstance(size, str) and size not in (*options, *_GIVEN):
-                raise refuse(
-                    f"state {name!r}: its size {size!r} is no option of the cell; expected an int, "
-                    f"{', '.join(map(repr, (*options, *_GIVEN)))}"
-                )
-        return Cell(function.__name__, function, sizes, options)
+        named = [(f"state {name!r}", of) for name, of in sizes.items()]
+        for what, of in (*named, *((f"input {name!r}", of) for name, of in beside.items())):
+            if not 1 <= len(of) <= MOST_AXES:
+                raise refuse(f"{what}: expected 1 to {MOST_AXES} sizes, got {of!r}")
+            for size in of:
+                if isinstance(size, str) and size not in (*options, *_GIVEN):
+                    raise refuse(
+                        f"{what}: its size {size!r} is no option of the cell; expected an "
+                        f"int, {', '.join(map(repr, (*options, *_GIVEN)))}"
+                    )
+        return Cell(function.__name__, function, beside, sizes, options)
 
     return decorate

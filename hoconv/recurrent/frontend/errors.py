@@ -12,7 +12,7 @@ import torch
 
 _RECURRENT = Path(__file__).parents[1]
 _INNER = (f"{_RECURRENT}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
-_READY_CELLS = str(_RECURRENT / "cells.py")
+_READY_CELLS = f"{_RECURRENT / 'cells'}{os.sep}"
 
 
 class CellError(ValueError):
@@ -45,4 +45,4 @@ def find_caller() -> FrameType | None:
 
 
 def _is_inner(filename: str) -> bool:
-    return filename.startswith(_INNER) and filename != _READY_CELLS
+    return filename.startswith(_INNER) and not filename.startswith(_READY_CELLS)

@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hoconv.recurrent.frontend.symbol import Symbol, fail
 from hoconv.recurrent.ir import evaluate
 
-# Rows of features: a tensor (B, n) or a symbol.
+# A value of the step: a tensor (B, n), or of more axes, or a symbol.
 Row = Any
+
+
+# What the elements of a parameter begin with: None, as weights do.
+Init = float | Tensor | Callable[[Tensor], Any] | None
+
+
+class Map(Protocol):
+    """A linear map, by its identity: its name, the sizes of its result, None for the hidden size,
+    and whether it has a bias."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    bias: bool
 
 
 class Frame(ABC):
@@ -26,13 +40,15 @@ class Frame(ABC):
     training: bool
 
     @abstractmethod
-    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row: ...
+    def linear(self, map: Map, operands: tuple[Row, ...]) -> Row: ...
 
     @abstractmethod
-    def parameter(self, name: str, size: int | None, init: float | None) -> Row: ...
+    def parameter(
+        self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool
+    ) -> Row: ...
 
     @abstractmethod
-    def keep(self, probability: float, size: int) -> Row: ...
+    def keep(self, probability: float, shape: tuple[int, ...]) -> Row: ...
 
     @abstractmethod
     def apply(self, kind: str, *operands: Row | float) -> Row: ...

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from hoconv.recurrent.frontend.frame import Row, apply
+from hoconv.recurrent.frontend.symbol import INSTEAD
 from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 
 def __getattr__(name: str) -> Callable[..., Row]:
     entry = FUNCTIONS.get(name)
     if entry is None or not entry.doc:
-        raise AttributeError(f"hoconv.recurrent has no function {name!r}")
+        said = f"write {INSTEAD[name]}" if name in INSTEAD else "docs/use/recurrent.md lists all"
+        raise AttributeError(f"hoconv.recurrent has no function {name!r}; {said}")
     return _callable(entry)
 
 

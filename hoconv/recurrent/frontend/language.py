@@ -1,7 +1,6 @@
-"""The functions of the language of cells that are not in the table of functions.
+"""The functions of the language of cells that are not in the table of functions, and know no axes.
 
-On tensors they compute, on symbols they append ops to a program. Values are rows of features,
-(B, n). Operands have the same size, or size 1, which is repeated. A number is a constant.
+On tensors they compute, on symbols they append ops to a program. A number is a constant.
 
 B batch, n features.
 """
@@ -11,10 +10,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hoconv.recurrent.frontend.frame import Row, apply, current_frame
-from hoconv.recurrent.frontend.functions import exp, max, sigmoid, sqrt, sum, where
-from hoconv.recurrent.frontend.symbol import Symbol, fail
-from hoconv.recurrent.ir import evaluate
+from torch import Tensor
+
+from hoconv.recurrent.frontend.axes import mean, reshape
+from hoconv.recurrent.frontend.frame import Init, Row, apply, current_frame
+from hoconv.recurrent.frontend.functions import (
+    exp,
+    log1p,
+    maximum,
+    rsqrt,
+    sigmoid,
+    softplus,
+    sqrt,
+    where,
+)
+from hoconv.recurrent.frontend.symbol import MOST_AXES, Symbol, fail
 
 
 def _checked_name(function: str, name: Any) -> None:
@@ -26,40 +36,100 @@ def _checked_name(function: str, name: Any) -> None:
 # Learned maps and vectors
 
 
-def linear(name: str, *operands: Row, size: int | None = None, bias: bool = True) -> Row:
+def linear(
+    name: str, *operands: Row, size: int | tuple[int, ...] | None = None, bias: bool = True
+) -> Row:
     """A learned linear map of all operands: ``W [a, b, ...] + bias``.
 
     Args:
         name: the name of the map, unique in the cell; the layer's parameters are
             ``weight_<name>_l<layer>`` (size, sum of the operands' sizes) and
             ``bias_<name>_l<layer>`` (size).
-        operands: any number of values (B, n), of any sizes.
-        size: of the result; by default the layer's hidden size.
+        operands: any number of values, of any sizes; one of several axes is read as a row, the last
+            axis fastest.
+        size: of the result, an int or several, of its axes; by default the layer's hidden size.
         bias: whether a bias is added.
 
     Returns:
         (B, size).
     """
-    _checked_name("linear", name)
-    if not operands:
-        fail(f"linear({name!r}): expected at least one operand")
-    return current_frame("linear").linear(name, operands, size, bias)
+    return Linear(name, size=size, bias=bias)(*operands)
 
 
-def parameter(name: str, like: Row | int | None = None, *, init: float | None = None) -> Row:
-    """A learned vector, the same at every step.
+class Linear:
+    """A learned linear map that a step uses any number of times, with the same weights::
+
+        W = rnn.Linear("h")
+        for _ in range(depth):
+            h = h + rnn.tanh(W(h))
+
+    Args:
+        name, size, bias: as of :func:`linear`, which is one that is used once.
+    """
+
+    def __init__(
+        self, name: str, *, size: int | tuple[int, ...] | None = None, bias: bool = True
+    ) -> None:
+        _checked_name("linear", name)
+        if not isinstance(bias, bool):
+            fail(f"linear({name!r}): bias: expected True or False, got {bias!r}")
+        self.name = name
+        self.bias = bias
+        self.shape = None if size is None else _checked_shape(f"linear({name!r}): size", size)
+
+    def __call__(self, *operands: Row) -> Row:
+        """The map of values; the sizes of all together are the same at every use."""
+        if not operands:
+            fail(f"linear({self.name!r}): expected at least one operand")
+        return current_frame("linear").linear(self, operands)
+
+
+def parameter(
+    name: str, like: Row | int | tuple[int, ...] | None = None, *, init: Init = None,
+    learned: bool = True,
+) -> Row:  # fmt: skip
+    """Learned numbers, the same at every step.
 
     Args:
         name: the layer's parameter is ``<name>_l<layer>``.
-        like: its size, or a value whose size it takes; by default the layer's hidden size. Size 1
-            is a scalar.
-        init: the initial value of all elements; by default random, as weights are.
+        like: their size, the sizes of their axes, or a value whose sizes they take; by default the
+            layer's hidden size. Size 1 is a scalar.
+        init: the initial value of all elements, a tensor of them, or a function that writes them
+            into the tensor that it is given, as those of torch.nn.init do; by default random, as
+            weights are.
+        learned: whether it is a parameter of the layer; else it is a buffer, which has no gradient.
     """
     _checked_name("parameter", name)
-    size = like if like is None or isinstance(like, int) else like.shape[-1]
-    if size is not None and size < 1:
-        fail(f"parameter({name!r}): like: expected a size of at least 1, got {size}")
-    return current_frame("parameter").parameter(name, size, init)
+    if not isinstance(learned, bool):
+        fail(f"parameter({name!r}): learned: expected True or False, got {learned!r}")
+    number = isinstance(init, int | float) and not isinstance(init, bool)
+    if init is not None and not number and not isinstance(init, Tensor) and (
+        isinstance(init, Symbol) or not callable(init)
+    ):  # fmt: skip
+        fail(f"parameter({name!r}): init: expected a number, a tensor, or a function that fills "
+             f"one, got {init!r}")  # fmt: skip
+    if like is None and isinstance(init, Tensor):
+        like = tuple(init.shape)
+    if like is None:
+        shape = None
+    elif hasattr(like, "shape"):
+        shape = tuple(like.shape[1:])  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        shape = _checked_shape(f"parameter({name!r}): like", like)
+    if isinstance(init, Tensor) and tuple(init.shape) != shape:
+        fail(f"parameter({name!r}): init: expected a tensor of shape {shape}, got "
+             f"{tuple(init.shape)}")  # fmt: skip
+    return current_frame("parameter").parameter(name, shape, init, learned)
+
+
+def _checked_shape(what: str, given: Any) -> tuple[int, ...]:
+    shape = tuple(given) if isinstance(given, tuple | list) else (given,)
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            fail(f"{what}: expected an int of at least 1, or several in a tuple, got {given!r}")
+    if not 1 <= len(shape) <= MOST_AXES:
+        fail(f"{what}: expected 1 to {MOST_AXES} axes, got {given!r}")
+    return shape
 
 
 # Elementwise, composed of functions of the table
@@ -75,33 +145,34 @@ def silu(x: Row) -> Row:
     return x * sigmoid(x)
 
 
+def logsigmoid(x: Row) -> Row:
+    """log(sigmoid(x))."""
+    return -softplus(-x)
+
+
+def logaddexp(a: Row, b: Row) -> Row:
+    """log(exp(a) + exp(b)), of finite values."""
+    return maximum(a, b) + log1p(exp(-abs(a - b)))
+
+
 def clamp(x: Row, low: float, high: float) -> Row:
     """x, but at least low and at most high; high, where low is greater, as of ``torch.clamp``. The
     gradient passes from low to high inclusive."""
+    for bound in (low, high):
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            fail(f"clamp: expected numbers low and high, got {bound!r}; write rnn.maximum(x, low) "
+                 "or rnn.minimum(x, high)")  # fmt: skip
     if low > high:
         low = high
     return where(x < low, low, where(x > high, high, x))
 
 
-# Over the features of a row
-
-
-def mean(x: Row) -> Row:
-    """The mean of a row's features, (B, 1)."""
-    return sum(x) * (1 / x.shape[-1])
-
-
-def softmax(x: Row) -> Row:
-    """exp(x) over its sum, of the features of a row."""
-    e = exp(x - max(x))
-    return e / sum(e)
-
-
 def layer_norm(name: str, x: Row, eps: float = 1e-5) -> Row:
-    """Layer normalisation (Ba, Kiros and Hinton 2016) with a learned gain and shift.
+    """Layer normalisation (Ba, Kiros and Hinton 2016) along the last axis, with a learned gain and
+    shift.
 
     The layer's parameters are ``<name>_gain_l<layer>``, at first 1, and ``<name>_shift_l<layer>``,
-    at first 0, of the size of x.
+    at first 0, of the sizes of x.
     """
     centred = x - mean(x)
     normalized = centred / sqrt(mean(centred * centred) + eps)
@@ -110,21 +181,24 @@ def layer_norm(name: str, x: Row, eps: float = 1e-5) -> Row:
     )
 
 
-def cat(*values: Row) -> Row:
-    """The features of all values beside each other; value[:, start:stop] takes some out."""
-    if not values:
-        fail("cat: expected at least one value")
-    symbol = next((v for v in values if isinstance(v, Symbol)), None)
-    return evaluate.cat(values) if symbol is None else symbol.builder.apply("cat", *values)
+def rms_norm(name: str, x: Row, eps: float = 1e-6) -> Row:
+    """Normalisation by the root mean square along the last axis (Zhang and Sennrich 2019), with a
+    learned gain: ``<name>_gain_l<layer>``, at first 1, of the sizes of x."""
+    return x * rsqrt(mean(x * x) + eps) * parameter(f"{name}_gain", x, init=1.0)
 
 
-def chunk(value: Row, chunks: int) -> tuple[Row, ...]:
-    """The features of a value cut into parts of one size."""
-    size = value.shape[-1]
-    if chunks < 1 or size % chunks:
-        fail(f"chunk: expected a divisor of the {size} features, got {chunks}")
-    part = size // chunks
-    return tuple(value[:, i * part : (i + 1) * part] for i in range(chunks))
+def group_norm(name: str, x: Row, groups: int, eps: float = 1e-5) -> Row:
+    """Normalisation of groups of neighbouring features of a row (Wu and He 2018), with a learned
+    gain and shift as of :func:`layer_norm`."""
+    if len(x.shape) != 2 or groups < 1 or x.shape[1] % groups:
+        fail(f"group_norm({name!r}): expected a row, and a divisor of its features, got shape "
+             f"{x.shape} and {groups} groups")  # fmt: skip
+    apart = reshape(x, groups, x.shape[1] // groups)
+    centred = apart - mean(apart)
+    normalized = reshape(centred / sqrt(mean(centred * centred) + eps), x.shape[1])
+    return normalized * parameter(f"{name}_gain", x, init=1.0) + parameter(
+        f"{name}_shift", x, init=0.0
+    )
 
 
 # Noise, in training
@@ -142,7 +216,7 @@ def dropout(x: Row, p: float) -> Row:
         return x
     if p == 1:
         return x * 0.0
-    return where(frame.keep(1 - p, x.shape[-1]), x * (1 / (1 - p)), 0.0)
+    return where(frame.keep(1 - p, tuple(x.shape[1:])), x * (1 / (1 - p)), 0.0)
 
 
 def zoneout(new: Row, old: Row, p: float) -> Row:
@@ -157,9 +231,9 @@ def zoneout(new: Row, old: Row, p: float) -> Row:
         return new
     if not frame.training:
         return p * old + (1 - p) * new
-    return where(frame.keep(p, new.shape[-1]), old, new)
+    return where(frame.keep(p, tuple(new.shape[1:])), old, new)
 
 
 def _check_probability(function: str, p: float) -> None:
-    if not 0 <= p <= 1:
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
         fail(f"{function}: expected a probability from 0 to 1, got {p!r}")

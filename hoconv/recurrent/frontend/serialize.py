@@ -48,7 +48,7 @@ def to_text(trace: Trace) -> str:
     document = json.dumps(
         {
             "version": _VERSION,
-            "declarations": [[d.name, d.shape, d.init] for d in trace.declarations],
+            "declarations": [[d.name, d.read_shape, None] for d in trace.declarations],
             "params": [
                 [p.value.hint, p.value.type.shape, p.pieces[0].parameter, p.pieces[0].columns]
                 for p in program.params
@@ -108,7 +108,8 @@ def from_text(text: str) -> Trace:
         results=(("output", sequence),),
     )
     return Trace(
-        program, tuple(Declaration(n, tuple(s), i) for n, s, i in document["declarations"])
+        program,
+        tuple(Declaration(n, tuple(s), row=len(s) == 1) for n, s, _ in document["declarations"]),
     )
 
 

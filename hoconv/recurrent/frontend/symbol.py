@@ -5,22 +5,52 @@ A symbol stands for the rows of one value. Its operators append ops to a builder
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
 from hoconv.recurrent.frontend.errors import find_caller, locate_error
+from hoconv.recurrent.ir.axes import Layout
 from hoconv.recurrent.ir.kinds import (
     SOURCES,
     SUMS,
     OperandError,
     check_operands,
     is_boolean,
+    is_elementwise,
     result_shape,
 )
 from hoconv.recurrent.ir.program import Op, Operand, Rate, Type, Value
 
-_LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / < <= > >= == != & | ~ **"
+# What to write for names of PyTorch and NumPy.
+INSTEAD = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "outer"), 'rnn.einsum("hk,hv->hkv", a, b)'),
+    **dict.fromkeys(("stack", "concat", "concatenate", "hstack"), "rnn.cat(a, b)"),
+    **dict.fromkeys(("view", "flatten", "unflatten", "unsqueeze"), "rnn.reshape(value, H, K)"),
+    **dict.fromkeys(("split", "unbind"), "rnn.chunk(value, n)"),
+    **dict.fromkeys(("transpose", "permute", "mT", "T"), 'rnn.einsum("hkv->hvk", value)'),
+    **dict.fromkeys(("min", "amin"), "-rnn.max(-value), or rnn.minimum(a, b)"),
+    "amax": "rnn.max(value)",
+    "detach": "rnn.stop_gradient(value)",
+    "clip": "rnn.clamp(value, low, high)",
+    "pow": "value ** n",
+    "norm": "rnn.sqrt(rnn.sum(value * value))",
+}
+_POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+MOST_AXES = 3  # of a value, beside the batch
+_LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / % ** < <= > >= == != & | ~"
+
+
+def _suggest(name: str) -> str:
+    """Says what to write instead of a function or method that a cell calls."""
+    language = sys.modules["hoconv.recurrent"]  # which imports this module
+    if callable(getattr(language, name, None)):
+        return f"write rnn.{name}(...)"
+    if name in INSTEAD:
+        return f"write {INSTEAD[name]}"
+    return f"the language has {_LANGUAGE}"
 
 
 def fail(message: str) -> NoReturn:
@@ -57,7 +87,8 @@ class Builder:
         Raises:
             CellError: operands that do not fit, or that are not values of the step.
         """
-        inputs = tuple(self._operand(kind, o) for o in operands)
+        given, along = self._repeat(kind, operands) if is_elementwise(kind) else (operands, None)
+        inputs = tuple(self._operand(kind, o) for o in given)
         try:
             check_operands(kind, inputs)
             shape = result_shape(kind, inputs, attrs)
@@ -67,16 +98,88 @@ class Builder:
         once = kind not in SOURCES and all(v.type.rate == "once" for v in values)
         dtype = "bool" if is_boolean(kind, inputs) else dtype or self.dtype
         rate = "once" if once or kind in SUMS else self.rate
-        return self._append(Op(kind, inputs, Value(Type(rate, shape, dtype)), attrs))
+        return self._append(Op(kind, inputs, Value(Type(rate, shape, dtype)), attrs), along)
+
+    def _repeat(
+        self, kind: str, operands: Sequence[Any]
+    ) -> tuple[Sequence[Any], tuple[int, ...] | None]:
+        """Repeats operands along axes of size 1, as NumPy does; returns them and their shape, or
+        None if they are rows, which kernels repeat themselves."""
+        shapes = {o.along for o in operands if isinstance(o, Symbol)}
+        if all(len(shape) == 1 for shape in shapes):
+            return operands, None
+        if len({len(shape) for shape in shapes}) > 1:
+            fail(f"{kind}: {_list_shapes(operands)}: expected as many axes of each; write "
+                 "value[..., None] or value[:, None] where an axis is missing")  # fmt: skip
+        shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        for each in shapes:
+            if any(n not in (1, size) for n, size in zip(each, shape, strict=True)):
+                fail(f"{kind}: {_list_shapes(operands)}: expected operands of one size along "
+                     "each axis, or of size 1")  # fmt: skip
+        axes = tuple(range(len(shape)))
+        repeated = []
+        for operand in operands:
+            if isinstance(operand, Symbol) and 1 < math.prod(operand.along) < math.prod(shape):
+                own = tuple(a for a in axes if operand.along[a] > 1)
+                operand = self.einsum(Layout(shape, (own,), axes), operand)
+            repeated.append(operand)
+        return repeated, shape
+
+    def einsum(
+        self, axes: Layout, *operands: Symbol | Value, kind: str = "einsum", dtype: str = ""
+    ) -> Symbol:
+        """Appends what sums the products of one or two operands (`kind` ``einsum``), or takes the
+        largest of one (``largest``); along an axis that no operand has, the result is repeated."""
+        read = {axis for own in axes.operands for axis in own}
+        if len(operands) > 1:
+            # As PyTorch does, sums what one operand has alone before it multiplies.
+            given, lists = [*operands], [*axes.operands]
+            for i, own in enumerate(axes.operands):
+                lists[i] = tuple(a for a in own if a in axes.result or a in axes.operands[1 - i])
+                if lists[i] != own:
+                    given[i] = self.einsum(Layout(axes.sizes, (own,), lists[i]), operands[i])
+            operands, axes = tuple(given), Layout(axes.sizes, tuple(lists), axes.result)
+        if any(axis not in read for axis in axes.result):
+            inner = tuple(axis for axis in axes.result if axis in read)
+            part = self.einsum(Layout(axes.sizes, axes.operands, inner), *operands, kind=kind)
+            return self._by_axes("arrange", Layout(axes.sizes, (inner,), axes.result), part)
+        if len(operands) == 1 and not axes.reduced:
+            kind = "arrange"
+        return self._by_axes(kind, axes, *operands, dtype=dtype)
+
+    def _by_axes(
+        self, kind: str, axes: Layout, *operands: Symbol | Value, dtype: str = ""
+    ) -> Symbol:
+        """Appends an op that reads its operands by axes, or what equals it and does not."""
+        shape = axes.shape(axes.result) or (1,)
+        # Without the axes of size 1, and those that are nowhere.
+        kept = [
+            axis
+            for axis in dict.fromkeys((*axes.result, *(a for own in axes.operands for a in own)))
+            if axes.sizes[axis] > 1
+        ]
+        own, result = (
+            tuple(tuple(kept.index(a) for a in of if a in kept) for of in lists)
+            for lists in (axes.operands, (axes.result,))
+        )
+        axes = Layout(tuple(axes.sizes[axis] for axis in kept), own, result[0])
+        whole = all(of in ((), axes.result) for of in own) and axes.result in own
+        if whole and not axes.reduced:
+            flat = [Symbol(self, o.value if isinstance(o, Symbol) else o) for o in operands]
+            if len(flat) == 1:
+                return Symbol(self, flat[0].value, shape)
+            return Symbol(self, self.apply("mul", *flat, dtype=dtype).value, shape)
+        made = self.apply(kind, *operands, attrs=axes.attrs, dtype=dtype)
+        return Symbol(self, made.value, shape)
 
     def zeros(self, size: int, like: Value) -> Symbol:
         """Zeros to concatenate with parts of the gradient of `like`."""
         rate = like.type.rate if self.rate == "sequence" else self.rate
         return self._append(Op("fill", (), Value(Type(rate, (size,), self.dtype)), (0.0, size)))
 
-    def _append(self, op: Op) -> Symbol:
+    def _append(self, op: Op, along: tuple[int, ...] | None = None) -> Symbol:
         (self.before if op.result.type.rate == "once" else self.ops).append(op)
-        return Symbol(self, op.result)
+        return Symbol(self, op.result, along)
 
     def cast(self, symbol: Symbol, dtype: str) -> Symbol:
         """Casts a symbol to a dtype, unless it has that dtype."""
@@ -90,6 +193,8 @@ class Builder:
 
     def _operand(self, kind: str, operand: Any) -> Operand:
         if isinstance(operand, Symbol):
+            if operand.builder is not self:
+                fail(f"{kind}: a value of another call of a cell; a cell keeps none between calls")
             return operand.value
         if isinstance(operand, Value):
             return operand
@@ -119,29 +224,77 @@ def _assigned(operator: str) -> Callable[[Symbol, Any], Symbol]:
     return refuse
 
 
-class Symbol:
-    """Rows (B, n) of features in a cell that is being traced."""
+def _list_shapes(operands: Sequence[Any]) -> str:
+    shapes = (f"(B, {', '.join(map(str, o.along))})" for o in operands if isinstance(o, Symbol))
+    return " and ".join(shapes)
 
-    def __init__(self, builder: Builder, value: Value) -> None:
+
+class _Batch:
+    """The batch size, which is not known when a cell is traced."""
+
+    def __repr__(self) -> str:
+        return "B"
+
+    def __index__(self) -> int:
+        fail("the batch size is not known when a cell is traced; value.shape[1:] are the features")
+
+    __int__ = __float__ = __len__ = __index__
+
+    def _refuse(self, *_: Any) -> Any:
+        return self.__index__()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = __bool__ = _refuse  # pyright: ignore[reportAssignmentType]
+    __hash__ = object.__hash__
+
+
+def _missing(operator: str, instead: str) -> Callable[..., Any]:
+    def refuse(self: Symbol, *others: Any) -> NoReturn:
+        fail(f"the language has no {operator}; write {instead}")
+
+    return refuse
+
+
+class Symbol:
+    """A value of the step in a cell that is being traced: (B, n), or (B, ...) of up to three axes.
+
+    Attributes:
+        value: its features in a row, the last axis fastest.
+        along: its sizes along its axes, without the batch.
+    """
+
+    def __init__(
+        self, builder: Builder, value: Value, along: tuple[int, ...] | None = None
+    ) -> None:
         self.builder = builder
         self.value = value
+        self.along = value.type.shape if along is None else along
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(-1, n): the batch is not known when a cell is traced."""
-        return -1, self.value.type.size
+    def shape(self) -> tuple[Any, ...]:
+        """(B, ...), as of a tensor; B cannot be computed with."""
+        return _Batch(), *self.along
 
     __add__, __radd__ = _binary("add"), _reflected("add")
     __sub__, __rsub__ = _binary("sub"), _reflected("sub")
     __mul__, __rmul__ = _binary("mul"), _reflected("mul")
     __truediv__ = _binary("div")
+    __mod__ = _binary("mod")
+    __rmod__ = _missing("number % value", "a - b * rnn.floor(a / b)")  # nor PyTorch its gradient
     __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
     __eq__ = _binary("eq")  # pyright: ignore[reportAssignmentType]
     __ne__ = _binary("ne")  # pyright: ignore[reportAssignmentType]
     __and__, __or__ = _binary("and"), _binary("or")
     __iadd__, __isub__, __imul__ = _assigned("+"), _assigned("-"), _assigned("*")
-    __itruediv__, __ipow__ = _assigned("/"), _assigned("**")
+    __itruediv__, __ipow__, __imod__ = _assigned("/"), _assigned("**"), _assigned("%")
     __iand__, __ior__ = _assigned("&"), _assigned("|")
+    __floordiv__ = __rfloordiv__ = _missing("//", "rnn.floor(a / b)")
+    __matmul__ = __rmatmul__ = _missing("@", 'rnn.linear, or rnn.einsum("hkv,hk->hv", a, b)')
+    __xor__ = __rxor__ = _missing("^", "a != b of conditions, or a ** n")
+    __setitem__ = _missing("value[...] = ", "rnn.where(condition, a, b), or rnn.cat(a, b)")
+    __contains__ = _missing("in", "rnn.max(rnn.where(a == b, 1.0, 0.0)) > 0")
     __hash__ = object.__hash__
     __array_ufunc__ = None  # NumPy's functions refuse it
 
@@ -155,10 +308,19 @@ class Symbol:
         return self.builder.apply("not", self)
 
     def __pow__(self, exponent: Any) -> Symbol:
-        if not isinstance(exponent, int) or exponent < 1:
-            fail(f"**: expected a whole exponent of at least 1, got {exponent!r}; else use rnn.exp")
+        if isinstance(exponent, int | float) and exponent in _POWERS:
+            return self.builder.apply(_POWERS[exponent], self)
+        whole = isinstance(exponent, int) or (isinstance(exponent, float) and exponent.is_integer())
+        if whole and exponent < 0:
+            return (self ** -int(exponent)) ** -1
+        times = int(exponent) if whole else 0
+        if times < 1:
+            fail(
+                f"**: expected a whole exponent, but not 0, or 0.5 or -0.5; got {exponent!r}; "
+                "write rnn.exp(exponent * rnn.log(value)) of a positive value"
+            )
         result = self
-        for _ in range(exponent - 1):
+        for _ in range(times - 1):
             result = result * self
         return result
 
@@ -173,13 +335,58 @@ class Symbol:
         return reciprocal if other == 1 else reciprocal * other
 
     def __getitem__(self, index: Any) -> Symbol:
-        features = index[1] if isinstance(index, tuple) and len(index) == 2 else None
-        leading = index[0] if isinstance(index, tuple) and index else None
-        whole = leading is Ellipsis or leading == slice(None)
-        if not (whole and isinstance(features, slice) and features.step in (None, 1)):
-            fail("indexing: expected a slice of the features, value[:, start:stop]")
-        start, stop, _ = features.indices(self.value.type.size)
-        return self.builder.apply("slice", self, attrs=(start, stop))
+        items = list(index) if isinstance(index, tuple) else [index]
+        # By identity: an item may be a symbol, which compares to a symbol.
+        indexed = sum(item is not None and item is not Ellipsis for item in items)
+        whole = [slice(None)] * (1 + len(self.along) - indexed)
+        at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+        items[at : at + 1] = whole
+        batch = items[0] if items else None
+        if not (isinstance(batch, slice) and batch == slice(None)) or (
+            sum(item is not None for item in items) != 1 + len(self.along)
+        ):
+            fail(
+                f"indexing (B, {', '.join(map(str, self.along))}): expected value[:, ...], or "
+                "value[..., start:stop]: the batch whole, then an index for each axis"
+            )
+        result, shape, axis = self, [], 0
+        for item in items[1:]:
+            if item is None:
+                shape.append(1)
+                continue
+            size = self.along[axis]
+            if isinstance(item, int) and not isinstance(item, bool) and -size <= item < size:
+                start, stop = item % size, item % size + 1
+            elif isinstance(item, slice) and item.step in (None, 1):
+                start, stop, _ = item.indices(size)
+                shape.append(stop - start)
+            else:
+                fail(f"indexing an axis of size {size}: expected start:stop, an int, or None for "
+                     f"a new axis, got {item!r}")  # fmt: skip
+            if (start, stop) != (0, size) or len(self.along) == 1:
+                result = result._slice(axis, start, stop)
+            axis += 1
+        if not shape:
+            fail("indexing: an int removes the last axis; value[:, i : i + 1] keeps it")
+        if len(shape) > MOST_AXES:
+            fail(f"indexing: expected 1 to {MOST_AXES} axes beside the batch, got {len(shape)}")
+        return Symbol(self.builder, result.value, tuple(shape))
+
+    def _slice(self, axis: int, start: int, stop: int) -> Symbol:
+        """The features from `start` to `stop` along an axis."""
+        if not 0 <= start < stop <= self.along[axis]:
+            fail(f"indexing: expected part of 0:{self.along[axis]}, got {start}:{stop}")
+        front = self.move(axis, 0)
+        apart = math.prod(front.along[1:])
+        cut = self.builder.apply("slice", front, attrs=(start * apart, stop * apart))
+        return Symbol(self.builder, cut.value, (stop - start, *front.along[1:])).move(0, axis)
+
+    def move(self, axis: int, to: int) -> Symbol:
+        """Returns the same features with an axis at another place."""
+        order = list(range(len(self.along)))
+        order.insert(to, order.pop(axis))
+        given = tuple(range(len(self.along)))
+        return self.builder.einsum(Layout(self.along, (given,), tuple(order)), self)
 
     def __bool__(self) -> bool:
         fail(
@@ -201,7 +408,7 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        fail(f"a value of the step has no {name!r}; the language has {_LANGUAGE}")
+        fail(f"a value of the step has no {name!r}; {_suggest(name)}")
 
     @classmethod
     def __torch_function__(
@@ -209,9 +416,9 @@ class Symbol:
     ) -> NoReturn:
         name = getattr(function, "__name__", str(function))
         fail(
-            f"torch's {name} is outside of the language, which has {_LANGUAGE}; what torch.nn's "
-            "modules learn, rnn.linear and rnn.parameter do"
+            f"torch's {name} is outside of the language; {_suggest(name)}; what torch.nn's modules "
+            "learn, rnn.linear and rnn.parameter do"
         )
 
     def __repr__(self) -> str:
-        return f"<value of the step, {self.value.type}>"
+        return f"<value of the step, (B, {', '.join(map(str, self.along))})>"

@@ -5,29 +5,48 @@ I input size, n features of an operand, m features of a result.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hoconv.recurrent.frontend.cell import BoundCell
-from hoconv.recurrent.frontend.frame import Frame, Row
+from hoconv.recurrent.frontend.frame import Frame, Init, Map, Row
 from hoconv.recurrent.frontend.symbol import Builder, Symbol, fail
 from hoconv.recurrent.ir.program import Param, Piece, Program, State, Type, Value, Yield, flat
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter that a cell declares. `init` is None if it is initialised as weights are."""
+    """A parameter that a cell declares.
+
+    Attributes:
+        shape: of the layer's parameter.
+        init: what its elements begin with.
+        learned: whether it is a parameter of the layer; else a buffer.
+        row: whether programs read it as a row of features, and not as a weight.
+    """
 
     name: str
     shape: tuple[int, ...]
-    init: float | None = None
+    init: Init = None
+    row: bool = False
+    learned: bool = True
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Returns the shape of what programs read."""
+        return (math.prod(self.shape),) if self.row else self.shape
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The program of a cell and the parameters that it declares."""
+    """The program of a cell, the parameters that it declares, and its outputs: their sizes by name,
+    or None of one that has no name. A trace that is read from its text has none, either."""
 
     program: Program
     declarations: tuple[Declaration, ...]
+    outputs: Mapping[str, int] | None = None
 
     @property
     def output_size(self) -> int:
@@ -40,65 +59,95 @@ class Trace:
         return any(op.kind == "keep" for op in flat(self.program.step))
 
 
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """A linear map in a program: the sizes of its operands, the weights of each, and its bias."""
+
+    sizes: list[int]
+    weights: list[Value]
+    bias: Value | None
+
+
 class _Tracer(Frame):
     def __init__(self, cell: BoundCell, training: bool) -> None:
         self.cell = cell
         self.training = training
         self.builder = Builder()
         self.declarations: dict[str, Declaration] = {}
+        self.maps: dict[Map, _Weights] = {}
         self.params: list[Param] = []
         self.draws = 0
 
-    def linear(self, name: str, operands: tuple[Row, ...], size: int | None, bias: bool) -> Row:
+    def linear(self, map: Map, operands: tuple[Row, ...]) -> Row:
+        name = map.name
         for operand in operands:
             if not isinstance(operand, Symbol):
-                fail(f"linear({name!r}): expected values of the step, got {operand!r}")
+                fail(f"linear({name!r}): expected values of the step as arguments, got {operand!r}")
             if operand.value.type.rate == "once":
-                fail(f"linear({name!r}): an operand depends on parameters alone; add it afterwards")
-        size = self.cell.hidden_size if size is None else size
-        if not isinstance(size, int) or size < 1:
-            fail(f"linear({name!r}): size: expected an int of at least 1, got {size!r}")
-        sizes = [operand.shape[-1] for operand in operands]
-        weight = self._declare(f"weight_{name}", (size, sum(sizes)))
+                fail(f"linear({name!r}): an operand depends on parameters alone, the same in every "
+                     "step; add it to the result instead")  # fmt: skip
+        shape = (self.cell.hidden_size,) if map.shape is None else map.shape
+        sizes = [operand.value.type.size for operand in operands]
+        if map not in self.maps:
+            self.maps[map] = self._declare_map(name, sizes, math.prod(shape), map.bias)
+        made = self.maps[map]
+        if sizes != made.sizes:
+            fail(f"linear({name!r}): expected operands of the sizes {made.sizes}, as at its first "
+                 f"use, got {sizes}")  # fmt: skip
         # The bias joins the product of an operand that does not recur, if there is one: the sum of
         # both can then be computed for all steps at once.
         constant = [self._constant(operand.value) for operand in operands]
-        added = None
-        if bias:
-            declared = self._declare(f"bias_{name}", (size,))
-            added = self._param((size,), f"{name}.bias", Piece(declared))
-        result, start = None, 0
+        added = made.bias
+        result: Symbol | None = None
         for i, operand in enumerate(operands):
-            columns = (start, start + sizes[i])
-            start = columns[1]
-            part = self._param((size, sizes[i]), f"{name}.{i}", Piece(weight, columns))
-            inputs: list[Row] = [operand, part]
+            inputs: list[Row] = [operand.value, made.weights[i]]
             if added is not None and constant[i]:
                 inputs.append(added)
                 added = None
             product = self.builder.apply("linear", *inputs)
             result = product if result is None else result + product
-        return result if added is None else result + Symbol(self.builder, added)
+        assert result is not None  # a map has an operand
+        if added is not None:
+            result = result + Symbol(self.builder, added)
+        return Symbol(self.builder, result.value, shape)
 
-    def parameter(self, name: str, size: int | None, init: float | None) -> Row:
-        shape = (self.cell.hidden_size if size is None else size,)
-        declared = self._declare(name, shape, init)
-        return Symbol(self.builder, self._param(shape, name, Piece(declared)))
+    def _declare_map(self, name: str, sizes: list[int], size: int, bias: bool) -> _Weights:
+        weight = self._declare(f"weight_{name}", (size, sum(sizes)))
+        added = None
+        if bias:
+            declared = self._declare(f"bias_{name}", (size,), row=True)
+            added = self._param((size,), f"{name}.bias", Piece(declared))
+        ends = itertools.accumulate(sizes)
+        weights = [
+            self._param((size, n), f"{name}.{i}", Piece(weight, (end - n, end)))
+            for i, (n, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        return _Weights(sizes, weights, added)
 
-    def keep(self, probability: float, size: int) -> Row:
+    def parameter(self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool) -> Row:
+        shape = (self.cell.hidden_size,) if shape is None else shape
+        declared = self._declare(name, shape, init, row=True, learned=learned)
+        value = self._param((math.prod(shape),), name, Piece(declared))
+        return Symbol(self.builder, value, shape)
+
+    def keep(self, probability: float, shape: tuple[int, ...]) -> Row:
         self.draws += 1
-        return self.builder.apply("keep", attrs=(probability, self.draws - 1, size))
+        attrs = probability, self.draws - 1, math.prod(shape)
+        return Symbol(self.builder, self.builder.apply("keep", attrs=attrs).value, shape)
 
     def apply(self, kind: str, *operands: Row | float) -> Row:
         return self.builder.apply(kind, *operands)
 
-    def _declare(self, name: str, shape: tuple[int, ...], init: float | None = None) -> str:
+    def _declare(
+        self, name: str, shape: tuple[int, ...], init: Init = None, row: bool = False,
+        learned: bool = True,
+    ) -> str:  # fmt: skip
         if name in self.declarations:
             fail(
                 f"the parameter {name!r} is made twice; a name stands for one set of weights: "
                 f"choose another, or keep the value"
             )
-        self.declarations[name] = Declaration(name, shape, init)
+        self.declarations[name] = Declaration(name, shape, init, row, learned)
         return name
 
     def _param(self, shape: tuple[int, ...], hint: str, piece: Piece) -> Value:
@@ -121,10 +170,13 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
         CellError: the cell leaves the language; says the line and what to write instead.
     """
     tracer = _Tracer(cell, training)
-    x = Value(Type("sequence", (cell.input_size,)), "x")
-    states = {n: Value(Type("step", (size,)), n) for n, size in cell.state_sizes.items()}
-    symbols = {n: Symbol(tracer.builder, v) for n, v in states.items()}
-    output, following = cell.step(tracer, Symbol(tracer.builder, x), list(symbols.values()))
+    x = Value(Type("sequence", (cell.row_size,)), "x")
+    shapes = cell.state_shapes
+    states = {n: Value(Type("step", (math.prod(shape),)), n) for n, shape in shapes.items()}
+    symbols = {n: Symbol(tracer.builder, v, shapes[n]) for n, v in states.items()}
+    output, following, outputs = cell.step(
+        tracer, Symbol(tracer.builder, x), list(symbols.values())
+    )
     for name, value in {"output": output, **following}.items():
         if not isinstance(value, Symbol):
             raise cell.error(f"{name}: expected a value of the step, got {type(value).__name__}")
@@ -143,4 +195,4 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
         yields=(Yield("output", output.value, sequence),),
         results=(("output", sequence),),
     )
-    return Trace(program, tuple(tracer.declarations.values()))
+    return Trace(program, tuple(tracer.declarations.values()), outputs)

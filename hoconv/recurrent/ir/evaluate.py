@@ -49,10 +49,11 @@ def elementwise(kind: str, *operands: Tensor | float, dtype: torch.dtype) -> Ten
     return function.evaluate(*operands)
 
 
-def cat(parts: Sequence[Tensor]) -> Tensor:
+def cat(parts: Sequence[Tensor], axis: int = -1) -> Tensor:
     """Concatenates features; those of a parameter are repeated for every row."""
-    rows = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return torch.cat([part.expand(*rows, part.shape[-1]) for part in parts], -1)
+    axis = axis if axis < 0 else axis - parts[0].dim()
+    rows = torch.broadcast_shapes(*(part.shape[:axis] for part in parts))
+    return torch.cat([part.expand(*rows, *part.shape[axis:]) for part in parts], axis)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -98,7 +98,8 @@ def _d_softplus(rnn: Any, g: Any, y: Any, x: Any) -> tuple[Any, ...]:
 
 
 def _d_max(rnn: Any, g: Any, y: Any, x: Any) -> tuple[Any, ...]:
-    largest = rnn.where(x == y, 1.0, 0.0)
+    # Not y: where x is computed again it may be rounded otherwise, and then nothing equals y.
+    largest = rnn.where(x == rnn.max(x), 1.0, 0.0)
     return (g * largest / rnn.sum(largest),)
 
 
@@ -115,6 +116,14 @@ _TABLE = (
         "{type}(1) / {0}",
         lambda rnn, g, y, x: (-(g * (y * y)),),
         cheap=True,
+    ),
+    # Of Python's sign: the result has that of b.
+    Function(
+        "mod",
+        operator.mod,
+        "modulo({0}, {1})",
+        lambda rnn, g, y, a, b: (g, -(g * rnn.floor(a / b))),
+        _A_B,
     ),
     # Of a constant base.
     Function(
@@ -188,6 +197,68 @@ _TABLE = (
         domain=lambda rnn, x: 1 + rnn.abs(x),
     ),
     Function(
+        "rsqrt",
+        torch.rsqrt,
+        "{type}(1) / square_root({0})",
+        lambda rnn, g, y, x: (-0.5 * g * (y * y * y),),
+        doc="1 / sqrt(x).",
+        domain=lambda rnn, x: 1 + rnn.abs(x),
+    ),
+    Function(
+        "expm1",
+        torch.expm1,
+        "exponential_minus_one({0})",
+        lambda rnn, g, y, x: (g * (y + 1),),
+        doc="exp(x) - 1, exact for small x.",
+        domain=lambda rnn, x: -rnn.softplus(x),
+    ),
+    Function(
+        "log1p",
+        torch.log1p,
+        "logarithm_of_one_plus({0})",
+        lambda rnn, g, y, x: (g / (1 + x),),
+        doc="log(1 + x), exact for small x.",
+        domain=lambda rnn, x: x * x,
+    ),
+    Function(
+        "sin",
+        torch.sin,
+        "sine({0})",
+        lambda rnn, g, y, x: (g * rnn.cos(x),),
+        doc="The sine.",
+    ),
+    Function(
+        "cos",
+        torch.cos,
+        "cosine({0})",
+        lambda rnn, g, y, x: (-(g * rnn.sin(x)),),
+        doc="The cosine.",
+    ),
+    Function(
+        "floor",
+        lambda x: x.detach().floor(),
+        "round_down({0})",
+        lambda rnn, g, y, x: (None,),
+        cheap=True,
+        doc="The largest whole number that is not above x; it has no gradient.",
+    ),
+    Function(
+        "sign",
+        lambda x: x.detach().sign(),
+        "sign_of({0})",
+        lambda rnn, g, y, x: (None,),
+        cheap=True,
+        doc="-1, 0 or 1; it has no gradient.",
+    ),
+    Function(
+        "stop_gradient",
+        torch.Tensor.detach,
+        "{0}",
+        lambda rnn, g, y, x: (None,),
+        cheap=True,
+        doc="x, through which no gradient passes.",
+    ),
+    Function(
         "erf",
         torch.erf,
         "error_function({0})",
@@ -220,6 +291,15 @@ _TABLE = (
         _A_B,
         cheap=True,
         doc="The larger one; where they are equal, each gets half of the gradient.",
+    ),
+    Function(
+        "straight_through",
+        lambda hard, soft: hard.detach() + (soft - soft.detach()),
+        "{0}",
+        lambda rnn, g, y, hard, soft: (None, g),
+        {"hard": "number", "soft": "number"},
+        cheap=True,
+        doc="The value of hard with the gradient of soft (Bengio, Léonard and Courville 2013).",
     ),
     Function(
         "where",

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hoconv.recurrent.ir.axes import read_layout
 from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
 from hoconv.recurrent.ir.program import Operand, Value
 
 # Ops that are no functions of the table, because they need attributes, weights or whole sequences.
 # slice: attrs (start, stop), some features; cat: the features of several rows beside each other.
 LAYOUT = ("slice", "cat")
+# By axes, which attrs list: ir/axes.py. arrange: permutes the axes of its operand, and repeats it
+# along others. einsum: sums of an operand, or of the products of two. largest: maxima.
+BY_AXES = ("arrange", "einsum", "largest")
 # fill: attrs (value, n), n times the same number. keep: attrs (probability, site, n), true with
 # that probability, drawn by a counter: ir/random.py.
 SOURCES = ("fill", "keep")
@@ -24,7 +28,7 @@ SUMS = ("outer", "total")
 
 def is_known(kind: str) -> bool:
     """Returns whether there are ops of this kind."""
-    return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES, *PRODUCTS, *SUMS)
+    return kind in FUNCTIONS or kind in (*LAYOUT, *BY_AXES, *SOURCES, *PRODUCTS, *SUMS)
 
 
 def is_reduction(kind: str) -> bool:
@@ -40,12 +44,12 @@ def is_elementwise(kind: str) -> bool:
 def is_rowwise(kind: str) -> bool:
     """Returns whether a row of the result depends on the same row of each operand, and on no
     weight."""
-    return kind in FUNCTIONS or kind in (*LAYOUT, *SOURCES)
+    return kind in FUNCTIONS or kind in (*LAYOUT, *BY_AXES, *SOURCES)
 
 
 def is_cheap(kind: str) -> bool:
     """Returns whether the op costs less to compute again than to write and read its result."""
-    return FUNCTIONS[kind].cheap if kind in FUNCTIONS else kind in (*LAYOUT, *SOURCES)
+    return FUNCTIONS[kind].cheap if kind in FUNCTIONS else kind in (*LAYOUT, "arrange", *SOURCES)
 
 
 class OperandError(ValueError):
@@ -55,8 +59,8 @@ class OperandError(ValueError):
 def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
     """Checks that conditions stand where conditions belong, and numbers where numbers do.
 
-    The one rule of types: a function takes the sorts of its entry in the table; slices and ``cat``
-    take either sort; everything else takes numbers. Nothing is converted.
+    The one rule of types: a function takes the sorts of its entry in the table; slices, ``cat``
+    and ``arrange`` take either sort; everything else takes numbers. Nothing is converted.
 
     Raises:
         OperandError: one in the other's place, or constants alone; says what to write.
@@ -68,7 +72,7 @@ def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
             "numbers in Python"
         )
     found = [isinstance(i, Value) and i.type.dtype == "bool" for i in inputs]
-    if kind == "slice":
+    if kind in ("slice", "arrange"):
         return
     if kind == "cat":
         if numbers := [i for i in inputs if not isinstance(i, Value)]:
@@ -101,6 +105,8 @@ def result_shape(
     """
     shapes = [i.type.shape for i in inputs if isinstance(i, Value)]
     if is_elementwise(kind):
+        if len(shapes[0]) > 1 and len({*shapes}) == 1:  # the gradients of a weight, to be added
+            return shapes[0]
         for shape in shapes:
             if len(shape) != 1:
                 raise OperandError(f"{kind}: expected vectors of features, got a weight {shape}")
@@ -120,6 +126,11 @@ def result_shape(
         return (int(stop - start),)
     if kind == "cat":
         return (sum(shape[0] for shape in shapes),)
+    if kind in BY_AXES:
+        axes = read_layout(tuple(attrs))
+        if shapes != [(axes.count(own),) for own in axes.operands]:
+            raise OperandError(f"{kind}: {shapes} do not fit {axes}")
+        return (axes.count(axes.result),)
     if kind == "outer":
         return (shapes[0][0], shapes[1][0])
     if kind == "total":
@@ -133,6 +144,6 @@ def result_shape(
 
 def is_boolean(kind: str, inputs: Sequence[Operand]) -> bool:
     """Returns whether the result is a condition: true or false."""
-    if kind in LAYOUT:
+    if kind in (*LAYOUT, "arrange"):
         return any(isinstance(i, Value) and i.type.dtype == "bool" for i in inputs)
     return kind == "keep" or (kind in FUNCTIONS and FUNCTIONS[kind].result == "condition")

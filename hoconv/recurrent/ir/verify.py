@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import (
+    BY_AXES,
     LAYOUT,
     PRODUCTS,
     SUMS,
@@ -96,6 +97,6 @@ def _check_dtypes(where: str, op: Op, program: Program) -> None:
     own = op.result.type.dtype
     if op.kind == "cast" or not read:
         return
-    same = op.kind in FUNCTIONS or op.kind in (*PRODUCTS, *LAYOUT)
+    same = op.kind in FUNCTIONS or op.kind in (*PRODUCTS, *LAYOUT, *BY_AXES)
     if len(read) > 1 or (same and own not in (*read, "bool")):
         raise VerificationError(f"{where}: {', '.join(read)} to {own}\n{program}")

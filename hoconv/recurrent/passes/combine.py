@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Param, Program, Type, Value, flat
+from hoconv.recurrent.passes.gradient.paths import find_differentiated
 
 
 def combine(program: Program) -> Program:
-    """Combines the ``linear`` ops that read one value: those with a bias, and those without."""
+    """Combines the ``linear`` ops that read one value: those with a bias, and those without.
+
+    Weights by which a step multiplies more than once stay as they are. Products that have no
+    gradient are not combined with those that have: it is zero, whatever the operand is.
+    """
+    differentiated = find_differentiated(program)
     params = {p.value: p for p in program.params}
-    before, params = _region(program.before, params)
-    step, params = _region(program.step, params)
+    read = Counter(v for op in flat((*program.before, *program.step)) for v in op.values[1:])
+    once = {value for value in params if read[value] == 1}
+    before, params = _region(program.before, params, once, differentiated)
+    step, params = _region(program.step, params, once, differentiated)
     return replace(program, before=before, step=step, params=tuple(params.values()))
 
 
-def _region(items: tuple, params: dict[Value, Param]) -> tuple[tuple[Op, ...], dict[Value, Param]]:
+def _region(
+    items: tuple, params: dict[Value, Param], once: set[Value], differentiated: set[Value]
+) -> tuple[tuple[Op, ...], dict[Value, Param]]:
     ops = list(flat(items))
     together: dict[tuple, list[Op]] = defaultdict(list)
     for op in ops:
-        if op.kind == "linear" and all(v in params for v in op.values[1:]):
-            together[op.values[0], len(op.inputs)].append(op)
+        if op.kind == "linear" and once.issuperset(op.values[1:]):
+            has_gradient = op.result in differentiated
+            together[op.values[0], len(op.inputs), has_gradient].append(op)
     first = {same[0]: same for same in together.values() if len(same) > 1}
     gone = {op for same in first.values() for op in same}
     params = dict(params)

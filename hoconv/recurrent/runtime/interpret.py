@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hoconv.recurrent.ir import evaluate, random
+from hoconv.recurrent.ir import axes, evaluate, random
 from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 
@@ -171,6 +171,8 @@ def evaluate_op(
             return operands[0][..., int(start) : int(stop)]
         case "cat":
             return evaluate.cat(operands)
+        case "arrange" | "einsum" | "largest":
+            return axes.evaluate(op.kind, axes.layout(op), operands)
         case "cast":
             return operands[0].to(dtype)
         case "fill":

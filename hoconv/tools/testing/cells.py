@@ -108,8 +108,8 @@ class CellCase:
 
         T, B = 4, 3
         declared = trace(self.cell, training=True).declarations
-        self.parameters = {d.name: draw(*d.shape) for d in declared}
-        self.x = draw(T, B, self.cell.input_size)
+        self.parameters = {d.name: draw(*d.read_shape) for d in declared}
+        self.x = draw(T, B, self.cell.row_size)
         self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
         lengths = torch.tensor([2, 4, 1])
         valid = (torch.arange(T)[:, None] < lengths)[..., None].to(device)

@@ -1,14 +1,16 @@
 """Draws random cells from the whole language; a seed always gives the same cell.
 
-A cell has values of three sorts: rows, which depend on x or a state; learned values, which depend
-on parameters alone; and conditions. A tame cell keeps its values moderate. A wild cell also has
-constants such as infinity and NaN, and may use a value of the wrong sort: such a cell is refused.
+A cell has values of four sorts: rows, which depend on x or a state; values of two or three axes,
+which do, too; learned values, which depend on parameters alone; and conditions. A tame cell keeps
+its values moderate. A wild cell also has constants such as infinity and NaN, and may use a value of
+the wrong sort: such a cell is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,10 @@ from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 _SIZES = (1, 2, 3, 4, 6)
+_SHAPES = ((2, 3), (3, 2), (1, 3), (2, 1), (1, 1), (2, 2, 3), (1, 2, 2), (3, 1, 2))
+_LETTERS = "abcdef"
+# Shares of the states that have several axes, and of the draws that make such a value.
+_SHAPED = 0.25
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
 # Shares of a wild cell's draws: of values of a wrong sort, and among numbers of wild ones.
 _MISTAKES = 0.02
@@ -27,7 +33,10 @@ _WILD = 0.3
 def random_cell(seed: int, wild: bool = False) -> BoundCell:
     """Draws a cell of one to four states of several sizes."""
     draw = random.Random(seed)
-    sizes = {f"s{i}": draw.choice(_SIZES) for i in range(draw.choice((1, 2, 2, 3, 4)))}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for i in range(draw.choice((1, 2, 2, 3, 4))):
+        shaped = draw.random() < _SHAPED
+        sizes[f"s{i}"] = draw.choice(_SHAPES) if shaped else (draw.choice(_SIZES),)
     arguments = ", ".join(("x", *sizes))
     count = draw.randint(4, 18)
 
@@ -44,6 +53,15 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
 
 def _size(value: Any) -> int:
     return value.shape[-1]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape[1:])
+
+
+def _fits(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether a value of the other shape is repeated to this one, or has it."""
+    return len(shape) == len(other) and all(n in (1, m) for m, n in zip(shape, other, strict=True))
 
 
 def _list_functions() -> list[Function]:
@@ -63,20 +81,29 @@ class _Body:
     def __init__(self, draw: random.Random, rows: Any, wild: bool) -> None:
         self.draw = draw
         self.wild = wild
-        self.rows: list[Any] = list(rows)
+        self.given = list(rows)
+        self.rows: list[Any] = [v for v in rows if len(_shape(v)) == 1]
+        self.shaped: list[Any] = [v for v in rows if len(_shape(v)) > 1]
         self.learned: list[Any] = []
         self.conditions: list[Any] = []
         self.names = itertools.count()
 
-    def run(self, sizes: dict[str, int], count: int) -> Any:
+    def run(self, sizes: dict[str, tuple[int, ...]], count: int) -> Any:
         given = len(self.rows)
         self.learned.append(self.make_parameter(4))
         for _ in range(count):
+            if self.draw.random() < _SHAPED:
+                self.add_shaped()
+                continue
             self.draw.choice((self.add_row, self.add_row, self.add_learned, self.add_condition))()
         states = {name: self.next_state(i + 1, n) for i, (name, n) in enumerate(sizes.items())}
         output = self.draw.choice(self.rows[given:] or self.rows)
+        if self.shaped and self.draw.random() < 0.3:
+            output = self.draw.choice(self.shaped)
         if self.draw.random() < 0.8:
-            output = output + rnn.sum(next(iter(states.values())))
+            first = next(iter(states.values()))
+            row = rnn.reshape(output, math.prod(_shape(output)))
+            output = row + rnn.sum(rnn.reshape(first, math.prod(_shape(first))))
         return output, states
 
     # Operands that fit a value
@@ -191,6 +218,80 @@ class _Body:
             return self.combine(a, self.pick_fitting(a), self.rows)
         return self.draw.choice(makers)()
 
+    # Values of several axes
+
+    def add_shaped(self) -> None:
+        made = self.make_shaped()
+        (self.shaped if len(_shape(made)) > 1 else self.rows).append(made)
+
+    def make_shaped(self) -> Any:
+        """Makes a value of several axes, or a row of one."""
+        if not self.shaped or self.draw.random() < 0.25:
+            shape = self.draw.choice(_SHAPES)
+            names = f"w{next(self.names)}", f"p{next(self.names)}"
+            made = rnn.tanh(rnn.linear(names[0], self.pick_row(), size=shape))
+            if self.draw.random() < 0.5:
+                return made
+            thin = tuple(self.draw.choice((1, n)) for n in shape)
+            return made * rnn.parameter(names[1], thin)
+        a = self.draw.choice(self.shaped)
+        shape = _shape(a)
+        partners = [v for v in self.shaped if _fits(shape, _shape(v)) or _fits(_shape(v), shape)]
+        b = self.draw.choice(partners)
+        axis = self.draw.randrange(1, 1 + len(shape))
+        whole = (slice(None),) * axis
+        half = (shape[axis - 1] + 1) // 2
+        one = self.draw.randrange(shape[axis - 1])
+        return self.draw.choice(
+            (
+                *(functools.partial(_call, function, a, b) for function in _list_functions()
+                  if function.name not in ("sum", "max")),
+                lambda: a * b,
+                lambda: a - b,
+                lambda: a * self.draw_number(),
+                lambda: rnn.tanh(self.contract(a, self.draw.choice(self.shaped))),
+                lambda: rnn.tanh(self.contract(a, self.pick_row())),
+                lambda: self.contract(a),
+                lambda: rnn.sum(a, axis=axis),
+                lambda: rnn.max(a, axis=axis - len(shape) - 1),
+                lambda: rnn.mean(a, axis=axis),
+                lambda: rnn.softmax(a, axis=axis),
+                lambda: rnn.normalize(a + 0.1, axis=axis, eps=0.1),
+                lambda: rnn.where(a > b, a, 0.5),
+                lambda: rnn.where(~(a <= b), b, a),
+                lambda: rnn.dropout(a, 0.3),
+                lambda: rnn.zoneout(rnn.tanh(a), a, 0.3),
+                lambda: rnn.reshape(a, math.prod(shape)),
+                lambda: rnn.reshape(a, *reversed(shape)),
+                lambda: a[*whole, half - 1 :],
+                lambda: a[*whole, :half],
+                lambda: a[*whole, one],
+                lambda: a[*whole, None] if len(shape) < 3 else a[..., one % shape[-1]],
+                lambda: rnn.cat(a, a[*whole, :half], axis=axis),
+                lambda: rnn.chunk(a, shape[axis - 1], axis=axis)[one],
+                lambda: rnn.cumsum(a, axis=axis) * 0.5,
+                lambda: rnn.roll(a, 1, axis=axis) + rnn.pad(a, 1, axis=axis)[*whole, 1:],
+                lambda: rnn.logsumexp(a, axis=axis),
+            )
+        )()  # fmt: skip
+
+    def contract(self, *values: Any) -> Any:
+        """Draws an einsum of one or two values, of axes that they may share."""
+        sizes: dict[str, int] = {}
+        parts = []
+        for value in values:
+            part = ""
+            for n in _shape(value):
+                same = [x for x in sizes if sizes[x] == n and x not in part]
+                shared = same and self.draw.random() < 0.7
+                letter = self.draw.choice(same) if shared else _LETTERS[len(sizes)]
+                sizes[letter] = n
+                part += letter
+            parts.append(part)
+        count = self.draw.randint(1, min(3, len(sizes)))
+        result = "".join(self.draw.sample(sorted(sizes), count))
+        return rnn.einsum(f"{','.join(parts)}->{result}", *values)
+
     def combine(self, a: Any, b: Any, beside: list[Any]) -> Any:
         """Makes a value from values of one sort: from rows, or from learned values."""
         return self.draw.choice(
@@ -198,6 +299,7 @@ class _Body:
                 *(functools.partial(_call, function, a, b) for function in _list_functions()),
                 lambda: -a,
                 lambda: a - b,
+                lambda: a * b + b * a[:, :1],  # rounded in one of several ways
                 lambda: a / (1 + rnn.abs(a)),
                 lambda: b / rnn.sqrt(1 + rnn.sum(a * a)),
                 lambda: rnn.gelu(a),
@@ -217,15 +319,22 @@ class _Body:
                 lambda: a[:, : (_size(a) + 1) // 2],
                 lambda: rnn.chunk(a, _size(a))[0],
                 lambda: a**3 * 0.1,
+                lambda: a % (1 + rnn.abs(b)),
+                lambda: rnn.straight_through(rnn.where(a > b, 1.0, 0.0), a),
+                lambda: rnn.cumsum(a) * 0.5,
+                lambda: rnn.roll(a, 1) + rnn.pad(a, 1)[:, 1:],
+                lambda: rnn.logsumexp(a),
+                lambda: rnn.rms_norm(f"n{next(self.names)}", a, eps=0.1),
+                lambda: rnn.group_norm(f"n{next(self.names)}", a, _size(a), eps=0.1),
             )
         )()
 
-    def next_state(self, at: int, size: int) -> Any:
+    def next_state(self, at: int, shape: tuple[int, ...]) -> Any:
         """Returns the next value of a state: mostly a new value, sometimes an existing one."""
-        existing = [v for v in self.rows if _size(v) == size]
+        existing = [v for v in (*self.rows, *self.shaped) if _shape(v) == shape]
         kind = self.draw.random()
         if kind < 0.1:
-            return self.rows[at]  # the state itself
+            return self.given[at]  # the state itself
         if kind < 0.2 and existing:
             return self.draw.choice(existing)
-        return rnn.tanh(self.make_linear(size))
+        return rnn.tanh(rnn.reshape(self.make_linear(math.prod(shape)), *shape))

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from hoconv import recurrent as rnn
+from hoconv.recurrent.ladder import SCHEDULES
+from hoconv.recurrent.runtime.cpp import obstacle
 from tests.hoconv.recurrent.support import agree
+
+needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 AS_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda x, h: rnn.sum(x > 0),
@@ -117,3 +121,25 @@ def test_infinite_constants_of_float32_and_half_precision() -> None:
 
     for dtype in (torch.float32, torch.bfloat16):
         agree(layer(expression).to(dtype), tolerance=2e-2, equal_nan=True)
+
+
+@rnn.cell(state=("h",))
+def choosing(x: Any, h: Any) -> Any:
+    loud = rnn.linear("loud", x, h) > 0
+    h = rnn.where(loud, rnn.tanh(rnn.linear("h", x, h)), h)
+    return h, dict(h=h)
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_only_chooses_has_no_gradient_whatever_it_reads(schedule: str) -> None:
+    """Beside a product that has one, of which an infinite operand makes NaN."""
+    made = rnn.RNN(choosing, 3, 4, impl="cpp", schedule=schedule)
+    x = torch.randn(4, 2, 3)
+    x[1] = torch.inf
+    made(x)[0].sum().backward()
+    found = {name: p.grad for name, p in made.named_parameters()}
+    assert found["weight_loud_l0"] is not None
+    assert found["weight_loud_l0"].abs().sum() == 0
+    assert found["weight_h_l0"] is not None
+    assert found["weight_h_l0"].isnan().any()

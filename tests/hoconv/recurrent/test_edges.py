@@ -25,6 +25,8 @@ _SIZES = (
     87.0, 88.5, 89.0, 103.0, 105.0,
     708.5, 710.0, 744.0, 746.0, 1e30,
 )  # fmt: skip
+# Of which a sine is that of the reference: of a large number one rounding is many waves.
+_BOUNDED = ("sigmoid", "tanh", "sin", "cos", "sign", "relu", "neg", "abs")
 CONSTANTS = (0.0, -0.0, 1.0, math.inf, math.nan, 1e-310, 1e300)
 BASES = (1.0, 2.0, 0.5, 10.0, 1e30, 1e-30, 1 + 1e-9, 1 - 1e-9, 1.1, 1e300, math.inf)
 
@@ -91,6 +93,7 @@ def compositions() -> list[Case]:
     return [
         (f"{f}({g}(x))", 1, lambda x, f=f, g=g: one[f](one[g](x)))
         for f, g in itertools.product(one, one)
+        if f not in ("sin", "cos") or g in _BOUNDED
     ]
 
 
@@ -145,7 +148,9 @@ def test_edges_are_those_of_the_reference(cases: Any, dtype: torch.dtype) -> Non
     for name, operands, _ in listed:
         for which, a, b in zip(("value", "gradient"), found[name], exact[name], strict=True):
             floor = info.tiny if which == "value" else info.eps  # a gradient is a difference
-            wrong = ~torch.isclose(a, b, rtol=256 * info.eps, atol=4 * floor, equal_nan=True)
+            # The largest number and infinity may be a rounding apart.
+            nearest = (t.clamp(-info.max, info.max) for t in (a, b))
+            wrong = ~torch.isclose(*nearest, rtol=256 * info.eps, atol=4 * floor, equal_nan=True)
             for i in wrong.nonzero().flatten()[:6].tolist():
                 x = values[i].item() if operands == 1 else divmod(i, len(values))
                 failed.append(f"{name}: {which} at {x}: {a[i].item()}, expected {b[i].item()}")

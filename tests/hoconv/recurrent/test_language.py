@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +16,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoconv import recurrent as rnn
 from hoconv.recurrent.ir.random import keep, philox
-from tests.hoconv.recurrent.support import READY
+from hoconv.recurrent.ladder import SCHEDULES
+from hoconv.recurrent.runtime.cpp import obstacle
+from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.shim import shim_loops
+from tests.hoconv.recurrent.support import READY, cell_case
+from tests.hoconv.recurrent.test_compiler import check_loops
+
+needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 x = torch.linspace(-3, 3, 12, dtype=torch.float64).view(2, 6)
 y = x.flip(0).cos()
@@ -131,8 +140,18 @@ def test_functions_outside_of_the_language_are_refused_with_the_language() -> No
         h = h * torch.ones(4)
         return h, dict(h=h)
 
-    refused(of_torch, "torch.sin(h)", "torch's sin is outside of the language, which has")
-    refused(of_a_method, "h.sigmoid()", "has no 'sigmoid'; the language has the functions of")
+    def elsewhere(x, h):
+        h = torch.special.digamma(h)
+        return h, dict(h=h)
+
+    def nowhere(x, h):
+        h = rnn.sinh(h)
+        return h, dict(h=h)
+
+    refused(of_torch, "torch.sin(h)", r"torch's sin is outside .*; write rnn.sin\(...\)")
+    refused(of_a_method, "h.sigmoid()", r"has no 'sigmoid'; write rnn.sigmoid\(...\)")
+    refused(elsewhere, "digamma(h)", "is outside of the language; the language has the functions")
+    refused(nowhere, "rnn.sinh(h)", "has no function 'sinh'; docs/use/recurrent.md lists")
     refused(of_math, "math.sin(h)", "is no Python number; the language has")
     refused(of_numpy, "np.sin(h)", "TypeError")
     refused(of_a_tensor, "torch.ones(4)", "mul: expected values of the step or numbers, got Tensor")
@@ -153,7 +172,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
     refused(operands, "x + h", "add: expected operands of one size, or of size 1; got 3 and 4")
     refused(state, "return h, dict", "the state 'h' has size 4 and becomes a value of size 7")
-    refused(features, "h[:, 2:9]", "slice: expected part of 0:4, got 4:4")
+    refused(features, "h[:, 2:9]", "indexing: expected part of 0:4, got 4:4")
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
@@ -173,7 +192,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     refused(missing, "return h", "does not return the state 'h'; return")
     refused(nothing, "def nothing", r"must return \(output, dict\(h=\.\.\.\)\), got NoneType")
     refused(learned_alone, "return", "output: depends on parameters alone")
-    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, h\), the input and"):
+    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, h\), the inputs and"):
         rnn.cell(state=("h",))(lambda x, c: (c, dict(h=c)))
     with pytest.raises(rnn.CellError, match="its size 'wide' is no option of the cell"):
         rnn.cell(state={"h": "wide"})(lambda x, h: (h, dict(h=h)))
@@ -216,8 +235,8 @@ def test_numbers_are_no_rows() -> None:
 
     refused(state, "return h", r"h: expected a value of the step, \(B, n\), got 0\.0")
     refused(output, "return 1.0", "output: expected a value of the step")
-    refused(beside, "rnn.cat", "cat: expected values of the step, got the number 1")
-    refused(first, "rnn.cat", "cat: expected values of the step, got the number 1")
+    refused(beside, "rnn.cat", "cat: expected values of the step, got 1")
+    refused(first, "rnn.cat", "cat: expected values of the step, got 1")
     refused(alone, "rnn.tanh(0.5)", r"tanh: expected a value of the step, got numbers alone")
 
 
@@ -311,3 +330,304 @@ def test_masks_have_the_probability_and_do_not_depend_on_the_batch(
     assert torch.equal(keep(probability, 1, 256, 3, step, torch.tensor(seed)), mask[:3])
     assert not torch.equal(keep(probability, 1, 256, 64, step + 1, torch.tensor(seed)), mask)
     assert not torch.equal(keep(probability, 2, 256, 64, step, torch.tensor(seed)), mask)
+
+
+OTHERS = {
+    "h // 2": r"the language has no //; write rnn.floor\(a / b\)",
+    "h @ h": "the language has no @; write rnn.linear",
+    "2.0 % h": r"the language has no number % value; write a - b \* rnn.floor\(a / b\)",
+    "h ^ h": r"the language has no \^",
+    "1.0 in h": "the language has no in",
+    "h ** 1.5": r"\*\*: expected a whole exponent, but not 0, or 0.5 or -0.5; got 1.5",
+    "h ** float('inf')": r"\*\*: expected a whole exponent",
+    "rnn.softmax(h, dim=-1)": "unexpected keyword argument 'dim'; the language calls it axis=",
+    "rnn.pad(h, -1)": "pad: before: expected an int of at least 0, got -1",
+    "rnn.pad(h, 1.0)": "pad: before: expected an int of at least 0, got 1.0",
+    "rnn.reshape(h, 4.0)": "reshape: size: expected an int of at least 1, got 4.0",
+    "rnn.roll(h, x)": "roll: shift: expected an int, got <value of the step",
+    "rnn.chunk(h, 2.0)[0]": "chunk: chunks: expected an int of at least 1, got 2.0",
+    "rnn.cat([h, h])": "cat: expected values, as in cat",
+    "rnn.clamp(h, x, 1.0)": "clamp: expected numbers low and high, got <.*; write rnn.maximum",
+    "rnn.dropout(h, x)": "dropout: expected a probability from 0 to 1, got <value",
+    "rnn.einsum(h, 'h->h')": "einsum: expected an equation first",
+    "rnn.matmul(h, h)": "no function 'matmul'; write rnn.einsum",
+    "h.unsqueeze(1)": "has no 'unsqueeze'; write rnn.reshape",
+    "h ** 0": "but not 0, or 0.5 or -0.5; got 0",
+    "rnn.parameter('p', learned='no') * h": "learned: expected True or False, got 'no'",
+    "rnn.linear('a', [x, h])": "expected values of the step as arguments, got",
+    "h[:, 0]": r"an int removes the last axis; value\[:, i : i \+ 1\] keeps it",
+    "rnn.group_norm('g', h, 3)": "group_norm.'g'.: expected a row, and a divisor of its features",
+}
+
+
+@pytest.mark.parametrize("expression", OTHERS)
+def test_what_the_language_has_not_is_answered(expression: str) -> None:
+    scope: dict[str, Any] = {"rnn": rnn}
+    exec(compile(f"def cell(x, h):\n    h = {expression}\n", "cell.py", "exec"), scope)
+    with pytest.raises(rnn.CellError, match=OTHERS[expression]) as error:
+        rnn.RNN(rnn.cell(state=("h",))(scope["cell"]), 3, 4)
+    assert "cell.py:2: in the cell cell" in str(error.value)
+
+
+def test_an_item_is_not_assigned() -> None:
+    def assigned(x, h):
+        h[:, 0] = 1.0
+        return h, dict(h=h)
+
+    refused(assigned, "h[:, 0] = 1.0", r"the language has no value\[...\] = ; write rnn.where")
+
+
+def test_an_error_within_a_helper_shows_both_lines() -> None:
+    def helper(value):
+        return rnn.tanh(value > 0)
+
+    def calls(x, h):
+        h = helper(h)
+        return h, dict(h=h)
+
+    with pytest.raises(rnn.CellError, match="tanh: expected numbers, got a condition") as error:
+        rnn.RNN(rnn.cell(state=("h",))(calls), 3, 4)
+    assert "in the cell helper" in str(error.value)
+    assert "in the cell calls: called\n    h = helper(h)" in str(error.value)
+
+
+def test_a_cell_that_draws_numbers_of_its_own_is_refused() -> None:
+    @rnn.cell(state=("h",))
+    def noisy(x, h):
+        return h, dict(h=rnn.tanh(rnn.linear("h", x, h) + random.gauss(0, 1)))
+
+    with pytest.raises(rnn.CellError, match="another program each time that it is called"):
+        rnn.RNN(noisy, 3, 4)
+
+
+def test_every_argument_of_a_layer_is_taken() -> None:
+    arguments = [*inspect.signature(rnn.RNN.__init__).parameters][1:-1]
+    for name in arguments:
+        if name in ("input_size", "hidden_size"):
+            continue
+        scope: dict[str, Any] = {}
+        exec(f"def cell(x, h, *, {name}=1): ...", scope)
+        with pytest.raises(rnn.CellError, match="is an argument of RNN itself"):
+            rnn.cell(state=("h",))(scope["cell"])
+
+
+def test_a_layer_without_parameters_explains_itself() -> None:
+    @rnn.cell(state={"h": "input_size"})
+    def running(x, h):
+        return h, dict(h=0.9 * h + x)
+
+    assert "layer 0" in rnn.RNN(running, 3, 3).explain()
+
+
+COMPOSED = {
+    "logsigmoid": (rnn.logsigmoid, F.logsigmoid),
+    "logaddexp": (lambda x: rnn.logaddexp(x, 1 - x), lambda x: torch.logaddexp(x, 1 - x)),
+    "logsumexp": (rnn.logsumexp, lambda x: x.logsumexp(-1, keepdim=True)),
+    "logsumexp along 1": (lambda x: rnn.logsumexp(x, 1), lambda x: x.logsumexp(1, keepdim=True)),
+    "cumsum": (rnn.cumsum, lambda x: x.cumsum(-1)),
+    "cumsum along 1": (lambda x: rnn.cumsum(x, axis=1), lambda x: x.cumsum(1)),
+    "roll": (lambda x: rnn.roll(x, 2), lambda x: x.roll(2, -1)),
+    "roll back": (lambda x: rnn.roll(x, -1, axis=1), lambda x: x.roll(-1, 1)),
+    "pad": (lambda x: rnn.pad(x, 1, 2), lambda x: F.pad(x, (1, 2))),
+    "pad along 1": (lambda x: rnn.pad(x, 1, axis=1), lambda x: F.pad(x, (0, 0, 1, 0))),
+    "normalize": (rnn.normalize, lambda x: F.normalize(x, dim=-1)),
+    "softmax along 1": (lambda x: rnn.softmax(x, axis=1), lambda x: x.softmax(1)),
+    "remainder": (lambda x: x % 0.7, lambda x: torch.remainder(x, 0.7)),
+    "remainder of two": (lambda x: x % (0.3 + abs(x)), lambda x: torch.remainder(x, 0.3 + x.abs())),
+    "square": (lambda x: x**2.0, lambda x: x * x),
+    "inverse square": (lambda x: (2 + abs(x)) ** -2, lambda x: (2 + x.abs()) ** -2),
+    "inverse": (lambda x: (2 + abs(x)) ** -1, lambda x: 1 / (2 + x.abs())),
+    "root": (lambda x: (2 + abs(x)) ** 0.5, lambda x: (2 + x.abs()).sqrt()),
+    "inverse root": (lambda x: (2 + abs(x)) ** -0.5, lambda x: (2 + x.abs()).rsqrt()),
+    "surrogate": (
+        lambda x: rnn.straight_through(rnn.where(x >= 0, 1.0, 0.0), x / (1 + abs(x))),
+        lambda x: (x >= 0).double() + x / (1 + x.abs()) - (x / (1 + x.abs())).detach(),
+    ),
+    "stop_gradient": (lambda x: x * rnn.stop_gradient(x), lambda x: x * x.detach()),
+    "no gradient": (lambda x: x * rnn.sign(x) + rnn.floor(x), lambda x: x * x.sign() + x.floor()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("cpp", marks=needs_compiler)])
+def test_composed_functions_are_pytorchs(impl: str) -> None:
+    """All in one cell, whose states hold what each gives for x of (3, 4)."""
+    x = torch.randn(2, 3, 12, dtype=torch.float64)
+    results = {n: of(x.view(6, 3, 4)) for n, (_, of) in COMPOSED.items()}
+    names = {name: name.replace(" ", "_") for name in COMPOSED}
+
+    def function(x: Any, *states: Any) -> Any:
+        shaped = rnn.reshape(x, 3, 4)
+        found = {names[name]: ours(shaped) for name, (ours, _) in COMPOSED.items()}
+        return rnn.cat(*(rnn.reshape(v, math.prod(v.shape[1:])) for v in found.values())), {
+            name: 0.0 * state + found[name] for name, state in zip(found, states, strict=True)
+        }
+
+    scope: dict[str, Any] = {"function": function}
+    arguments = ", ".join(("x", *names.values()))
+    exec(f"def cell({arguments}):\n    return function({arguments})", scope)
+    shapes = {names[name]: tuple(t.shape[1:]) for name, t in results.items()}
+    layer = rnn.RNN(rnn.cell(state=shapes)(scope["cell"]), 12, 4, dtype=torch.float64, impl=impl)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, states = layer(ours)
+    rows = [of(theirs.view(6, 3, 4)).reshape(2, 3, -1) for _, of in COMPOSED.values()]
+    torch.testing.assert_close(output, torch.cat(rows, 2), rtol=1e-11, atol=1e-11)
+    for name, state in zip(COMPOSED, states, strict=True):
+        torch.testing.assert_close(state[0], results[name].view(2, 3, *state.shape[2:])[-1])
+    for start, (name, row) in zip(np.cumsum([0, *(r.shape[2] for r in rows)]), zip(COMPOSED, rows)):
+        mine = output[..., start : start + row.shape[2]]
+        found, expected = (
+            torch.autograd.grad(t.sin().sum(), leaf, retain_graph=True)[0]
+            for t, leaf in ((mine, ours), (row, theirs))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@rnn.cell(state=("h",))
+def deep(x: Any, h: Any) -> Any:
+    """A map of x and h, and one of h, that are used three times and twice."""
+    W, V = rnn.Linear("w"), rnn.Linear("v", bias=False)
+    a = rnn.tanh(W(x, h))
+    b = rnn.tanh(W(x, a) + V(h) + rnn.linear("once", h))
+    h = W(x, V(b)) * 0.5 + h
+    return h, dict(h=h)
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("cpp", marks=needs_compiler)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_map_is_used_any_number_of_times(impl: str, dtype: torch.dtype) -> None:
+    layer = rnn.RNN(deep, 3, 4, impl=impl, dtype=dtype)
+    names = {name for name, _ in layer.named_parameters()}
+    assert names == {"weight_w_l0", "bias_w_l0", "weight_v_l0", "weight_once_l0", "bias_once_l0"}
+    W, V = nn.Linear(7, 4).double(), nn.Linear(4, 4, bias=False).double()
+    once, w = nn.Linear(4, 4).double(), dict(layer.named_parameters())
+    with torch.no_grad():
+        for name, module in (("w", W), ("v", V), ("once", once)):
+            for own, parameter in module.named_parameters():
+                parameter.copy_(w[f"{own}_{name}_l0"])
+    x = torch.randn(5, 2, 3).to(dtype).requires_grad_()
+    h, rows = torch.zeros(2, 4).double(), []
+    for step in x.double():
+        a = torch.tanh(W(torch.cat((step, h), 1)))
+        b = torch.tanh(W(torch.cat((step, a), 1)) + V(h) + once(h))
+        h = W(torch.cat((step, V(b)), 1)) * 0.5 + h
+        rows.append(h)
+    output, _ = layer(x)
+    tolerance = 1e-10 if dtype == torch.float64 else 0.1
+    expected = torch.stack(rows)
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    output.double().sin().sum().backward()
+    found = [x.grad, *(w[f"{n}_l0"].grad for n in ("weight_w", "bias_w", "weight_v"))]
+    x.grad = None
+    expected.sin().sum().backward()
+    for mine, exact in zip(found, (x.grad, W.weight.grad, W.bias.grad, V.weight.grad)):
+        assert mine is not None
+        assert exact is not None
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=tolerance, atol=tolerance)
+
+
+@needs_compiler
+def test_kernels_use_a_map_any_number_of_times() -> None:
+    for schedule in SCHEDULES:
+        case = cell_case(deep.bind(3, 4, {}), masked=True)
+        case.check_plan(plan(case.cell, torch.float64, schedule, **case.options))
+    check_loops([cell_case(deep.bind(3, 4, {}), resets=True)], "auto", shim_loops)
+    assert "the same weights more than once" in rnn.RNN(deep, 3, 4).explain()
+
+
+def test_parameters_begin_with_what_the_cell_says() -> None:
+    table = torch.arange(6.0).view(2, 3)
+
+    @rnn.cell(state={"h": (2, 3)})
+    def begun(x: Any, h: Any) -> Any:
+        h = rnn.parameter("fixed", init=table, learned=False) * h
+        h = h + rnn.parameter("drawn", h, init=lambda t: nn.init.constant_(t, 0.25))
+        return h, dict(h=h + rnn.sum(x)[..., None] * rnn.parameter("scale", (1, 1), init=2.0))
+
+    layer = rnn.RNN(begun, 3, 4)
+    assert {n for n, _ in layer.named_parameters()} == {"drawn_l0", "scale_l0"}
+    assert {n for n, _ in layer.named_buffers()} == {"fixed_l0"}
+    with torch.no_grad():
+        layer.get_buffer("fixed_l0").zero_()
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.get_buffer("fixed_l0"), table)
+    torch.testing.assert_close(layer.get_parameter("drawn_l0"), torch.full((2, 3), 0.25))
+    x = torch.randn(2, 3, 3, requires_grad=True)
+    found, _ = layer(x)
+    assert found.shape == (2, 3, 6)
+    copied, _ = copy.deepcopy(layer)(x)
+    torch.testing.assert_close(copied, found)
+    found.sum().backward()
+    assert layer.get_parameter("scale_l0").grad is not None
+
+    def several(x, h):
+        h = rnn.parameter("p", (2, 2), init=table) * h
+        return h, dict(h=h)
+
+    def strange(x, h):
+        zeros: Any = "zeros"
+        h = rnn.parameter("p", init=zeros) * h
+        return h, dict(h=h)
+
+    refused(several, "init=table", r"expected a tensor of shape \(2, 2\), got \(2, 3\)")
+    refused(
+        strange, "init=zeros", "init: expected a number, a tensor, or a function that fills one"
+    )
+
+
+def test_a_map_that_is_used_again_keeps_its_sizes() -> None:
+    def again(x, h):
+        W = rnn.Linear("w")
+        h = W(h) + W(rnn.cat(h, h))
+        return h, dict(h=h)
+
+    refused(again, "W(h) + W", r"expected operands of the sizes \[4\], as at its first use, got")
+
+
+def test_a_value_of_another_call_is_refused() -> None:
+    kept: list[Any] = []
+
+    def keeps(x, h):
+        kept.append(rnn.tanh(h))
+        h = h + kept[0]
+        return h, dict(h=h)
+
+    refused(keeps, "h + kept[0]", "a value of another call of a cell")
+
+
+def test_flags_and_names_of_a_layer_are_checked() -> None:
+    for name in ("bidirectional", "batch_first", "recompute"):
+        arguments: Any = {name: "no"}
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
+            rnn.RNN(rnn.gru, 3, 4, **arguments)
+    with pytest.raises(rnn.CellError, match="state: a name is there twice"):
+        rnn.cell(state=("h", "h"))
+    lengths: Any = 2
+    with pytest.raises(TypeError, match="lengths: expected 2 ints, as many as sequences, got 2"):
+        rnn.RNN(rnn.gru, 3, 4)(torch.zeros(3, 2, 3), lengths=lengths)
+
+    @rnn.cell(state=("h",))
+    def begun(x: Any, h: Any) -> Any:
+        makes: Any = torch.zeros
+        h = h * rnn.parameter("p", init=makes)
+        return h, dict(h=h + x)
+
+    with pytest.raises(TypeError) as error:
+        rnn.RNN(begun, 4, 4)
+    assert "the init of p_l0: it is given a tensor to fill" in error.value.__notes__
+
+
+SHARED = rnn.Linear("shared")
+
+
+def test_a_map_may_be_made_outside_of_a_cell() -> None:
+    @rnn.cell(state=("h",))
+    def outside(x: Any, h: Any) -> Any:
+        h = rnn.tanh(SHARED(h) + SHARED(rnn.tanh(rnn.linear("x", x))))
+        return h, dict(h=h)
+
+    layers = [rnn.RNN(outside, 3, 4, num_layers=2, impl="reference") for _ in range(2)]
+    for made in layers:
+        assert {n for n, _ in made.named_parameters() if "shared" in n} == {
+            f"{of}_shared_l{layer}" for of in ("weight", "bias") for layer in (0, 1)
+        }
+        made(torch.randn(2, 3, 3))

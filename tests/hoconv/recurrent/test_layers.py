@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
+from hoconv.recurrent import cells
 from hoconv.recurrent.operator import OPERATOR
 from tests.hoconv.recurrent.support import READY, gradients, layer, sequence
 
@@ -516,3 +517,31 @@ def test_all_else_may_be_as_wide_as_the_inputs_of_a_layer() -> None:
     assert isinstance(output, Tensor)
     assert (output.shape, state.shape) == ((4, 2, 2 * 4 * 4), (4, 2, 3))
     assert layer.scale_l1.shape == (8,)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", ["lstm", "gru", "projected_lstm"])
+def test_steps_are_those_of_a_sequence(name: str, batch_first: bool) -> None:
+    made = layer(name, num_layers=2, batch_first=batch_first)
+    x = sequence(4, 2, 3)
+    whole, last = made(x.transpose(0, 1) if batch_first else x)
+    state, rows = made.initial_state(2), []
+    for step in x:
+        output, state = made.step(step, state)
+        alone, _ = made.step(step)
+        assert alone.shape == output.shape
+        rows.append(output)
+    torch.testing.assert_close(torch.stack(rows, int(batch_first)), whole)
+    torch.testing.assert_close(state, last)
+
+
+def test_steps_take_further_inputs_and_are_refused_where_later_ones_are_read() -> None:
+    made = rnn.RNN(cells.gru_d, 3, 4, dtype=torch.float64)
+    x, mask, gap = sequence(2, 3), torch.ones(2, 3).double(), sequence(2, 3)
+    output, state = made.step(x, mask=mask, gap=gap)
+    whole, last = made(x[None], mask=mask[None], gap=gap[None])
+    torch.testing.assert_close((output, state), (whole[0], last))
+    with pytest.raises(ValueError, match=r"x: expected \(B, 3\), got \(1, 2, 3\)"):
+        made.step(x[None], mask=mask, gap=gap)
+    with pytest.raises(ValueError, match="step: a bidirectional layer reads later steps"):
+        layer("gru", bidirectional=True).step(x)

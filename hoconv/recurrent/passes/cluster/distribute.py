@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
+from hoconv.recurrent.ir.kinds import BY_AXES, PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import Op, Program, Value, flat, step_outputs
 from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
 from hoconv.recurrent.passes.cluster.sums import SPREAD, shorten_sums
@@ -139,6 +139,10 @@ def refuse(program: Program) -> str | None:
         return "its steps have no product"
     if any(v.type.rate != "once" for op in products for v in op.values[1:]):
         return "a step computes the weights of a product"
+    if len({op.values[1] for op in products}) < len(products):
+        return "a step multiplies by the same weights more than once"
+    if any(op.kind in BY_AXES for op in flat(program.step)):
+        return "a step has values of several axes"
     return None
 
 

@@ -15,11 +15,12 @@ from collections import defaultdict
 from dataclasses import replace
 
 from hoconv.recurrent.frontend import functions
-from hoconv.recurrent.frontend.language import cat
+from hoconv.recurrent.frontend.axes import cat
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.functions import FUNCTIONS
-from hoconv.recurrent.ir.kinds import is_elementwise
+from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
+from hoconv.recurrent.passes.gradient import by_axes
 from hoconv.recurrent.passes.gradient.saved import choose_saved, select_rematerialized
 from hoconv.recurrent.passes.rewrite import substitute
 from hoconv.recurrent.passes.simplify import simplify
@@ -86,7 +87,7 @@ class _Adjoint:
     def through(self, op: Op) -> None:
         """Propagates the gradient of an op's result to its operands, except to weights."""
         g = self.total(op.result)
-        if g is None:
+        if g is None or op.kind in SOURCES:
             return
         builder = self.builder
         if op.kind in ("linear", "linear_t"):
@@ -102,6 +103,11 @@ class _Adjoint:
                 stop = start + part.type.size
                 self.add(part, g[:, start:stop])
                 start = stop
+            return
+        if op.kind in BY_AXES:
+            gradients = by_axes.differentiate(builder, op, g)
+            for operand, gradient in zip(op.values, gradients, strict=True):
+                self.add(operand, gradient)
             return
         operands = [Symbol(builder, i) if isinstance(i, Value) else i for i in op.inputs]
         derivative = FUNCTIONS[op.kind].derivative
@@ -183,7 +189,12 @@ class _SequenceAdjoint(_Adjoint):
     def multiply(self, op: Op, g: Symbol, x: Value) -> None:
         """The gradients of the weight and bias of a ``linear`` whose operand was the sequence x."""
         weight = op.values[1]
-        self.weights[weight] = self.builder.apply("outer", g, x, dtype=weight.type.dtype).value
+        product = self.builder.apply("outer", g, x, dtype=weight.type.dtype)
+        if weight in self.weights:  # the step multiplies by it more than once
+            product = self.builder.apply(
+                "add", Symbol(self.builder, self.weights[weight]), product, dtype=weight.type.dtype
+            )
+        self.weights[weight] = product.value
         if len(op.values) > 2:
             self.add(op.values[2], self.builder.apply("total", g))
 

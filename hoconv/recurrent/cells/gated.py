@@ -1,4 +1,4 @@
-"""Ready cells.
+"""Gated cells of rows, with products of the state in every step.
 
 x is the step's input, h the hidden and c the cell state.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hoconv.recurrent.frontend.cell import cell
 from hoconv.recurrent.frontend.frame import Row
-from hoconv.recurrent.frontend.functions import sigmoid, tanh
+from hoconv.recurrent.frontend.functions import exp, relu, sigmoid, tanh
 from hoconv.recurrent.frontend.language import layer_norm, linear, parameter
 
 Step = tuple[Row, dict[str, Row]]
@@ -96,3 +96,21 @@ def projected_lstm(x: Row, h: Row, c: Row, *, proj_size: int, bias: bool = True)
     c = f * c + i * g
     h = linear("projection", o * tanh(c), size=proj_size, bias=False)
     return h, dict(h=h, c=c)
+
+
+@cell(
+    inputs={"mask": "input_size", "gap": "input_size"},
+    state={"h": "hidden_size", "last": "input_size"},
+)
+def gru_d(x: Row, mask: Row, gap: Row, h: Row, last: Row) -> Step:
+    """GRU-D, for values that are missing: Che et al., Recurrent Neural Networks for Multivariate
+    Time Series with Missing Values, 2018. Where `mask` is 1 there is a value, `gap` is the time
+    since the one before; between values x and h decay."""
+    fades = exp(-relu(parameter("decay_x", x) * gap + parameter("decay_x_bias", x)))
+    mean = parameter("mean", x, init=0.0)
+    last = mask * x + (1 - mask) * last
+    x = mask * x + (1 - mask) * (fades * last + (1 - fades) * mean)
+    h = exp(-relu(linear("decay_h", gap))) * h
+    r, z = sigmoid(linear("r", x, h, mask)), sigmoid(linear("z", x, h, mask))
+    h = (1 - z) * h + z * tanh(linear("h", x, r * h, mask))
+    return h, dict(h=h, last=last)
