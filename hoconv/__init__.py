@@ -2,8 +2,9 @@
 
 Layers: :class:`HighOrderConv2d`, :class:`LightweightConv1d`, :class:`DynamicConv1d`,
 :class:`ApproxConv2d` and :class:`ApproxLinear`. The functions that they call:
-:func:`high_order_layer`, :func:`high_order_conv2d`, :func:`dynamic_conv1d` and those of
-:mod:`hoconv.approx`. :mod:`hoconv.recurrent` is a language for recurrent cells.
+:func:`high_order_layer`, :func:`high_order_conv2d`, its adjoint :func:`splat`,
+:func:`dynamic_conv1d` and those of :mod:`hoconv.approx`. :mod:`hoconv.recurrent` is a language for
+recurrent cells.
 :func:`implementations` says what can run on this machine; :func:`set_impl` chooses for a model.
 """
 
@@ -19,5 +20,6 @@ from hoconv.ops.dynamic_conv1d import dynamic_conv1d as dynamic_conv1d
 from hoconv.ops.high_order import HighOrderConv2d as HighOrderConv2d
 from hoconv.ops.high_order import high_order_conv2d as high_order_conv2d
 from hoconv.ops.high_order import high_order_layer as high_order_layer
+from hoconv.ops.high_order import splat as splat
 
 __version__ = "0.1.0"

@@ -263,3 +263,12 @@ def test_what_is_no_logger_is_one_line(run):
     assert failed.exit_code == 1
     (line,) = failed.err.splitlines()
     assert line.startswith("Error: logger.mine: expected the _target_ of a Lightning logger, or")
+
+
+def test_a_key_of_an_empty_mapping_is_added(run):
+    short = [override for override in SHORT if "width" not in override]  # of the default network
+    failed = run(*short, "model=lstm", "model.network.options.heads=2")
+    assert failed.err.splitlines() == [
+        "Error: model.network.options.heads: there is no such key; use "
+        "+model.network.options.heads=... to add it"
+    ]

@@ -90,6 +90,7 @@ def test_implementations_agree_on_the_first_losses(run, impl):
         ("mnist_mbm", "data=digits"),
         ("coco_segmentation", "data=coco_tiny", "data.num_workers=1"),
         ("coco_captions", "data=coco_tiny", "data.num_workers=1"),
+        ("coco_denoise", "data=coco_tiny", "data.num_workers=1"),
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -334,7 +335,7 @@ def test_an_implementation_that_cannot_run_is_one_line_before_any_data(run, monk
         (("data.device=tpu",), "device: expected one of auto, gpu, cpu; got 'tpu'"),
         (
             ("data=coco_tiny",),
-            "task: expected one of ('segmentation', 'detection', 'captions')",
+            "task: expected one of ('segmentation', 'detection', 'captions', 'denoise')",
         ),
         (("model.network.width=${nosuch}",), "model.network.width: Interpolation key 'nosuch'"),
         (("+callbacks.mine=7",), "callbacks.mine: expected the _target_ of a Lightning callback"),

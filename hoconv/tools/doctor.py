@@ -75,7 +75,8 @@ def environment() -> dict[str, Any]:
         A dict for JSON; None for what is not there. ``gpu`` is the first GPU's name, ``driver``
         the NVIDIA driver's version, ``cuda`` the CUDA version that torch was built with,
         ``cpu_capability`` the instruction set that torch uses, and ``threads`` how many threads.
-        ``commit`` is that of hoconv's checkout, with ``-dirty`` if tracked files differ from it.
+        ``commit`` is that of hoconv's checkout, with ``-dirty`` if tracked files differ from it
+        outside its folder ``docs``, where a measurement writes records before the next one begins.
     """
     return {
         "hoconv": hoconv.__version__,
@@ -217,7 +218,10 @@ def _commit(folder: Path) -> str | None:
     git = "git", "-C", str(folder)
     if _first_line(*git, "ls-files") is None:
         return None
-    return _first_line(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    commit = _first_line(*git, "rev-parse", "HEAD")
+    tracked = "--porcelain", "--untracked-files=no"
+    changed = _first_line(*git, "status", *tracked, "--", ":/", ":(top,exclude)docs")
+    return f"{commit}-dirty" if commit and changed else commit
 
 
 def _first_line(*command: str, containing: str = "") -> str | None:

@@ -105,11 +105,9 @@ def _advice(error: ConfigAttributeError | ConfigKeyError) -> str:
     known = [name for name in siblings if not name.startswith("_")]
     inside = str(error.full_key).removesuffix(str(error.key))
     names = difflib.get_close_matches(str(error.key), known, 2) or known
-    return (
-        f"{error.full_key}: there is no such key; use "
-        + " or ".join(inside + name for name in names)
-        + f", or +{error.full_key}=... to add it"
-    )
+    choices = [" or ".join(inside + name for name in names)] if names else []
+    choices.append(f"+{error.full_key}=... to add it")
+    return f"{error.full_key}: there is no such key; use {', or '.join(choices)}"
 
 
 def _line(error: Exception) -> str:

@@ -71,7 +71,6 @@ from benchmarks.library.precision import BFLOAT16, FLOAT32, TF32, Precision
 from hoconv import high_order_conv2d, high_order_layer
 from hoconv.dispatch.declaration import Sample, find
 from hoconv.dispatch.implementations import ImplementationError, choose
-from hoconv.ops.high_order.conv2d import reference
 from hoconv.tools.benchmarking.charts import grid, lines, save, sizes_axis
 from hoconv.tools.benchmarking.measurement import (
     ENOUGH_S,
@@ -229,7 +228,7 @@ def _ways(device_type: str) -> tuple[list[Way], dict[str, str]]:
     compile = functools.partial(torch.compile, dynamic=False, fullgraph=True)
     needs = ("high_order_conv2d", "cuda" if device_type == "cuda" else "cpp")
     op = generate_then(lambda x, taps: high_order_conv2d(x, taps, impl=needs[1]))
-    compiled = generate_then(compile(lambda x, taps: reference.high_order_conv2d(x, taps, 1)))
+    compiled = generate_then(compile(lambda x, taps: high_order_conv2d(x, taps, impl="reference")))
     ways = [
         Way("reference", "reference", layer("reference"), slow=True),
         Way("torch.compile", "peer", compile(layer("reference")), slow=True),

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hoconv import recurrent as rnn
+from hoconv.recurrent.cells import indrnn
 
 Row = Any
-
-
-@rnn.cell(state=("h",))
-def indrnn(x: Row, h: Row) -> Row:
-    """Li et al., Independently Recurrent Neural Network, CVPR 2018."""
-    h = rnn.relu(rnn.linear("x", x) + rnn.parameter("u") * h)
-    return h, dict(h=h)
 
 
 @rnn.cell(state=("c",))

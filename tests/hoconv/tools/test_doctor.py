@@ -228,3 +228,25 @@ def test_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = doctor.environment()
     assert environment["driver"] is None
     assert environment["commit"] is None
+
+
+def test_a_commit_is_dirty_where_tracked_files_outside_docs_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def git(*words: str) -> str:
+        return subprocess.check_output(["git", *words], cwd=tmp_path, text=True)
+
+    for name in ("hoconv/a.py", "docs/record.json", "csrc/b.cu"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr("hoconv.__file__", str(tmp_path / "hoconv/a.py"))
+    assert doctor.environment()["commit"] is None
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "all")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "docs/record.json").write_text("2")
+    (tmp_path / "hoconv/untracked.py").write_text("2")
+    assert doctor.environment()["commit"] == commit
+    (tmp_path / "csrc/b.cu").write_text("2")
+    assert doctor.environment()["commit"] == f"{commit}-dirty"
