@@ -14,12 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hoconv import recurrent as rnn
 from hoconv.dispatch.implementations import resolve
+from hoconv.recurrent import cells
 from hoconv.recurrent.compiled_plan import CompiledPlan
+from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime.cuda import CudaLoop, obstacle
 from hoconv.recurrent.runtime.workspace import Workspace
 from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.definitions import DEFINITIONS
 from tests.hoconv.recurrent.support import (
     READY,
     cell_case,
@@ -28,6 +31,7 @@ from tests.hoconv.recurrent.support import (
     layer,
     sequence,
 )
+from tests.hoconv.recurrent.test_cells import OPTIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +49,7 @@ def _products_of_float32_are_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def check(which: str | int, schedule: str = "auto", **options: bool) -> None:
+def check(which: str | int | BoundCell, schedule: str = "auto", **options: bool) -> None:
     case = cell_case(which, "cuda", **options)
     made = plan(case.cell, torch.float64, schedule, **case.options)
     case.check_plan(made, lambda program: CudaLoop(program, schedule in ("graph", "auto")))
@@ -56,6 +60,14 @@ def test_ready_cells_are_exact(which: str) -> None:
     check(which, masked=True)
     check(which, reverse=True)
     check(which, masked=True, resets=True, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_cells_of_the_library_are_exact(name: str, schedule: str) -> None:
+    bound = getattr(cells, name).bind(5, 4, OPTIONS.get(name, {}))
+    check(bound, schedule, masked=True)
+    check(bound, schedule, resets=True, reverse=True, recompute=True)
 
 
 @pytest.mark.parametrize("which", range(12))
