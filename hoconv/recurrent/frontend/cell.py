@@ -6,7 +6,6 @@ B batch, I input size, H hidden size, n features.
 from __future__ import annotations
 
 import dis
-import functools
 import importlib
 import inspect
 import itertools
@@ -131,7 +130,7 @@ class BoundCell:
         cell, sizes = state["cell"], (state["input_size"], state["hidden_size"])
         vars(self).update(vars(cell.bind(*sizes, state["options"])))
 
-    @functools.cached_property
+    @property
     def state_sizes(self) -> dict[str, int]:
         """Name of a state -> its number of features."""
         return {name: math.prod(shape) for name, shape in self.state_shapes.items()}
