@@ -22,10 +22,7 @@ def high_order_conv2d(x: Tensor, weight: Tensor, window: Window) -> Tensor:
     down, across = (_Slices(axis, size) for axis, size in zip(window, x.shape[2:], strict=True))
     accumulate = torch.promote_types(x.dtype, torch.float32)
     G = weight.shape[2]
-    padding = across.before, across.after, down.before, down.after
-    repeats = window.down.padding in ("replicate", "reflect") and x.numel()
-    mode = window.down.padding if repeats else "constant"
-    padded = F.pad(x.to(accumulate), padding, mode).unflatten(1, (G, x.shape[1] // G))
+    padded = down.pad(across.pad(x.to(accumulate), -1), -2).unflatten(1, (G, x.shape[1] // G))
     out = torch.zeros((), dtype=accumulate, device=x.device)
     for i, (rows, columns) in enumerate(_taps(down, across)):
         pixels = padded[..., rows, columns]  # (B, G, C / G, H, W)
@@ -91,6 +88,11 @@ def _join(t: Tensor) -> Tensor:
     return t.flatten(-2).flatten(-3, -2)
 
 
+def _surround(t: Tensor, dim: int, before: int, after: int) -> Tensor:
+    """Adds zeros to a dimension, the last or the last but one."""
+    return F.pad(t, (before, after) if dim == -1 else (0, 0, before, after))
+
+
 class _Slices:
     """The pixels of a padded axis that each tap reads."""
 
@@ -112,19 +114,29 @@ class _Slices:
     def padded(self) -> int:
         return self.before + self.size + self.after
 
+    def pad(self, t: Tensor, dim: int) -> Tensor:
+        """Pads a dimension."""
+        # Not by F.pad: its gradient for reflect is wrong on a GPU with deterministic algorithms.
+        if self.axis.padding == "replicate" and self.size:
+            left = t.narrow(dim, 0, 1).repeat_interleave(self.before, dim)
+            right = t.narrow(dim, self.size - 1, 1).repeat_interleave(self.after, dim)
+            return torch.cat((left, t, right), dim)
+        if self.axis.padding == "reflect" and self.size:
+            left = t.narrow(dim, 1, self.before).flip(dim)
+            right = t.narrow(dim, self.size - 1 - self.after, self.after).flip(dim)
+            return torch.cat((left, t, right), dim)
+        return _surround(t, dim, self.before, self.after)
+
     def fold(self, padded: Tensor, dim: int) -> Tensor:
         """Adds what was summed for the padding of a dimension to the pixels that it repeats."""
         left, inner, right = padded.split([self.before, self.size, self.after], dim)
         if not self.size:
             return inner
 
-        def at(t: Tensor, first: int, last: int) -> Tensor:
-            return F.pad(t, (first, last) if dim == -1 else (0, 0, first, last))
-
         if self.axis.padding == "replicate":
-            inner = inner + at(left.sum(dim, keepdim=True), 0, self.size - 1)
-            return inner + at(right.sum(dim, keepdim=True), self.size - 1, 0)
+            inner = inner + _surround(left.sum(dim, keepdim=True), dim, 0, self.size - 1)
+            return inner + _surround(right.sum(dim, keepdim=True), dim, self.size - 1, 0)
         if self.axis.padding == "reflect":
-            inner = inner + at(left.flip(dim), 1, self.size - 1 - self.before)
-            return inner + at(right.flip(dim), self.size - 1 - self.after, 1)
+            inner = inner + _surround(left.flip(dim), dim, 1, self.size - 1 - self.before)
+            return inner + _surround(right.flip(dim), dim, self.size - 1 - self.after, 1)
         return inner
