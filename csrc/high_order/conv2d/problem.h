@@ -38,9 +38,9 @@ struct Axis {
   int64_t step() const { return taps > 1 ? dilation : 1; }
   int64_t reach() const { return dilation * (taps - 1); }  // from the first tap to the last
   int64_t after() const { return padding == Padding::valid ? 0 : reach() - before; }
-  bool is_plain() const {  // whether neighbours read neighbours, and zeros outside
-    return stride == 1 && scale == 1 && padding <= Padding::valid;
-  }
+  bool is_dense() const { return stride == 1 && scale == 1; }  // neighbours read neighbours
+  bool repeats() const { return padding > Padding::valid; }    // outside, not zeros
+  bool is_plain() const { return is_dense() && !repeats(); }
 
   // The pixel that tap i of output pixel o reads; -1 if that is a zero.
   int64_t source(int64_t o, int64_t i) const {
@@ -111,7 +111,9 @@ struct Problem {
 
   int64_t group_channels() const { return C / G; }
   int64_t taps() const { return down.taps * across.taps; }
-  bool is_plain() const { return down.is_plain() && across.is_plain(); }
+  bool is_dense() const { return down.is_dense() && across.is_dense(); }
+  bool repeats() const { return down.repeats(); }  // as across
+  bool is_plain() const { return is_dense() && !repeats(); }
 
   // Sizes of x (B, C, height, width), and of the weights (taps, B, G, output height and width).
   template <typename ImageSizes, typename WeightSizes>

@@ -60,10 +60,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });
-    if (!done && p.is_plain())
-      apply_general<false, T>(x, weight, out, p, launch.stream);
-    else if (!done)
-      apply_windowed<T>(x, weight, out, p, launch.stream);
+    if (!done && p.is_dense()) apply_general<false, T>(x, weight, out, p, launch.stream);
+    if (!p.is_plain()) apply_windowed<T>(x, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

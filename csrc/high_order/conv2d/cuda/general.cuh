@@ -1,5 +1,5 @@
 // The kernels that take every layout, kernel size, dilation and dtype, where neighbours read
-// neighbours, and zeros outside: Problem::is_plain.
+// neighbours: Problem::is_dense. Outside the image they read zeros.
 //
 // A thread owns V channels of a group and P pixels of a row. The pixels are `dilation` apart, so
 // that their taps read the same columns: the P + J - 1 columns that J taps of a row read are loaded
@@ -26,8 +26,10 @@ constexpr int kPixels = 4;  // P
 // J where 3, 5 and 7 do not divide the taps of a row: at its end there may be fewer left.
 constexpr int kAnyTaps = 4;
 
-// The P pixels of a thread, of those that are written, H x W; and which of the `parts` of these
-// pixels' channels it computes.
+inline __device__ int64_t thread_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+
+// The P pixels of the nth thread, of those that are written, H x W; and which of the `parts` of
+// these pixels' channels it computes.
 template <bool Last, int P = kPixels>
 struct Strip {
   int64_t b;
@@ -35,8 +37,7 @@ struct Strip {
   int step;  // from one of the P columns to the next
   bool exists;
 
-  __device__ Strip(int64_t B, int parts, int H, int W, int step) : step(step) {
-    int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  __device__ Strip(int64_t n, int64_t B, int parts, int H, int W, int step) : step(step) {
     const auto take = [&](int size) {
       const int64_t rest = n / size;
       const int digit = n - rest * size;
@@ -111,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int k = p.across.taps;
   const int H = Adjoint ? p.down.out : p.down.in, W = Adjoint ? p.across.out : p.across.in;
   const int out_W = Adjoint ? p.across.in : p.across.out;
-  const Strip<Last> at(p.B, p.C / V, Adjoint ? p.down.in : p.down.out, out_W, p.across.dilation);
+  const Strip<Last> at(thread_index(), p.B, p.C / V, Adjoint ? p.down.in : p.down.out, out_W,
+                       p.across.dilation);
   if (!at.exists) return;
   const int c = at.part * V, g = c / static_cast<int>(p.C / p.G);
   const int dilation = p.down.dilation, before = p.down.before;
@@ -202,15 +204,15 @@ __device__ __forceinline__ int reduce(A (&sum)[P][J], int lane, int lanes) {
   return first;
 }
 
-// grad_weight. `lanes` threads share the channels of a group.
+// grad_weight. `lanes` neighbouring threads share the channels of a group.
 template <typename T, int V, int J, bool Last>
 __global__ void __launch_bounds__(kThreads, 4)
     sum_products(Image<const T> grad, Image<const T> x, Weights<T> out, Problem p, int lanes) {
   using A = acc_t<T>;
   constexpr int P = kPixels;
   const int k = p.across.taps, H = p.down.in, W = p.across.in, out_W = p.across.out;
-  const Strip<Last> at(p.B, p.G * lanes, p.down.out, out_W, p.across.dilation);
-  const int lane = at.part % lanes, g = at.part / lanes, n = p.C / p.G;
+  const Strip<Last> at(thread_index() / lanes, p.B, p.G, p.down.out, out_W, p.across.dilation);
+  const int lane = threadIdx.x % lanes, g = at.part, n = p.C / p.G;
   const int dilation = p.down.dilation, across = p.across.before;
   const int64_t next_column = at.step * x.s.w, next_pixel = at.step * grad.s.w;
   int y = at.h - static_cast<int>(p.down.before);
@@ -318,14 +320,20 @@ void dispatch_general(const Problem& p, std::initializer_list<const Tensor*> ima
       f(V, integral_constant<int, 5>{}, last);
     else if (k % 3 == 0)
       f(V, integral_constant<int, 3>{}, last);
+    else if (k == 1)
+      f(V, integral_constant<int, 1>{}, last);
     else
       f(V, integral_constant<int, kAnyTaps>{}, last);
   });
 }
 
-// As many threads as share the V-channel parts of a group evenly, of a warp's 32.
-inline int sharing_lanes(const Problem& p, int V, bool last) {
-  return last ? std::gcd(p.group_channels() / V, int64_t{32}) : 1;
+// As many threads as share the V-channel parts of a group evenly, of a warp's 32. Where channels
+// are not last, neighbouring threads should own neighbouring pixels: no more threads share than
+// give the GPU something to do beside `owners` of pixels and groups.
+inline int sharing_lanes(const Problem& p, int V, bool last, int64_t owners) {
+  int64_t lanes = std::gcd(p.group_channels() / V, int64_t{32});
+  while (!last && lanes > 1 && owners * lanes / 2 >= kEnoughBlocks * kThreads / 4) lanes /= 2;
+  return lanes;
 }
 
 // The problem as the general kernels take it, whose threads own pixels that are a dilation apart.
@@ -352,10 +360,10 @@ template <typename T>
 void sum_general(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                  cudaStream_t stream) {
   dispatch_general<T>(p, {&x, &grad}, [&](auto V, auto J, auto last) {
-    const int lanes = sharing_lanes(p, V, last);
-    const int64_t threads =
-        Strip<last>::threads(p.B, p.G * lanes, p.down.out, p.across.out, p.across.step());
-    sum_products<T, V, J, last><<<blocks_for(threads), kThreads, 0, stream>>>(
+    const int64_t owners =
+        Strip<last>::threads(p.B, p.G, p.down.out, p.across.out, p.across.step());
+    const int lanes = sharing_lanes(p, V, last, owners);
+    sum_products<T, V, J, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
         image<T>(grad), image<T>(x), mutable_weights<T>(out), with_steps(p), lanes);
   });
 }

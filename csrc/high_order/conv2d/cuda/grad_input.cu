@@ -87,10 +87,8 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
       tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), weights<T>(weight),
                                                               mutable_image<T>(out), tiling);
     });
-    if (!done && p.is_plain())
-      apply_general<true, T>(grad, weight, out, p, launch.stream);
-    else if (!done)
-      gather_windowed<T>(grad, weight, out, p, launch.stream);
+    if (!done && p.is_dense()) apply_general<true, T>(grad, weight, out, p, launch.stream);
+    if (!p.is_plain()) gather_windowed<T>(grad, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

@@ -8,6 +8,7 @@
 
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/tapwise.cuh"
 #include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -53,16 +54,20 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    const bool done = dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
-      Tiling tiling;
-      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, K, tiling);
-      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), image<T>(x),
-                                                              mutable_weights<T>(out), tiling);
-    });
-    if (!done && p.is_plain())
-      sum_general<T>(grad, x, out, p, launch.stream);
-    else if (!done)
-      sum_windowed<T>(grad, x, out, p, launch.stream);
+    if (!sum_tapwise<T>(grad, x, out, p, launch.stream)) {
+      // Threads that own pixels would not fill the GPU; in general.cuh several share the channels.
+      const bool shares =
+          p.group_channels() >= 64 && p.B * p.G * p.down.in * p.across.in < kEnoughBlocks * 16;
+      const bool done =
+          !shares && dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
+            Tiling tiling;
+            const dim3 grid = grid_for<ThreadPixels<V>>(p, V, K, tiling);
+            tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
+          });
+      if (!done && p.is_dense()) sum_general<T>(grad, x, out, p, launch.stream);
+      if (!p.is_plain()) sum_windowed<T>(grad, x, out, p, launch.stream);
+    }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

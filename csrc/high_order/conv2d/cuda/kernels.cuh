@@ -3,7 +3,8 @@
 //
 // The `tuned` kernels take square windows of odd sizes from 3 to 11, padded with zeros, of
 // dilation, stride and scale 1, contiguous rows, and all dtypes but float64. general.cuh has the
-// kernels for the rest of what Problem::is_plain names, windowed.cuh those for every other window.
+// kernels for the rest of what Problem::is_dense names, windowed.cuh those for every other window.
+// A border that repeats pixels is zeros for the first two; windowed.cuh then writes what reads it.
 // At C = 3 and k = 5 four fifths of all bytes are weights, so a tuned kernel reads them as well as
 // it can: a thread owns V neighbouring pixels of a row, loads a row of their weights, 16 bytes at a
 // time, and applies it to N channels, whose pixels come from the L1 cache and whose sums stay in
@@ -123,7 +124,7 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
     // The tuned kernels count the pixels of an image, and the blocks of a launch, in 32 bits.
     constexpr int64_t most = int64_t{1} << 30;
     const auto is_tuned = [](const Axis& a) {
-      return a.is_plain() && a.padding == Padding::zeros && a.dilation == 1;
+      return a.is_dense() && a.padding != Padding::valid && a.dilation == 1;
     };
     if (!is_tuned(p.down) || !is_tuned(p.across) || p.down.taps != p.across.taps) return false;
     const int64_t pixels = p.down.in * p.across.in;
@@ -149,6 +150,8 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
       constexpr int V = (K > 5 ? 8 : 16) / sizeof(T);  // a row of K * V weights fits the registers
       if (fits(V))
         with_channels(K, std::integral_constant<int, V>{});
+      else if (sizeof(T) == 2 && p.group_channels() % 4 == 0)
+        return false;  // 16-bit loads of one pixel; general.cuh shares them among four
       else
         with_channels(K, std::integral_constant<int, 1>{});
       return true;

@@ -1,5 +1,7 @@
 // The kernels for the windows that general.cuh does not take: windows that are a stride apart, that
-// `scale` output pixels share, or that read the border's pixels again outside the image.
+// `scale` output pixels share, or that read the border's pixels again outside the image. Of windows
+// that are neither a stride apart nor shared they compute only a frame, which reads the border
+// again.
 //
 // A thread owns V channels of one pixel of what it writes: of the output; of the gradient of x, for
 // which it gathers what every output pixel that reads the pixel has; or of the weights' gradient,
@@ -60,34 +62,35 @@ struct Line {
   // Calls f(i, o) for every tap i and output pixel o that reads a pixel.
   template <typename F>
   __device__ void for_each_reader(int pixel, F&& f) const {
-    // The pixel's images: itself, with what replicates it, or its reflections before and after.
-    const int images = padding == Padding::reflect ? 3 : 1;
-    const int to_first = pixel, to_last = in - 1 - pixel;
-    for (int i = 0; i < taps; ++i) {
-      for (int image = 0; image < images; ++image) {
-        int low = pixel, high = pixel;  // positions
-        if (padding == Padding::replicate) {
-          if (to_first == 0) low = -before;
-          if (to_last == 0) high = in - 1 + after;
-        } else if (image == 1) {
-          if (to_first == 0 || to_first > before) continue;
-          low = high = -to_first;
-        } else if (image == 2) {
-          if (to_last == 0 || to_last > after) continue;
-          low = high = in - 1 + to_last;
-        }
-        const int offset = i * step - before;  // from a window's first pixel to what the tap reads
-        if (high < offset) continue;
-        const int first = low <= offset ? 0 : strides(low - offset - 1) + 1;
-        const int last = min(strides(high - offset), windows - 1);
-        for (int o = min(first, windows) * scale; o < (last + 1) * scale; ++o) f(i, o);
-      }
+    const int last = in - 1;
+    int low = pixel, high = pixel;  // positions of the pixel and of what replicates it
+    if (padding == Padding::replicate) {
+      if (pixel == 0) low = -before;
+      if (pixel == last) high = last + after;
     }
+    for (int position = low; position <= high; ++position) for_each_reader_at(position, f);
+    if (padding != Padding::reflect) return;
+    if (pixel > 0 && pixel <= before) for_each_reader_at(-pixel, f);
+    if (pixel < last && last - pixel <= after) for_each_reader_at(2 * last - pixel, f);
   }
 
  private:
-  // How many strides fit into some pixels. There is no instruction for a division.
-  __device__ int strides(int pixels) const { return stride == 1 ? pixels : pixels / stride; }
+  // Of the windows that cover a position, one reads it by each `stride`th of its pixels.
+  template <typename F>
+  __device__ void for_each_reader_at(int position, F&& f) const {
+    const int reach = (taps - 1) * step;
+    const int to_first = position + before - reach;  // where the first such window would begin
+    const int first = to_first <= 0 ? 0 : divide(to_first + stride - 1, stride);
+    const int last = min(divide(position + before, stride), windows - 1);
+    int offset = position + before - first * stride;  // of the position in its window
+    for (int window = first; window <= last; ++window, offset -= stride) {
+      const int i = divide(offset, step);
+      if (i * step != offset) continue;
+      for (int o = window * scale; o < (window + 1) * scale; ++o) f(i, o);
+    }
+  }
+  // There is no instruction for it.
+  __device__ static int divide(int a, int b) { return b == 1 ? a : a / b; }
 };
 
 // A problem in 32 bits.
@@ -99,12 +102,78 @@ struct Windows {
   explicit Windows(const Problem& p) : B(p.B), C(p.C), G(p.G), down(p.down), across(p.across) {}
 };
 
+// The pixels of an image, P of them together, that are less than some rows or columns from an edge.
+struct Frame {
+  int H, W, top, bottom, left, right;
+
+  int64_t pixels() const {
+    return int64_t{top + bottom} * W + int64_t{H - top - bottom} * (left + right);
+  }
+
+  // The output pixels that read outside; all, of windows that general.cuh does not take.
+  static Frame of_output(const Problem& p, int P) {
+    const Axis &down = p.down, &across = p.across;
+    if (!p.is_dense()) return all(down.out, across.out / P);
+    return Frame(down.out, across.out, down.before, down.after(), across.before, across.after());
+  }
+  // The pixels of x that are read outside, and those between them and the edge.
+  static Frame of_input(const Problem& p) {
+    const Axis &down = p.down, &across = p.across;
+    if (!p.is_dense()) return all(down.in, across.in);
+    const bool edge = down.padding == Padding::replicate;
+    const auto within = [&](int64_t pixels) { return pixels == 0 ? 0 : edge ? 1 : pixels + 1; };
+    return Frame(down.in, across.in, within(down.before), within(down.after()),
+                 within(across.before), within(across.after()));
+  }
+
+ private:
+  static Frame all(int64_t H, int64_t W) { return Frame(H, W, H, 0, 0, 0); }
+  Frame(int64_t H, int64_t W, int64_t top, int64_t bottom, int64_t left, int64_t right)
+      : H(H),
+        W(W),
+        top(std::min(top, H)),
+        bottom(std::min(bottom, H - this->top)),
+        left(std::min(left, W)),
+        right(std::min(right, W - this->left)) {}
+};
+
+// The nth thread's pixel of a frame, and which of the `parts` of its channels it computes.
+template <bool Last, int P = 1>
+struct FramePixel {
+  int64_t b;
+  int h, w, part;
+  bool exists;
+
+  __device__ FramePixel(int64_t n, int64_t B, int parts, const Frame& frame, int64_t pixels) {
+    const auto take = [&](int64_t size) {
+      const int64_t rest = n / size, digit = n - rest * size;
+      n = rest;
+      return digit;
+    };
+    if constexpr (Last) part = take(parts);
+    const int64_t pixel = take(pixels), rows = int64_t{frame.top + frame.bottom} * frame.W;
+    if constexpr (!Last) part = take(parts);
+    b = n, exists = b < B;
+    if (pixel < rows) {
+      h = pixel / frame.W, w = pixel - int64_t{h} * frame.W;
+      if (h >= frame.top) h += frame.H - frame.top - frame.bottom;
+    } else {
+      const int columns = frame.left + frame.right;
+      h = (pixel - rows) / columns, w = pixel - rows - int64_t{h} * columns;
+      h += frame.top;
+      if (w >= frame.left) w += frame.W - columns;
+    }
+    w *= P;
+  }
+};
+
 // A thread owns P neighbouring output pixels of a window, which read the same pixels.
 template <typename T, int V, int P, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    apply_windows(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p) {
+    apply_windows(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p, Frame frame,
+                  int64_t pixels) {
   using A = acc_t<T>;
-  const Strip<Last, P> at(p.B, p.C / V, p.down.out, p.across.out, 1);
+  const FramePixel<Last, P> at(thread_index(), p.B, p.C / V, frame, pixels);
   if (!at.exists) return;
   const int c = at.part * V, g = c / (p.C / p.G);
   const int left = p.across.first_position(at.w);
@@ -139,9 +208,10 @@ __global__ void __launch_bounds__(kThreads, 6)
 
 template <typename T, int V, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    gather_windows(Image<const T> grad, Weights<const T> weight, Image<T> out, Windows p) {
+    gather_windows(Image<const T> grad, Weights<const T> weight, Image<T> out, Windows p,
+                   Frame frame, int64_t pixels) {
   using A = acc_t<T>;
-  const Strip<Last, 1> at(p.B, p.C / V, p.down.in, p.across.in, 1);
+  const FramePixel<Last> at(thread_index(), p.B, p.C / V, frame, pixels);
   if (!at.exists) return;
   const int c = at.part * V, g = c / (p.C / p.G);
   A sum[V] = {};
@@ -159,14 +229,15 @@ __global__ void __launch_bounds__(kThreads, 6)
   store_channels<Last>(out.at(at.b, c, at.h, at.w), out.s.c, sum);
 }
 
-// `lanes` threads share the channels of a group.
+// `lanes` neighbouring threads share the channels of a group.
 template <typename T, int V, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    sum_windows(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, int lanes) {
+    sum_windows(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, Frame frame,
+                int64_t pixels, int lanes) {
   using A = acc_t<T>;
   constexpr int N = kTapsAtOnce;
-  const Strip<Last, 1> at(p.B, p.G * lanes, p.down.out, p.across.out, 1);
-  const int lane = at.part % lanes, g = at.part / lanes, n = p.C / p.G;
+  const FramePixel<Last> at(thread_index() / lanes, p.B, p.G, frame, pixels);
+  const int lane = threadIdx.x % lanes, g = at.part, n = p.C / p.G;
   const int left = p.across.first_position(at.w), taps = p.down.taps * p.across.taps;
   const T* gradients = grad.at(at.b, g * n, at.h, at.w);
   const T* image = x.at(at.b, g * n, 0, 0);
@@ -212,9 +283,11 @@ template <typename T>
 void apply_windowed(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
                     cudaStream_t stream) {
   const auto launch = [&](auto V, auto P, auto last) {
-    const int64_t threads = Strip<last, P>::threads(p.B, p.C / V, p.down.out, p.across.out, 1);
-    apply_windows<T, V, P, last><<<blocks_for(threads), kThreads, 0, stream>>>(
-        image<T>(x), weights<T>(weight), mutable_image<T>(out), Windows(p));
+    const Frame frame = Frame::of_output(p, P);
+    const int64_t pixels = frame.pixels();
+    if (pixels == 0) return;
+    apply_windows<T, V, P, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
+        image<T>(x), weights<T>(weight), mutable_image<T>(out), Windows(p), frame, pixels);
   };
   dispatch_channels<T>(p, {&x, &out}, [&](auto V, auto last) {
     if (p.across.scale % 2 == 0)
@@ -228,9 +301,11 @@ template <typename T>
 void gather_windowed(const Tensor& grad, const Tensor& weight, Tensor& out, const Problem& p,
                      cudaStream_t stream) {
   dispatch_channels<T>(p, {&grad, &out}, [&](auto V, auto last) {
-    const int64_t threads = Strip<last, 1>::threads(p.B, p.C / V, p.down.in, p.across.in, 1);
-    gather_windows<T, V, last><<<blocks_for(threads), kThreads, 0, stream>>>(
-        image<T>(grad), weights<T>(weight), mutable_image<T>(out), Windows(p));
+    const Frame frame = Frame::of_input(p);
+    const int64_t pixels = frame.pixels();
+    if (pixels == 0) return;
+    gather_windows<T, V, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
+        image<T>(grad), weights<T>(weight), mutable_image<T>(out), Windows(p), frame, pixels);
   });
 }
 
@@ -238,10 +313,12 @@ template <typename T>
 void sum_windowed(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                   cudaStream_t stream) {
   dispatch_channels<T>(p, {&x, &grad}, [&](auto V, auto last) {
-    const int lanes = sharing_lanes(p, V, last);
-    const int64_t threads = Strip<last, 1>::threads(p.B, p.G * lanes, p.down.out, p.across.out, 1);
-    sum_windows<T, V, last><<<blocks_for(threads), kThreads, 0, stream>>>(
-        image<T>(grad), image<T>(x), mutable_weights<T>(out), Windows(p), lanes);
+    const Frame frame = Frame::of_output(p, 1);
+    const int64_t pixels = frame.pixels(), owners = p.B * p.G * pixels;
+    if (pixels == 0) return;
+    const int lanes = sharing_lanes(p, V, last, owners);
+    sum_windows<T, V, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
+        image<T>(grad), image<T>(x), mutable_weights<T>(out), Windows(p), frame, pixels, lanes);
   });
 }
 
