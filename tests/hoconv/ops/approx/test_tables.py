@@ -363,8 +363,6 @@ def gradients(layer: Any, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(layer(leaves[0]).square().sum(), leaves))
 
 
-# torch 2.11, when it saves a program.
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @everywhere
 def test_programs_of_layers_compute_and_learn_as_the_layers_do(
     variant: Variant, tmp_path: Path
