@@ -64,6 +64,24 @@ def test_a_padding_is_that_of_pad(variant: Variant, padding: Any) -> None:
 
 
 @everywhere
+def test_deterministic_algorithms_give_the_same_gradients_of_a_reflected_border(
+    variant: Variant,
+) -> None:
+    x, weight = draw(variant, 2, 3, 7, 9).requires_grad_(), draw(variant, 49, 2, 1, 7, 9)
+
+    def differentiate() -> Tensor:
+        result = variant.call(x, weight, padding="reflect")
+        return torch.autograd.grad(result.square().sum(), x)[0]
+
+    expected = differentiate()
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(differentiate(), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@everywhere
 def test_normalised_taps_are_a_softmax_or_divided_by_their_sum(variant: Variant) -> None:
     x, logits = draw(variant, 2, 4, 6, 7), draw(variant, 2, 9, 2, 6, 7)
     last = logits.permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
