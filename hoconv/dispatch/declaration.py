@@ -95,6 +95,8 @@ class Benchmark:
         baselines: name -> what users would write otherwise, timed beside the implementations.
         grid: name -> ``make(device, dtype)``, the calls of ``hoconv benchmark --grid``: the shapes,
             layouts and options that people use, the worst among them.
+        compiles: whether ``torch.compile`` of the reference is timed for a call. A reference that
+            unrolls into hundreds of operations takes it many minutes.
     """
 
     axis: str
@@ -102,6 +104,7 @@ class Benchmark:
     sample: Callable[[int, torch.device, torch.dtype], Sample]
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     grid: Mapping[str, Callable[[torch.device, torch.dtype], Sample]] = field(default_factory=dict)
+    compiles: Callable[[Sample], bool] = lambda _: True
 
 
 @dataclass(frozen=True, eq=False)

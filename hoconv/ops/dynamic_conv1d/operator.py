@@ -24,6 +24,7 @@ from hoconv.dispatch.registration import (
 )
 from hoconv.jit import triton
 from hoconv.ops.dynamic_conv1d import composed, ops, reference
+from hoconv.ops.dynamic_conv1d.grid import GRID
 
 # Relative. Half precision is accumulated in float32 and rounded once: its machine epsilon. float32
 # and float64 round every addition: about 8 and 45 epsilons.
@@ -33,6 +34,8 @@ _TOLERANCES = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
 }
+
+_MOST_COMPILED_TAPS = 128  # of a reference, which is a loop over them
 
 _LAYER = ops.LAYER | {"reference": functools.partial(composed.forward, reference.dynamic_conv1d)}
 
@@ -239,6 +242,8 @@ OPERATOR = declare(
             sizes=(64, 128, 256, 512, 1024, 2048),
             sample=_benchmark_sample,
             baselines={"unfold": _unfold},
+            grid=GRID,
+            compiles=lambda sample: sample.args[1].shape[2] <= _MOST_COMPILED_TAPS,
         ),
     )
 )

@@ -82,15 +82,15 @@ def draw_map(measured: dict[str, Any], path: Path) -> None:
     """Draws what ``hoconv benchmark --grid`` measured: for every call the share of the floor that
     the last contender reaches, and how many times as fast as the first it is, as a PNG."""
     rows = measured["rows"]
-    contenders = [*dict.fromkeys(row["contender"] for row in rows)]
-    first, last = contenders[0], contenders[-1]
+    last = rows[-1]["contender"]  # the first is not timed for every call
+    first = next((row["contender"] for row in rows if row["contender"] != last), last)
     directions = "forward", "backward"
     times = {(row["size"], row["contender"], way): row[way] for row in rows for way in directions}
     calls = [*dict.fromkeys(row["size"] for row in rows)]
     shares, ratios = [], []
     for call in calls:
         own = [times[call, last, way] for way in directions]
-        peer = [times[call, first, way] for way in directions]
+        peer = [times.get((call, first, way)) for way in directions]
         shares.append([t["share_of_floor"] if t else math.nan for t in own])
         ratios.append([
             p["median_ms"] / t["median_ms"] if t and p else math.nan
@@ -115,7 +115,7 @@ def _fill(
     panel.imshow(values, cmap=colours, norm=scale, aspect="auto")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
-            label = "failed" if math.isnan(value) else text.format(value)
+            label = "not timed" if math.isnan(value) else text.format(value)
             panel.text(x, y, label, ha="center", va="center", fontsize=8)
     panel.set_title(title)
     panel.set_xticks((0, 1), labels=("forward", "backward"))

@@ -1,6 +1,7 @@
 """Times the implementations of operators: ``hoconv benchmark [OPERATOR ...]``.
 
-It also times ``torch.compile`` of the reference and the declared baselines, at the declared sizes.
+It also times ``torch.compile`` of the reference, but where the declaration says that this takes
+many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
 calls of the declared grid, and draws a map: shares of the floor, and which of the two is faster.
 Writes, and draws beside it where matplotlib is installed::
@@ -186,7 +187,11 @@ def measure(
         for size, make in makers.items():
             sample = make(device, dtype)
             torch.compiler.reset()
-            contenders = [Contender(*named, sample) for named in functions.items()]
+            contenders = [
+                Contender(name, function, sample)
+                for name, function in functions.items()
+                if name != COMPILED or operator.benchmark.compiles(sample)
+            ]
 
             def say(contender: Contender, size: Any = size) -> None:
                 progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
