@@ -118,6 +118,27 @@ def test_gradients_of_gradients(name: str) -> None:
     assert torch.autograd.gradgradcheck(lambda x: layer(x, given)[0], x)
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 24, 80])
+@pytest.mark.parametrize("name", ["gla", "gated_delta_net", "mamba2", "mlstm"])
+def test_gradients_of_any_number_of_heads(name: str, heads: int) -> None:
+    def differentiate(impl: str) -> list[Tensor]:
+        layer = rnn.RNN(getattr(cells, name), 5, 4, impl=impl, dtype=torch.float64,
+                        heads=heads, keys=3, values=2)  # fmt: skip
+        torch.manual_seed(3)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        leaves = [torch.randn(5, 3, 5, dtype=torch.float64).requires_grad_(), *layer.parameters()]
+        output = layer(leaves[0])[0]
+        first = torch.autograd.grad(output.sin().square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), leaves)
+        return [output, *first, *second]
+
+    for ours, exact in zip(differentiate("cpp"), differentiate("reference"), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
 def test_every_cell_is_short_and_names_its_paper() -> None:
     found = ready()
     assert set(DEFINITIONS) < set(found)

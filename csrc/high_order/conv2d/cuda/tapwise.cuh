@@ -1,10 +1,11 @@
 // The gradient of weights that are neighbours in memory by their pixel, of few channels.
 //
 // A thread owns a tap of pixels that lie apart, so that neighbouring threads write neighbours. In
-// general.cuh neighbouring threads own neighbouring pixels there: of 64 images of 3 channels, 224 x
-// 224, k = 5, in bfloat16 each of 80 million weights is then a write of its own to the L2 cache, 32
-// bytes for two, and that takes 1.3 ms. Here a weight takes two loads and a product per channel,
-// all from the L1 cache; with more channels that costs more than the writes.
+// general.cuh neighbouring threads own neighbouring pixels, and each weight is a write of its own
+// to the L2 cache, 32 bytes for two: 1.3 ms for 64 images of 3 channels, 224 x 224, k = 5, in
+// bfloat16, which have 80 million weights. Here they take 0.37 ms. A weight takes two loads and a
+// product per channel, from the L1 cache: with more than a few channels that costs more than the
+// writes.
 //
 // B batch, C channels, G groups of channels.
 #pragma once
