@@ -210,7 +210,8 @@ class RNN(FixedAttributes):
                 the first step, unless that is reset, and before the last one of the second
                 direction. For a PackedSequence, pad it.
             inputs: the cell's inputs beside x, by name: (T, B, ...) of their sizes, laid out as x;
-                every layer reads them. For a PackedSequence, pad it.
+                and its constants, (B, ...), or (1, ...) for all sequences. Every layer reads them.
+                For a PackedSequence, pad it.
 
         Returns:
             The outputs (T, B, D * n), as x is, in a dict by name where the cell names them; and the
@@ -283,7 +284,7 @@ class RNN(FixedAttributes):
         Args:
             x: (B, I).
             state: as of a call, from :meth:`initial_state` or from the step before.
-            inputs: the cell's inputs beside x, (B, ...).
+            inputs: the cell's inputs beside x, (B, ...), and its constants.
 
         Returns:
             The outputs (B, n), in a dict by name where the cell names them; and the next states.
@@ -298,7 +299,8 @@ class RNN(FixedAttributes):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x: expected (B, {self.input_size}), got {got}")
         at = int(self.batch_first)
-        apart = {name: t.unsqueeze(at) for name, t in inputs.items()}
+        constants = self.cell.constants
+        apart = {n: t if n in constants else t.unsqueeze(at) for n, t in inputs.items()}
         outputs, following = self(x.unsqueeze(at), state, **apart)
         if isinstance(outputs, dict):
             return {name: t.squeeze(at) for name, t in outputs.items()}, following
@@ -321,17 +323,26 @@ class RNN(FixedAttributes):
         if missing := [name for name in shapes if name not in inputs]:
             raise TypeError(f"{missing[0]}: the cell {self.cell.name} needs this input: a tensor")
         T, B = x.shape[:2]
-        leading = (T,) if single else (B, T) if self.batch_first else (T, B)
         found = []
         for name, shape in shapes.items():
-            given = inputs[name]
-            if not isinstance(given, Tensor) or given.shape != (*leading, *shape):
+            given, constant = inputs[name], name in self.cell.constants
+            leading = (T,) if single else (B, T) if self.batch_first else (T, B)
+            if constant:
+                leading = () if single else (B,)
+            fits = isinstance(given, Tensor) and (
+                given.shape == (*leading, *shape) or (constant and given.shape == (1, *shape))
+            )
+            if not fits:
                 got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                raise ValueError(f"{name}: expected a tensor of shape {(*leading, *shape)}, laid "
-                                 f"out as x is, got {got}")  # fmt: skip
+                laid_out = "the same at every step" if constant else "laid out as x is"
+                raise ValueError(f"{name}: expected a tensor of shape {(*leading, *shape)}, "
+                                 f"{laid_out}, got {got}")  # fmt: skip
             if given.dtype != x.dtype or given.device != x.device:
                 raise TypeError(f"{name}: expected {x.dtype} on {x.device}, as x is, got "
                                 f"{given.dtype} on {given.device}")  # fmt: skip
+            if constant:
+                found.append(given.reshape(-1, math.prod(shape)).expand(T, B, -1))
+                continue
             if single:
                 given = given.unsqueeze(1)
             elif self.batch_first:

@@ -29,6 +29,7 @@ from hoconv.recurrent.cells.matrices import mamba2 as mamba2
 from hoconv.recurrent.cells.matrices import mlstm as mlstm
 from hoconv.recurrent.cells.matrices import retnet as retnet
 from hoconv.recurrent.cells.matrices import rwkv7 as rwkv7
+from hoconv.recurrent.cells.others import attention as attention
 from hoconv.recurrent.cells.others import block_gru as block_gru
 from hoconv.recurrent.cells.others import cornn as cornn
 from hoconv.recurrent.cells.others import lif as lif

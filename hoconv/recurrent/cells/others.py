@@ -5,7 +5,7 @@ x is the step's input.
 
 from __future__ import annotations
 
-from hoconv.recurrent.frontend.axes import chunk, einsum, reshape
+from hoconv.recurrent.frontend.axes import chunk, einsum, reshape, softmax
 from hoconv.recurrent.frontend.cell import cell
 from hoconv.recurrent.frontend.frame import Row
 from hoconv.recurrent.frontend.functions import (
@@ -31,6 +31,17 @@ def slstm(x: Row, c: Row, n: Row, h: Row, m: Row) -> Step:
     n = f * n + i
     h = sigmoid(linear("o", x, h)) * c / n
     return h, dict(c=c, n=n, h=h, m=m)
+
+
+@cell(constants={"memory": ("slots", "width")}, state=("h",))
+def attention(x: Row, memory: Row, h: Row, *, slots: int, width: int) -> Step:
+    """A GRU that reads a memory before each step, as the decoder of Bahdanau, Cho and Bengio 2015;
+    it compares its state with the slots by the product of Luong et al. 2015."""
+    scores = einsum("sw,w->s", memory, linear("query", h, size=width))
+    read = einsum("sw,s->w", memory, softmax(scores, axis=-1))
+    r, z = sigmoid(linear("r", x, read, h)), sigmoid(linear("z", x, read, h))
+    h = (1 - z) * tanh(linear("n", x, read, r * h)) + z * h
+    return h, dict(h=h)
 
 
 @cell(state=("h",))

@@ -40,7 +40,8 @@ class Cell:
     Attributes:
         name: the name of the function.
         function: ``function(x, *inputs, *states, **options) -> (output, {state: next})``.
-        inputs: the inputs beside x, as `states`.
+        inputs: the inputs beside x, as `states`; the last of them are constants of a sequence.
+        constants: the names of those.
         states: name of a state -> the sizes of its axes, each an int, the name of an option,
             ``hidden_size`` or ``input_size``.
         options: name of an option -> its default, `inspect.Parameter.empty` where it has none.
@@ -49,6 +50,7 @@ class Cell:
     name: str
     function: Callable[..., Any]
     inputs: Mapping[str, tuple[str | int, ...]]
+    constants: frozenset[str]
     states: Mapping[str, tuple[str | int, ...]]
     options: Mapping[str, Any]
 
@@ -267,13 +269,14 @@ def _tuples(sizes: Mapping[str, Size | tuple[Size, ...]]) -> dict[str, tuple[Siz
 def cell(
     state: Sequence[str] | Mapping[str, Size | tuple[Size, ...]],
     inputs: Mapping[str, Size | tuple[Size, ...]] | None = None,
+    constants: Mapping[str, Size | tuple[Size, ...]] | None = None,
 ) -> Callable[[Callable[..., Any]], Cell]:
     """Makes a cell of a function over one time step.
 
-    The function takes x, other inputs, its states, and options as keyword-only arguments; an option
-    named ``input_size`` or ``hidden_size`` receives the size of the layer. The function returns the
-    output of the step, or a dict of several, and a dict of the next states. It uses the functions
-    of this package and Python's operators::
+    The function takes x, other inputs, constants, its states, and options as keyword-only
+    arguments; an option named ``input_size`` or ``hidden_size`` receives the size of the layer. The
+    function returns the output of the step, or a dict of several, and a dict of the next states. It
+    uses the functions of this package and Python's operators::
 
         @rnn.cell(state=("h",))
         def elman(x, h):
@@ -286,6 +289,8 @@ def cell(
             axis; a sequence of names, the hidden size to all.
         inputs: the names of inputs beside x, which a layer takes by name, and their sizes, as those
             of states.
+        constants: likewise, of what is the same at every step of a sequence, such as a memory that
+            the cell attends to.
 
     Raises:
         CellError: arguments of the function that do not fit.
@@ -294,13 +299,16 @@ def cell(
         raise CellError('cell: expected names of states, as in @rnn.cell(state=("h",)); got a '
                         "function: the decorator is missing its argument")  # fmt: skip
     given = dict(state) if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise CellError('cell: inputs: expected names and sizes, as in inputs={"mask": 1}; got '
-                        f"{inputs!r}")  # fmt: skip
+    for what, of, example in (("inputs", inputs, "mask"), ("constants", constants, "memory")):
+        if of is not None and not isinstance(of, Mapping):
+            raise CellError(f'cell: {what}: expected names and sizes, as in {what}={{"{example}": '
+                            f"1}}; got {of!r}")  # fmt: skip
     if not isinstance(state, str) and len(given) < len(state):
         raise CellError(f"cell: state: a name is there twice in {state!r}")
+    if both := [name for name in constants or {} if name in (inputs or {})]:
+        raise CellError(f"cell: {both[0]!r} is the name of an input and of a constant")
     sizes = _tuples(given)
-    beside = _tuples(inputs or {})
+    beside = _tuples({**(inputs or {}), **(constants or {})})
 
     def decorate(function: Callable[..., Any]) -> Cell:
         code = function.__code__
@@ -315,8 +323,8 @@ def cell(
             raise refuse(f"state: expected a tuple of names, got {state!r}")
         if positional != [positional[0] if positional else "x", *beside, *sizes]:
             raise refuse(
-                f"expected the arguments (x, {', '.join((*beside, *sizes))}), the inputs and the "
-                f"states in their order; got ({', '.join(positional)})"
+                f"expected the arguments (x, {', '.join((*beside, *sizes))}), the inputs, the "
+                f"constants and the states in their order; got ({', '.join(positional)})"
             )
         for name in beside:
             if name in _CALLED:
@@ -336,6 +344,6 @@ def cell(
                         f"{what}: its size {size!r} is no option of the cell; expected an "
                         f"int, {', '.join(map(repr, (*options, *_GIVEN)))}"
                     )
-        return Cell(function.__name__, function, beside, sizes, options)
+        return Cell(function.__name__, function, beside, frozenset(constants or {}), sizes, options)
 
     return decorate

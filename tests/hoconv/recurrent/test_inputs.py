@@ -114,7 +114,8 @@ def test_layers_read_the_output_that_is_named(bidirectional: bool) -> None:
 
 @needs_compiler
 def test_kernels_for_a_gpu_are_exact() -> None:
-    bound = [several.bind(3, 4, {"heads": 2}), cells.gru_d.bind(3, 4, {})]
+    bound = [several.bind(3, 4, {"heads": 2}), cells.gru_d.bind(3, 4, {}),
+             cells.attention.bind(3, 4, {"slots": 5, "width": 2})]  # fmt: skip
     check_loops([cell_case(each, masked=True) for each in bound], "auto", shim_loops)
 
 
@@ -150,6 +151,70 @@ def test_missing_values_decay(impl: str) -> None:
         torch.testing.assert_close(mine, exact, rtol=1e-11, atol=1e-11)
 
 
+def attend(layer: rnn.RNN, x: Tensor, memory: Tensor, h: Tensor) -> Tensor:
+    """Each step of `attention`, written out; the states after each."""
+    w, outputs = dict(layer.named_parameters()), []
+
+    def apply(name: str, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, 1) @ w[f"weight_{name}_l0"].mT + w[f"bias_{name}_l0"]
+
+    for t in range(x.shape[0]):
+        scores = torch.stack([(slot * apply("query", h)).sum(1) for slot in memory.unbind(1)], 1)
+        share = scores.exp() / scores.exp().sum(1, keepdim=True)
+        read = (memory * share[..., None]).sum(1)
+        r, z = (torch.sigmoid(apply(gate, x[t], read, h)) for gate in "rz")
+        h = (1 - z) * torch.tanh(apply("n", x[t], read, r * h)) + z * h
+        outputs.append(h)
+    return torch.stack(outputs)
+
+
+def make_attention(impl: str, **arguments: Any) -> rnn.RNN:
+    torch.manual_seed(2)
+    layer = rnn.RNN(cells.attention, 3, 4, slots=5, width=2, impl=impl, dtype=torch.float64,
+                    **arguments)  # fmt: skip
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_constant_is_the_same_at_every_step(impl: str, shared: bool) -> None:
+    layer = make_attention(impl)
+    x, memory, h = draw(6, 3, 3), draw(1 if shared else 3, 5, 2), draw(3, 4)
+    outputs, _ = layer(x, h[None], memory=memory)
+    exact = attend(layer, x, memory.expand(3, -1, -1), h)
+    torch.testing.assert_close(outputs, exact, rtol=1e-11, atol=1e-11)
+    leaves = [x, memory, h, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(of.sin().sum(), leaves) for of in (outputs, exact))
+    for mine, defined in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, defined, rtol=1e-11, atol=1e-11)
+
+
+def test_constants_in_steps_layouts_layers_and_one_sequence() -> None:
+    layer = make_attention("reference")
+    x, memory = draw(4, 3, 3), draw(3, 5, 2)
+    whole, last = layer(x, memory=memory)
+    found, state = [], layer.initial_state(3)
+    for step in x:
+        out, state = layer.step(step, state, memory=memory)
+        found.append(out)
+    torch.testing.assert_close(torch.stack(found), whole)
+    torch.testing.assert_close(state, last)
+    single, _ = layer(x[:, 1], memory=memory[1])
+    torch.testing.assert_close(single, whole[:, 1])
+    layer.batch_first = True
+    torch.testing.assert_close(layer(x.transpose(0, 1), memory=memory)[0].transpose(0, 1), whole)
+    shorter, _ = layer(x.transpose(0, 1), memory=memory, lengths=[4, 2, 1])
+    torch.testing.assert_close(shorter[1, :2], whole[:2, 1])
+
+    deep = make_attention("reference", num_layers=2, bidirectional=True)
+    outputs, _ = deep(x, memory=memory)
+    assert outputs.shape == (4, 3, 8)
+    reads = torch.autograd.grad(outputs.sum(), memory)[0]
+    assert (reads != 0).all()
+
+
 def test_mistakes_are_answered() -> None:
     layer = make()
     x, pair, gap = draw(5, 3, 3), draw(5, 3, 2, 2), draw(5, 3, 1)
@@ -174,11 +239,21 @@ def test_mistakes_are_answered() -> None:
         make(num_layers=2, output="c")
     with pytest.raises(ValueError, match="output: the cell names no outputs"):
         rnn.RNN(rnn.gru, 3, 4, output="h")
-    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, m, h\), the inputs and"):
+    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, m, h\), the inputs, the"):
         rnn.cell(inputs={"m": 1}, state=("h",))(lambda x, h, m: None)
     names: Any = ("m",)
     with pytest.raises(rnn.CellError, match="cell: inputs: expected names and sizes, as in"):
         rnn.cell(inputs=names, state=("h",))
+    with pytest.raises(rnn.CellError, match="cell: constants: expected names and sizes, as in"):
+        rnn.cell(constants=("m",), state=("h",))(lambda x, m, h: (h, dict(h=h)))  # pyright: ignore
+    with pytest.raises(rnn.CellError, match="cell: 'm' is the name of an input and of a constant"):
+        rnn.cell(inputs={"m": 1}, constants={"m": 1}, state=("h",))
+    attentive = make_attention("reference")
+    for memory in (draw(4, 3, 5, 2), draw(2, 5, 2)):
+        with pytest.raises(
+            ValueError, match=r"memory: expected a tensor of shape \(3, 5, 2\), the "
+        ):
+            attentive(draw(4, 3, 3), memory=memory)
     with pytest.raises(rnn.CellError, match="input 'lengths': is an argument of a layer's call"):
         rnn.cell(inputs={"lengths": 1}, state=("h",))(lambda x, lengths, h: None)
     with pytest.raises(rnn.CellError, match="input 'm': its size 'M' is no option of the cell"):

@@ -192,7 +192,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     refused(missing, "return h", "does not return the state 'h'; return")
     refused(nothing, "def nothing", r"must return \(output, dict\(h=\.\.\.\)\), got NoneType")
     refused(learned_alone, "return", "output: depends on parameters alone")
-    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, h\), the inputs and"):
+    with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, h\), the inputs, the"):
         rnn.cell(state=("h",))(lambda x, c: (c, dict(h=c)))
     with pytest.raises(rnn.CellError, match="its size 'wide' is no option of the cell"):
         rnn.cell(state={"h": "wide"})(lambda x, h: (h, dict(h=h)))
