@@ -21,6 +21,7 @@ from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 
 _SIZES = (1, 2, 3, 4, 6)
 _SHAPES = ((2, 3), (3, 2), (1, 3), (2, 1), (1, 1), (2, 2, 3), (1, 2, 2), (3, 1, 2))
+_INPUTS = (0, 0, 0, 1, 2)  # beside x
 _LETTERS = "abcdef"
 # Shares of the states that have several axes, and of the draws that make such a value.
 _SHAPED = 0.25
@@ -31,14 +32,16 @@ _WILD = 0.3
 
 
 def random_cell(seed: int, wild: bool = False) -> BoundCell:
-    """Draws a cell of one to four states of several sizes."""
+    """Draws a cell of up to two inputs beside x, and one to four states, of several sizes."""
     draw = random.Random(seed)
-    sizes: dict[str, tuple[int, ...]] = {}
-    for i in range(draw.choice((1, 2, 2, 3, 4))):
-        shaped = draw.random() < _SHAPED
-        sizes[f"s{i}"] = draw.choice(_SHAPES) if shaped else (draw.choice(_SIZES),)
-    arguments = ", ".join(("x", *sizes))
+
+    def draw_shape() -> tuple[int, ...]:
+        return draw.choice(_SHAPES) if draw.random() < _SHAPED else (draw.choice(_SIZES),)
+
+    sizes = {f"s{i}": draw_shape() for i in range(draw.choice((1, 2, 2, 3, 4)))}
     count = draw.randint(4, 18)
+    inputs = {f"i{i}": draw_shape() for i in range(draw.choice(_INPUTS))}
+    arguments = ", ".join(("x", *inputs, *sizes))
 
     def function(*rows: Any) -> Any:
         # A generator for every call, so that calls on symbols and on tensors draw the same.
@@ -47,7 +50,7 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
     # A cell needs an argument for each state, with its name.
     scope: dict[str, Any] = {"function": function}
     exec(f"def random_{seed}({arguments}):\n    return function({arguments})", scope)
-    cell: Cell = rnn.cell(state=sizes)(scope[f"random_{seed}"])
+    cell: Cell = rnn.cell(state=sizes, inputs=inputs)(scope[f"random_{seed}"])
     return cell.bind(3, 4, {})
 
 
@@ -96,7 +99,11 @@ class _Body:
                 self.add_shaped()
                 continue
             self.draw.choice((self.add_row, self.add_row, self.add_learned, self.add_condition))()
-        states = {name: self.next_state(i + 1, n) for i, (name, n) in enumerate(sizes.items())}
+        before = self.given[-len(sizes) :]
+        states = {
+            name: self.next_state(state, shape)
+            for state, (name, shape) in zip(before, sizes.items(), strict=True)
+        }
         output = self.draw.choice(self.rows[given:] or self.rows)
         if self.shaped and self.draw.random() < 0.3:
             output = self.draw.choice(self.shaped)
@@ -329,12 +336,12 @@ class _Body:
             )
         )()
 
-    def next_state(self, at: int, shape: tuple[int, ...]) -> Any:
+    def next_state(self, state: Any, shape: tuple[int, ...]) -> Any:
         """Returns the next value of a state: mostly a new value, sometimes an existing one."""
         existing = [v for v in (*self.rows, *self.shaped) if _shape(v) == shape]
         kind = self.draw.random()
         if kind < 0.1:
-            return self.given[at]  # the state itself
+            return state
         if kind < 0.2 and existing:
             return self.draw.choice(existing)
         return rnn.tanh(rnn.reshape(self.make_linear(math.prod(shape)), *shape))

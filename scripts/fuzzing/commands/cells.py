@@ -29,11 +29,12 @@ from hoconv.tools.testing.random_cells import random_cell
 METHOD = (
     "Each case is a cell drawn from the whole language: expressions of parameters alone, "
     "conditions in every position, constants with infinities and NaN, common subexpressions, one "
-    "to four states of several sizes; with lengths and resets or without, forwards or backwards. "
-    "Outputs, final states and all gradients are compared in float64, to 1e-9, with the cell on "
-    "tensors, differentiated by autograd. NaN is expected where the cell has NaN, and allowed "
-    "where infinite values meet a state that no step reads. Refused: values used as conditions, "
-    "or conditions as numbers, with the same message in all implementations."
+    "to four states and up to two inputs beside x, of several sizes; with lengths and resets or "
+    "without, forwards or backwards. Outputs, final states and all gradients are compared in "
+    "float64, to 1e-9, with the cell on tensors, differentiated by autograd. NaN is expected where "
+    "the cell has NaN, and allowed where infinite values meet a state that no step reads. Refused: "
+    "values used as conditions, or conditions as numbers, with the same message in all "
+    "implementations."
 )
 INTERPRET = "interpret"
 
@@ -137,12 +138,15 @@ def _results(layer: rnn.RNN, masked: bool, resets: bool) -> dict[str, Tensor]:
             parameter.copy_(drawn(*parameter.shape))
     x = drawn(T, B, layer.input_size)
     shapes = layer.runs[0][0].state_shapes
+    beside = layer.runs[0][0].input_shapes
+    inputs = {name: drawn(T, B, *shape) for name, shape in beside.items()}
     states = tuple(drawn(len(layer.runs), B, *shape) for shape in shapes.values())
     reset = torch.rand(T, B, device=device) < 0.3 if resets else None
-    output, final = layer(x, states, [2, 4, 1] if masked else None, reset)
+    output, final = layer(x, states, [2, 4, 1] if masked else None, reset, **inputs)
     finals = final if isinstance(final, tuple) else (final,)
     outputs = {"output": output, **dict(zip(shapes, finals, strict=True))}
-    leaves = {"d_x": x, **{f"d_{name}": s for name, s in zip(shapes, states, strict=True)},
+    leaves = {"d_x": x, **{f"d_{name}": t for name, t in inputs.items()},
+              **{f"d_{name}": s for name, s in zip(shapes, states, strict=True)},
               **{f"d_{name}": p for name, p in layer.named_parameters()}}  # fmt: skip
     cotangents = {name: drawn(*t.shape).detach() for name, t in outputs.items()}
     return outputs | gradients(outputs, leaves, cotangents)
