@@ -22,7 +22,8 @@
 
 namespace hoconv::high_order::conv2d {
 
-constexpr int kPixels = 4;  // P
+constexpr int kPixels = 4;                   // P
+constexpr int64_t kEnoughThreads = 1 << 15;  // for a GPU to hide its latencies
 // J where 3, 5 and 7 do not divide the taps of a row: at its end there may be fewer left.
 constexpr int kAnyTaps = 4;
 
@@ -332,7 +333,7 @@ void dispatch_general(const Problem& p, std::initializer_list<const Tensor*> ima
 // give the GPU something to do beside `owners` of pixels and groups.
 inline int sharing_lanes(const Problem& p, int V, bool last, int64_t owners) {
   int64_t lanes = std::gcd(p.group_channels() / V, int64_t{32});
-  while (!last && lanes > 1 && owners * lanes / 2 >= kEnoughBlocks * kThreads / 4) lanes /= 2;
+  while (!last && lanes > 1 && owners * lanes / 2 >= kEnoughThreads) lanes /= 2;
   return lanes;
 }
 

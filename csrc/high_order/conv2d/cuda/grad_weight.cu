@@ -14,6 +14,9 @@
 namespace hoconv::high_order::conv2d {
 namespace {
 
+constexpr int64_t kManyChannels = 64;    // of a group: enough for several threads of a pixel
+constexpr int64_t kFewPixels = 1 << 14;  // whose threads leave most of a GPU idle
+
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
     tuned(Image<const T> grad, Image<const T> x, Weights<T> out, Tiling t) {
@@ -55,9 +58,9 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     if (!sum_tapwise<T>(grad, x, out, p, launch.stream)) {
-      // Threads that own pixels would not fill the GPU; in general.cuh several share the channels.
+      // In general.cuh several threads share the channels of a pixel.
       const bool shares =
-          p.group_channels() >= 64 && p.B * p.G * p.down.in * p.across.in < kEnoughBlocks * 16;
+          p.group_channels() >= kManyChannels && p.B * p.G * p.down.in * p.across.in < kFewPixels;
       const bool done =
           !shares && dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
             Tiling tiling;

@@ -17,6 +17,7 @@ namespace hoconv::high_order::conv2d {
 constexpr int kTapThreads = 256;
 constexpr int kPixelsOfThread = 16;  // for which it finds its tap once
 constexpr int kFewChannels = 4;      // of a group
+constexpr int kWarp = 32;            // threads
 
 // Pixels that a block computes at once.
 inline __host__ __device__ int pixels_at_once(int weights) {
@@ -61,8 +62,8 @@ bool sum_tapwise(const Tensor& grad, const Tensor& x, Tensor& out, const Problem
                  cudaStream_t stream) {
   using std::integral_constant;
   const WeightStrides s = weight_strides(out);
-  // With many groups general.cuh writes neighbours, too.
-  const bool pays = s.w != 1 && (s.tap == 1 || s.g == 1) && p.G < 32;
+  // With a group for each thread of a warp general.cuh writes neighbours, too.
+  const bool pays = s.w != 1 && (s.tap == 1 || s.g == 1) && p.G < kWarp;
   if (!pays || p.group_channels() > kFewChannels) return false;
   check_positions(p);
   const int64_t pixels = int64_t{pixels_at_once(p.taps() * p.G)} * kPixelsOfThread;
