@@ -84,6 +84,11 @@ class Cost:
     backward_flops: int
 
 
+# Taps of a reference that is a loop over them, up to which torch.compile, which unrolls it, takes a
+# minute or two.
+MOST_UNROLLED = 128
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """The sizes at which ``hoconv benchmark`` times an operator.

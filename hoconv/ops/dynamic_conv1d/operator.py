@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dispatch.declaration import (
+    MOST_UNROLLED,
+    Benchmark,
+    Cost,
+    Implementation,
+    Operator,
+    Sample,
+    declare,
+)
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import (
     autocast,
@@ -34,8 +42,6 @@ _TOLERANCES = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
 }
-
-_MOST_COMPILED_TAPS = 128  # of a reference, which is a loop over them
 
 _LAYER = ops.LAYER | {"reference": functools.partial(composed.forward, reference.dynamic_conv1d)}
 
@@ -243,7 +249,7 @@ OPERATOR = declare(
             sample=_benchmark_sample,
             baselines={"unfold": _unfold},
             grid=GRID,
-            compiles=lambda sample: sample.args[1].shape[2] <= _MOST_COMPILED_TAPS,
+            compiles=lambda sample: sample.args[1].shape[2] <= MOST_UNROLLED,
         ),
     )
 )

@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
+from hoconv.dispatch.declaration import (
+    MOST_UNROLLED,
+    Benchmark,
+    Cost,
+    Implementation,
+    Operator,
+    Sample,
+    declare,
+)
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import Op, autocast, check_dense, check_dtypes, compiled
 from hoconv.ops.high_order.conv2d import ops, reference
@@ -30,7 +38,6 @@ from hoconv.ops.high_order.conv2d.window import (
 
 # Relative. Half precision is accumulated in float32 and rounded once: its machine epsilon. float32
 # and float64 round every addition: about 8 and 45 epsilons.
-_MOST_COMPILED_TAPS = 128  # of a reference, which is a loop over them
 TOLERANCES = {
     torch.float64: 1e-14,
     torch.float32: 1e-6,
@@ -285,7 +292,7 @@ OPERATOR = declare(
             sample=benchmark_sample,
             baselines={"unfold": _unfold},
             grid=GRID,
-            compiles=lambda sample: len(sample.args[1]) <= _MOST_COMPILED_TAPS,
+            compiles=lambda sample: len(sample.args[1]) <= MOST_UNROLLED,
         ),
     )
 )
