@@ -24,6 +24,7 @@ from hoconv.recurrent.directions import run_directions
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import Declaration, trace
+from hoconv.recurrent.inputs import gather_inputs
 from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
@@ -250,7 +251,7 @@ class RNN(FixedAttributes):
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
         begins = None if reset is None else self._begins(reset, x, single)
-        beside = self._gather_inputs(inputs, x, single)
+        beside = gather_inputs(self.runs[0][0], inputs, x, single, self.batch_first)
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = None if lengths is None else self._valid(lengths, x)
@@ -300,7 +301,12 @@ class RNN(FixedAttributes):
             raise ValueError(f"x: expected (B, {self.input_size}), got {got}")
         at = int(self.batch_first)
         constants = self.cell.constants
-        apart = {n: t if n in constants else t.unsqueeze(at) for n, t in inputs.items()}
+        apart = {
+            name: given.unsqueeze(at)
+            if isinstance(given, Tensor) and name not in constants
+            else given
+            for name, given in inputs.items()
+        }
         outputs, following = self(x.unsqueeze(at), state, **apart)
         if isinstance(outputs, dict):
             return {name: t.squeeze(at) for name, t in outputs.items()}, following
@@ -310,45 +316,6 @@ class RNN(FixedAttributes):
     def _outputs(self) -> Mapping[str, int] | None:
         """The outputs of the last layer that have names, and their sizes."""
         return self._traced[-1].outputs
-
-    def _gather_inputs(self, inputs: Mapping[str, Tensor], x: Tensor, single: bool) -> list[Tensor]:
-        """The inputs beside x (T, B, I), as rows (T, B, n) in the order of the cell's."""
-        shapes = self.runs[0][0].input_shapes
-        if not inputs and not shapes:
-            return []
-        if unknown := [name for name in inputs if name not in shapes]:
-            listed = ", ".join(shapes) or "none"
-            raise TypeError(f"{unknown[0]}: not an input of the cell {self.cell.name}; beside x it "
-                            f"has {listed}")  # fmt: skip
-        if missing := [name for name in shapes if name not in inputs]:
-            raise TypeError(f"{missing[0]}: the cell {self.cell.name} needs this input: a tensor")
-        T, B = x.shape[:2]
-        found = []
-        for name, shape in shapes.items():
-            given, constant = inputs[name], name in self.cell.constants
-            leading = (T,) if single else (B, T) if self.batch_first else (T, B)
-            if constant:
-                leading = () if single else (B,)
-            fits = isinstance(given, Tensor) and (
-                given.shape == (*leading, *shape) or (constant and given.shape == (1, *shape))
-            )
-            if not fits:
-                got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                laid_out = "the same at every step" if constant else "laid out as x is"
-                raise ValueError(f"{name}: expected a tensor of shape {(*leading, *shape)}, "
-                                 f"{laid_out}, got {got}")  # fmt: skip
-            if given.dtype != x.dtype or given.device != x.device:
-                raise TypeError(f"{name}: expected {x.dtype} on {x.device}, as x is, got "
-                                f"{given.dtype} on {given.device}")  # fmt: skip
-            if constant:
-                found.append(given.reshape(-1, math.prod(shape)).expand(T, B, -1))
-                continue
-            if single:
-                given = given.unsqueeze(1)
-            elif self.batch_first:
-                given = given.transpose(0, 1)
-            found.append(given.flatten(2))
-        return found
 
     def _layers(
         self,

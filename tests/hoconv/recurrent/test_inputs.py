@@ -215,6 +215,21 @@ def test_constants_in_steps_layouts_layers_and_one_sequence() -> None:
     assert (reads != 0).all()
 
 
+@needs_compiler
+def test_constants_through_layers_resets_and_second_derivatives() -> None:
+    x, memory = draw(4, 3, 3), draw(3, 5, 2)
+    reset = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    found = []
+    for impl in ("reference", "cpp"):
+        layer = make_attention(impl, num_layers=2, bidirectional=True)
+        output = layer(x, memory=memory, reset=reset, lengths=[4, 2, 3])[0]
+        first = torch.autograd.grad(output.sin().sum(), (x, memory), create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (x, memory))
+        found.append([output, *first, *second])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+
+
 def test_mistakes_are_answered() -> None:
     layer = make()
     x, pair, gap = draw(5, 3, 3), draw(5, 3, 2, 2), draw(5, 3, 1)
@@ -248,6 +263,8 @@ def test_mistakes_are_answered() -> None:
         rnn.cell(constants=("m",), state=("h",))(lambda x, m, h: (h, dict(h=h)))  # pyright: ignore
     with pytest.raises(rnn.CellError, match="cell: 'm' is the name of an input and of a constant"):
         rnn.cell(inputs={"m": 1}, constants={"m": 1}, state=("h",))
+    with pytest.raises(ValueError, match=r"gap: expected a tensor of shape .*, got float"):
+        layer.step(x[0], pair=pair[0], gap=1.0)  # pyright: ignore
     attentive = make_attention("reference")
     for memory in (draw(4, 3, 5, 2), draw(2, 5, 2)):
         with pytest.raises(

@@ -32,7 +32,7 @@ def _pass_gradients(op: Op) -> list[Value]:
 
 @functools.cache
 def _operands_of(kind: str) -> tuple[bool, ...]:
-    """Whether each operand of a function has a gradient."""
+    """Returns, of each operand of a function, whether it has a gradient."""
     function, builder = FUNCTIONS[kind], Builder()
     if function.derivative is None:
         return (False,) * len(function.operands)
