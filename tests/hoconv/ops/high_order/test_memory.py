@@ -1,4 +1,4 @@
-"""What a call of the high-order convolution and layer takes and reads beside its tensors."""
+"""The memory that a high-order convolution or layer takes, and reads beside its tensors."""
 
 from __future__ import annotations
 
