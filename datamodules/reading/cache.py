@@ -20,27 +20,30 @@ SPARE_BYTES = 2**28
 
 
 class Entry:
-    """The ``.npy`` files of a folder by name, each mapped into memory when it is first read.
+    """The ``.npy`` files of a folder by name, mapped into memory.
 
+    All are mapped here and not when they are first read, which many threads may do at once: numpy
+    parses their headers with `ast`, which fails in Python 3.11 where threads parse side by side.
     Pickling keeps the folder only, and another process maps the files again: all workers share one
     copy, in the system's page cache.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._arrays: dict[str, np.ndarray] = {}
+        self._arrays = {
+            # As plain arrays: a memmap's own indexing is slow.
+            path.stem: np.asarray(np.load(path, mmap_mode="r"))
+            for path in folder.glob("*.npy")
+        }
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._arrays:
-            mapped = np.load(self.folder / f"{name}.npy", mmap_mode="r")
-            self._arrays[name] = np.asarray(mapped)  # a memmap's own indexing is slow
         return self._arrays[name]
 
     def json(self, name: str) -> Any:
         return json.loads((self.folder / f"{name}.json").read_text())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "_arrays": {}}
+    def __reduce__(self) -> tuple[type[Entry], tuple[Path]]:
+        return Entry, (self.folder,)
 
 
 def find_or_make(

@@ -1,4 +1,5 @@
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -364,6 +365,15 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert entry["one"].tolist() == [0, 1, 2]
     assert not (entry.folder / "half").exists()
     assert not left[0].exists()
+
+
+@pytest.mark.parametrize("copy", [lambda e: e, lambda e: pickle.loads(pickle.dumps(e))])
+def test_the_arrays_of_an_entry_are_mapped_before_threads_read_them(tmp_path, monkeypatch, copy):
+    entry = copy(
+        cache.find_or_make(tmp_path, "kind", {}, lambda to: np.save(to / "one", np.arange(3)))
+    )
+    monkeypatch.delattr(np, "load")
+    assert entry["one"].tolist() == [0, 1, 2]
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_do(both, load, tmp_path):

@@ -155,8 +155,11 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     folder = write_coco(write_coco(tmp_path / "parts"), "val", 3)
 
     def refuse(path: Any) -> Any:
-        raise PermissionError(13, "Permission denied")
+        if Path(path) == folder / "train" / "line 1":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
 
+    scandir = os.scandir
     monkeypatch.setattr(os, "scandir", refuse)
     said = f"^{folder}/train/line 1 cannot be read .Permission denied.; data.train_images names"
     with pytest.raises(DataNotFoundError, match=said):
