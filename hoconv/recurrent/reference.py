@@ -42,8 +42,9 @@ class _Step(Frame):
         self.draws = 0
 
     def linear(self, map: Map, operands: tuple[Row, ...]) -> Row:
-        weight = self.parameters[f"weight_{map.name}"]
-        added = self.parameters[f"bias_{map.name}"] if map.bias else None
+        name = self.prefix + map.name
+        weight = self.parameters[f"weight_{name}"]
+        added = self.parameters[f"bias_{name}"] if map.bias else None
         rows = [operand.flatten(1) for operand in operands]
         parts = weight.split([row.shape[1] for row in rows], 1)
         result: Row = 0.0
@@ -52,9 +53,8 @@ class _Step(Frame):
             added = None
         return result if map.shape is None else result.unflatten(1, map.shape)
 
-    def parameter(self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool) -> Row:
-        row = self.parameters[name].to(self.dtype)
-        return row[None] if shape is None else row.reshape(1, *shape)
+    def parameter(self, name: str, shape: tuple[int, ...], init: Init, learned: bool) -> Row:
+        return self.parameters[name].to(self.dtype).reshape(1, *shape)
 
     def keep(self, probability: float, shape: tuple[int, ...]) -> Row:
         assert self.seed is not None

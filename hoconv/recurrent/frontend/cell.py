@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hoconv.recurrent.frontend.axes import cat, reshape
 from hoconv.recurrent.frontend.errors import CellError, find_line, locate_error
-from hoconv.recurrent.frontend.frame import Frame, Row, enter_frame
-from hoconv.recurrent.frontend.symbol import MOST_AXES
+from hoconv.recurrent.frontend.frame import Frame, Row, check_name, current_frame, enter_frame
+from hoconv.recurrent.frontend.symbol import MOST_AXES, fail
 
 HIDDEN = "hidden_size"
 _GIVEN = ("input_size", HIDDEN)
@@ -31,6 +31,9 @@ _TAKEN = (
     "device", "dtype", "recompute", "output",
 )  # fmt: skip
 _CALLED = ("x", "state", "lengths", "reset")  # those of a layer's call
+
+
+Size = str | int
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +46,15 @@ class Cell:
         inputs: the inputs beside x, as `states`; the last of them are constants of a sequence.
         constants: the names of those.
         states: name of a state -> the sizes of its axes, each an int, the name of an option,
-            ``hidden_size`` or ``input_size``.
+            ``hidden_size`` or ``input_size``, or a product of them.
         options: name of an option -> its default, `inspect.Parameter.empty` where it has none.
     """
 
     name: str
     function: Callable[..., Any]
-    inputs: Mapping[str, tuple[str | int, ...]]
+    inputs: Mapping[str, tuple[Size, ...]]
     constants: frozenset[str]
-    states: Mapping[str, tuple[str | int, ...]]
+    states: Mapping[str, tuple[Size, ...]]
     options: Mapping[str, Any]
 
     def __reduce__(self) -> Any:
@@ -90,19 +93,64 @@ class Cell:
             raise TypeError(f"{missing[0]}: the cell {self.name} needs this option: a value")
         known |= values
 
-        def bind(what: str, sizes: tuple[str | int, ...]) -> tuple[int, ...]:
-            shape = tuple(known[n] if isinstance(n, str) else n for n in sizes)
-            for name, size in zip(sizes, shape, strict=True):
-                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        def evaluate(what: str, size: Size) -> int:
+            result = 1
+            for factor in _factors(size):
+                value = known[factor] if isinstance(factor, str) else factor
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise ValueError(
-                        f"{name}: the size of the {what} of the cell {self.name}: expected an int "
-                        f"of at least 1, got {size!r}"
+                        f"{factor}: the size of the {what} of the cell {self.name}: expected an "
+                        f"int of at least 1, got {value!r}"
                     )
-            return shape
+                result *= value
+            return result
 
-        inputs = {name: bind(f"input {name!r}", sizes) for name, sizes in self.inputs.items()}
-        states = {name: bind(f"state {name!r}", sizes) for name, sizes in self.states.items()}
+        def bind(what: str, of: Mapping[str, tuple[Size, ...]]) -> dict[str, tuple[int, ...]]:
+            return {
+                name: tuple(evaluate(f"{what} {name!r}", size) for size in sizes)
+                for name, sizes in of.items()
+            }
+
+        inputs, states = bind("input", self.inputs), bind("state", self.states)
         return BoundCell(self, input_size, hidden_size, values, inputs, states)
+
+    def __call__(
+        self, name: str, *values: Row, hidden_size: int | None = None, **options: Any
+    ) -> tuple[Any, dict[str, Row]]:
+        """Runs a step of this cell within another one, as part of its step::
+
+            output, following = rnn.gru("lower", x, h)
+
+        Args:
+            name: unique in the cell, as of a linear map; the names of the parameters contain it,
+                ``weight_<name>_r_l<layer>``.
+            values: x, a row, then inputs, constants and states.
+            hidden_size: by default that of the cell around it.
+            options: the cell's own.
+
+        Returns:
+            The output or outputs, and the next states by name.
+        """
+        check_name(self.name, name)
+        frame = current_frame(self.name)
+        called, names = f"{self.name}({name!r})", ("x", *self.inputs, *self.states)
+        if len(values) != len(names):
+            fail(f"{called}: expected the values ({', '.join(names)}), got {len(values)}")
+        hidden = frame.hidden_size if hidden_size is None else hidden_size
+        features = [getattr(value, "shape", ())[1:] for value in values]
+        if len(features[0]) != 1:
+            fail(f"{called}: x: expected a row of features, got {values[0]!r}")
+        try:
+            bound = self.bind(features[0][0], hidden, options)
+        except (TypeError, ValueError) as error:
+            fail(f"{called}: {error}")
+        shapes = (features[0], *bound.input_shapes.values(), *bound.state_shapes.values())
+        for argument, shape, value, found in zip(names, shapes, values, features, strict=True):
+            if tuple(found) != tuple(shape):
+                got = _show(found) if found else repr(value)
+                fail(f"{called}: {argument}: expected a value of size {_show(shape)}, got {got}")
+        with frame.enter_cell(name, hidden):
+            return bound.run(values)
 
 
 def _find(module: str, qualname: str) -> Cell:
@@ -158,10 +206,21 @@ class BoundCell:
             CellError: the cell that is traced raised an exception, or returned something else.
                 One that computes with tensors raises what PyTorch does.
         """
+        with enter_frame(frame):
+            output, following = self.run([*self._split(x), *states])
+        named = isinstance(output, dict)
+        outputs = output if named else {"output": output}
+        rows = [reshape(value, math.prod(value.shape[1:])) for value in outputs.values()]
+        sizes = {name: row.shape[1] for name, row in zip(outputs, rows, strict=True)}
+        row = cat(*rows) if len(rows) > 1 else rows[0]
+        return Step(row, following, sizes if named else None)
+
+    def run(self, values: Sequence[Row]) -> tuple[Any, dict[str, Row]]:
+        """Calls the function, in a frame, with x, inputs, constants and states; returns its output
+        or outputs, and the next states in the order of their declaration."""
         function = self.cell.function
         try:
-            with enter_frame(frame):
-                result = function(*self._split(x), *states, **self.options)
+            result = function(*values, **self.options)
         except Exception as error:
             filename = function.__code__.co_filename
             line = find_line(error.__traceback__, function.__code__)
@@ -170,7 +229,9 @@ class BoundCell:
                 if str(error).startswith(f"{filename}:{line}: "):
                     raise
                 raise CellError(f"{error}\n{where}") from error.__cause__
-            if isinstance(x, Tensor):  # PyTorch's own: out of memory, say, or a checkpoint's end
+            if isinstance(
+                values[0], Tensor
+            ):  # PyTorch's own: out of memory, say, or a checkpoint's end
                 error.add_note(f"{filename}:{line}: in the cell {self.name}")
                 raise
             message = f"{type(error).__name__}: {error}"
@@ -190,7 +251,7 @@ class BoundCell:
             start += math.prod(shape)
         return found
 
-    def _check_result(self, result: Any) -> Step:
+    def _check_result(self, result: Any) -> tuple[Any, dict[str, Row]]:
         names = list(self.state_shapes)
         expected = f"(output, dict({', '.join(f'{n}=...' for n in names)}))"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
@@ -219,13 +280,7 @@ class BoundCell:
                     f"the state {name!r} has size {_show(shape)} and becomes a value of size "
                     f"{_show(found)}; declare it: @rnn.cell(state={{{name!r}: ...}})"
                 )
-        rows = [reshape(value, math.prod(value.shape[1:])) for value in outputs.values()]
-        sizes = {name: row.shape[1] for name, row in zip(outputs, rows, strict=True)}
-        return Step(
-            cat(*rows) if len(rows) > 1 else rows[0],
-            {name: states[name] for name in names},
-            sizes if isinstance(output, dict) else None,
-        )
+        return output, {name: states[name] for name in names}
 
     def error(self, message: str) -> CellError:
         """An error that shows the line of the cell's return, or its first where it has several."""
@@ -259,7 +314,12 @@ def _show(shape: tuple[int, ...]) -> str:
     return str(shape[0]) if len(shape) == 1 else str(shape)
 
 
-Size = str | int
+def _factors(size: Size) -> list[Size]:
+    """The factors of a size: numbers and names."""
+    if not isinstance(size, str):
+        return [size]
+    factors = [factor.strip() for factor in size.split("*")]
+    return [int(factor) if factor.isdecimal() else factor for factor in factors]
 
 
 def _tuples(sizes: Mapping[str, Size | tuple[Size, ...]]) -> dict[str, tuple[Size, ...]]:
@@ -284,9 +344,9 @@ def cell(
             return h, dict(h=h)
 
     Args:
-        state: the names of the states. A dict gives their sizes, each an int or the name of an
-            option, ``"input_size"`` or ``"hidden_size"``, or a tuple of up to three, one for each
-            axis; a sequence of names, the hidden size to all.
+        state: the names of the states. A dict gives their sizes, each an int, the name of an
+            option, ``"input_size"`` or ``"hidden_size"``, or a product, as in ``"2 * heads"``; or a
+            tuple of up to three, one for each axis. A sequence of names gives all the hidden size.
         inputs: the names of inputs beside x, which a layer takes by name, and their sizes, as those
             of states.
         constants: likewise, of what is the same at every step of a sequence, such as a memory that
@@ -338,11 +398,11 @@ def cell(
         for what, of in (*named, *((f"input {name!r}", of) for name, of in beside.items())):
             if not 1 <= len(of) <= MOST_AXES:
                 raise refuse(f"{what}: expected 1 to {MOST_AXES} sizes, got {of!r}")
-            for size in of:
+            for size in itertools.chain.from_iterable(map(_factors, of)):
                 if isinstance(size, str) and size not in (*options, *_GIVEN):
                     raise refuse(
                         f"{what}: its size {size!r} is no option of the cell; expected an "
-                        f"int, {', '.join(map(repr, (*options, *_GIVEN)))}"
+                        f"int, {', '.join(map(repr, (*options, *_GIVEN)))}, or a product of them"
                     )
         return Cell(function.__name__, function, beside, frozenset(constants or {}), sizes, options)
 

@@ -35,17 +35,33 @@ class Map(Protocol):
 
 
 class Frame(ABC):
-    """Provides parameters and random numbers to a step of a cell, and computes its ops."""
+    """Provides parameters and random numbers to a step of a cell, and computes its ops.
+
+    Attributes:
+        training: whether masks are drawn.
+        hidden_size: the default size of maps and parameters.
+        prefix: what the names of parameters begin with, in a cell within the cell.
+    """
 
     training: bool
+    hidden_size: int
+    prefix: str = ""
+
+    @contextmanager
+    def enter_cell(self, name: str, hidden_size: int) -> Iterator[None]:
+        """Runs a cell within the cell, by its name and with its hidden size."""
+        before = self.prefix, self.hidden_size
+        self.prefix, self.hidden_size = f"{self.prefix}{name}_", hidden_size
+        try:
+            yield
+        finally:
+            self.prefix, self.hidden_size = before
 
     @abstractmethod
     def linear(self, map: Map, operands: tuple[Row, ...]) -> Row: ...
 
     @abstractmethod
-    def parameter(
-        self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool
-    ) -> Row: ...
+    def parameter(self, name: str, shape: tuple[int, ...], init: Init, learned: bool) -> Row: ...
 
     @abstractmethod
     def keep(self, probability: float, shape: tuple[int, ...]) -> Row: ...
@@ -80,6 +96,17 @@ def current_frame(function: str) -> Frame:
     if _local.frame is None:
         fail(f"rnn.{function} is called outside of a cell that an RNN runs")
     return _local.frame
+
+
+def check_name(function: str, name: Any) -> None:
+    """Checks the name of what a cell learns.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        fail(f"{function}: expected a name as its first argument, of letters, digits and _; "
+             f"got {name!r}")  # fmt: skip
 
 
 def apply(kind: str, *operands: Row | float) -> Row:

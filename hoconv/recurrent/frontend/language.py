@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hoconv.recurrent.frontend.axes import mean, reshape
-from hoconv.recurrent.frontend.frame import Init, Row, apply, current_frame
+from hoconv.recurrent.frontend.frame import Init, Row, apply, check_name, current_frame
 from hoconv.recurrent.frontend.functions import (
     exp,
     log1p,
@@ -25,13 +25,6 @@ from hoconv.recurrent.frontend.functions import (
     where,
 )
 from hoconv.recurrent.frontend.symbol import MOST_AXES, Symbol, fail
-
-
-def _checked_name(function: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        fail(f"{function}: expected a name as its first argument, of letters, digits and _; "
-             f"got {name!r}")  # fmt: skip
-
 
 # Learned maps and vectors
 
@@ -70,7 +63,7 @@ class Linear:
     def __init__(
         self, name: str, *, size: int | tuple[int, ...] | None = None, bias: bool = True
     ) -> None:
-        _checked_name("linear", name)
+        check_name("linear", name)
         if not isinstance(bias, bool):
             fail(f"linear({name!r}): bias: expected True or False, got {bias!r}")
         self.name = name
@@ -99,7 +92,8 @@ def parameter(
             weights are.
         learned: whether it is a parameter of the layer; else it is a buffer, which has no gradient.
     """
-    _checked_name("parameter", name)
+    check_name("parameter", name)
+    frame = current_frame("parameter")
     if not isinstance(learned, bool):
         fail(f"parameter({name!r}): learned: expected True or False, got {learned!r}")
     number = isinstance(init, int | float) and not isinstance(init, bool)
@@ -110,16 +104,15 @@ def parameter(
              f"one, got {init!r}")  # fmt: skip
     if like is None and isinstance(init, Tensor):
         like = tuple(init.shape)
-    if like is None:
-        shape = None
-    elif hasattr(like, "shape"):
-        shape = tuple(like.shape[1:])  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(like, "shape"):
+        shape = tuple(like.shape[1:])  # pyright: ignore
     else:
-        shape = _checked_shape(f"parameter({name!r}): like", like)
+        given = frame.hidden_size if like is None else like
+        shape = _checked_shape(f"parameter({name!r}): like", given)
     if isinstance(init, Tensor) and tuple(init.shape) != shape:
         fail(f"parameter({name!r}): init: expected a tensor of shape {shape}, got "
              f"{tuple(init.shape)}")  # fmt: skip
-    return current_frame("parameter").parameter(name, shape, init, learned)
+    return frame.parameter(frame.prefix + name, shape, init, learned)
 
 
 def _checked_shape(what: str, given: Any) -> tuple[int, ...]:

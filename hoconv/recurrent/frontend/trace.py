@@ -70,27 +70,28 @@ class _Weights:
 
 class _Tracer(Frame):
     def __init__(self, cell: BoundCell, training: bool) -> None:
-        self.cell = cell
+        self.hidden_size = cell.hidden_size
         self.training = training
         self.builder = Builder()
         self.declarations: dict[str, Declaration] = {}
-        self.maps: dict[Map, _Weights] = {}
+        self.maps: dict[tuple[str, Map], _Weights] = {}  # by the cell within the cell
         self.params: list[Param] = []
         self.draws = 0
 
     def linear(self, map: Map, operands: tuple[Row, ...]) -> Row:
-        name = map.name
+        name = self.prefix + map.name
         for operand in operands:
             if not isinstance(operand, Symbol):
                 fail(f"linear({name!r}): expected values of the step as arguments, got {operand!r}")
             if operand.value.type.rate == "once":
                 fail(f"linear({name!r}): an operand depends on parameters alone, the same in every "
                      "step; add it to the result instead")  # fmt: skip
-        shape = (self.cell.hidden_size,) if map.shape is None else map.shape
         sizes = [operand.value.type.size for operand in operands]
-        if map not in self.maps:
-            self.maps[map] = self._declare_map(name, sizes, math.prod(shape), map.bias)
-        made = self.maps[map]
+        shape = map.shape or (self.hidden_size,)
+        key = self.prefix, map
+        if key not in self.maps:
+            self.maps[key] = self._declare_map(name, sizes, math.prod(shape), map.bias)
+        made = self.maps[key]
         if sizes != made.sizes:
             fail(f"linear({name!r}): expected operands of the sizes {made.sizes}, as at its first "
                  f"use, got {sizes}")  # fmt: skip
@@ -124,8 +125,7 @@ class _Tracer(Frame):
         ]
         return _Weights(sizes, weights, added)
 
-    def parameter(self, name: str, shape: tuple[int, ...] | None, init: Init, learned: bool) -> Row:
-        shape = (self.cell.hidden_size,) if shape is None else shape
+    def parameter(self, name: str, shape: tuple[int, ...], init: Init, learned: bool) -> Row:
         declared = self._declare(name, shape, init, row=True, learned=learned)
         value = self._param((math.prod(shape),), name, Piece(declared))
         return Symbol(self.builder, value, shape)

@@ -220,10 +220,17 @@ class _Body:
             lambda: rnn.where(self.make_condition(a), self.draw_number(), a),
             lambda: rnn.dropout(a, 0.3),
             lambda: rnn.zoneout(rnn.tanh(a), a, 0.3),
+            lambda: self.call_cell(a),
         )
         if self.draw.random() < 0.5:
             return self.combine(a, self.pick_fitting(a), self.rows)
         return self.draw.choice(makers)()
+
+    def call_cell(self, state: Any) -> Any:
+        """Runs a step of a cell within the cell."""
+        cell = self.draw.choice((rnn.gru, rnn.elman, rnn.minimal_gated))
+        name, x = f"c{next(self.names)}", self.pick_row()
+        return cell(name, x, state, hidden_size=_size(state))[0]
 
     # Values of several axes
 
