@@ -43,15 +43,13 @@ def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
 
     def region(given: tuple, ops: list[Op], in_step: bool) -> list[Op]:
         for op in flat(given):
-            product = op.kind in PRODUCTS
+            own = narrow if op.kind in PRODUCTS else wide
+            if op.kind == "slice":  # cast after it: that is less, and a load does it
+                own = typed[op.values[0]].type.dtype
             inputs: list[Operand] = [
-                cast(typed[i], narrow if product else wide, ops, in_step)
-                if isinstance(i, Value)
-                else i
-                for i in op.inputs
+                cast(typed[i], own, ops, in_step) if isinstance(i, Value) else i for i in op.inputs
             ]
-            ops.append(Op(op.kind, tuple(inputs), give(op.result, narrow if product else wide),
-                          op.attrs))  # fmt: skip
+            ops.append(Op(op.kind, tuple(inputs), give(op.result, own), op.attrs))
         return ops
 
     params = tuple(Param(give(p.value, narrow), p.pieces) for p in program.params)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES
+from hoconv.recurrent.ir.kinds import BY_AXES, PRODUCTS, SOURCES
 from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
@@ -14,17 +15,42 @@ def hoist(program: Program) -> Program:
 
     Random masks stay: drawing them again is cheaper than storing them. So does what has more
     features than its operands together, as outer products have: so many would be stored for all
-    steps.
+    steps. Where no product of the step reads a state, the step is one kernel, and memory is all
+    that it waits for: then products are moved alone, and what they read.
     """
+    free = _find_stateless(program)
+    ops = list(flat(program.step))
+    moved = {op.result for op in ops if op.result in free}
+    if all(op.result in free for op in ops if op.kind in PRODUCTS):
+        moved = _find_read(ops, {op.result for op in ops if op.kind in PRODUCTS})
     values: dict[Value, Value] = {}
     before, step = list(program.before), []
-    for given in flat(program.step):
+    for given in ops:
         op = substitute(given, values)
-        grows = op.kind in BY_AXES and op.result.type.size > sum(v.type.size for v in op.values)
-        if op.kind in SOURCES or grows or any(v.type.rate == "step" for v in op.values):
+        if given.result not in moved:
             step.append(op)
             continue
         whole = Value(Type("sequence", op.result.type.shape, op.result.type.dtype), op.result.hint)
         values[op.result] = whole
         before.append(Op(op.kind, op.inputs, whole, op.attrs))
     return replace_outputs(replace(program, before=tuple(before), step=tuple(step)), values)
+
+
+def _find_stateless(program: Program) -> set[Value]:
+    """Finds the results of the step that may be computed before the loop."""
+    found: set[Value] = set()
+    for op in flat(program.step):
+        grows = op.kind in BY_AXES and op.result.type.size > sum(v.type.size for v in op.values)
+        waits = any(v.type.rate == "step" and v not in found for v in op.values)
+        if not (op.kind in SOURCES or grows or waits):
+            found.add(op.result)
+    return found
+
+
+def _find_read(ops: Sequence[Op], results: Collection[Value]) -> set[Value]:
+    """Finds results of ops, and those that they are computed from."""
+    found = set(results)
+    for op in reversed(ops):
+        if op.result in found:
+            found.update(op.values)
+    return found

@@ -3,16 +3,16 @@
 The choice is a minimum cut of the data flow. Its source is what the backward steps cannot compute
 themselves: states, products and costly functions. Its sink is what they read. A value costs the
 bytes of its row. Values on the cut are saved; cheap ops behind it are rematerialised. Where memory
-counts more than time, the source is the states alone. The
-construction is that of the min-cut partitioner of torch.compile (He and Yu, Transcending
-Runtime-Memory Tradeoffs, 2023).
+counts more than time, the source is the states alone. Steps without products wait for memory: there
+what is in memory already costs half, since nobody need write it. The construction is that of the
+min-cut partitioner of torch.compile (He and Yu, Transcending Runtime-Memory Tradeoffs, 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hoconv.recurrent.ir.kinds import is_cheap
+from hoconv.recurrent.ir.kinds import PRODUCTS, is_cheap
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
 
 
@@ -36,10 +36,11 @@ def choose_saved(program: Program, needed: Iterable[Value], recompute: bool) -> 
         free |= {op.result for op in flat(program.before)}
     ops = list(flat(program.step))
     made_by = {op.result: op for op in ops}
+    alone = not any(op.kind in PRODUCTS for op in ops)
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
         if value.type.rate == "once":
             continue
-        cost = 0 if value in free else value.type.row_bytes
+        cost = 0 if value in free else value.type.row_bytes * (1 + (alone and value in made_by))
         network.add_edge((value, "in"), (value, "out"), capacity=cost)
         op = made_by.get(value)
         if op is None or not (recompute or is_cheap(op.kind)):
