@@ -18,6 +18,14 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   return found;
 }
 
+// The same object in the shared memory of another block.
+template <typename T>
+__device__ __forceinline__ T* in_block(T* object, int rank) {
+  T* found;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(found) : "l"(object), "r"(rank));
+  return found;
+}
+
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

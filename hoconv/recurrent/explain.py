@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
+from hoconv.recurrent.passes.affine import find_affine
 from hoconv.recurrent.passes.stage import products
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
+from hoconv.recurrent.runtime.scans import LEAST_STEPS, MOST_FEATURES
 from hoconv.recurrent.runtime.workspace import CHUNK
 from hoconv.recurrent.schedule import Plan
 
@@ -24,6 +27,10 @@ _WHY = {
     "auto": "the fastest rung of the ladder: persistent where it can and is faster, else graph",
 }
 _WHOLE = "one kernel for all steps"
+_SCAN = (
+    f"a scan of {LEAST_STEPS} steps or more, with up to {MOST_FEATURES:,} features of all rows, "
+    "where blocks form clusters"
+)
 # Rows for which the choice of a kernel is explained.
 _BATCHES = (64, 128, 256, 512, 1024, 4096)
 
@@ -42,6 +49,7 @@ def explain(plan: Plan, directions: int = 1) -> str:
         f"  each step backwards: {_list_work(backward.step)}",
         f"  after the loop backwards, once for all steps: {_list_work(backward.after)}",
     ]
+    lines.append(f"  next states: {_describe_states(forward)}")
     lines += [f"  combined into one product: {names}" for names in _list_combined(forward)]
     lines.append(f"  saved for backward: {_list_saved(forward)}")
     lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
@@ -74,6 +82,9 @@ def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
     else:
         ways = (f"{steps}, each {each}" if each else _WHOLE for each in (forward, backward))
         yield "{}; backwards {}".format(*ways)
+    named = ("forward", plan.forward), ("backward", plan.backward)
+    if plan.recorded and (scanned := [name for name, each in named if emit_scan(each)]):
+        yield f"{' and '.join(scanned)}: {_SCAN}"
 
 
 def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
@@ -88,6 +99,18 @@ def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
                 yield f"{name}: {one} where blocks form clusters ({where})"
                 break
             yield f"{name}: not {one}, since {found[0]}"
+
+
+def _describe_states(program: Program) -> str:
+    """Says whether the steps are affine in the states."""
+    found = find_affine(program)
+    if isinstance(found, str):
+        return f"not affine: {found}"
+    names = ", ".join(s.name for s in found.states)
+    if not names:
+        return "no step reads one"
+    how = f"but {found.mixing} mixes features" if found.mixing else "feature by feature"
+    return f"affine in {names}, {how}"
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:

@@ -33,16 +33,18 @@ def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
     ):
         return None
     (size,) = sizes
-    scalars = [s for kernel in kernels for s in kernel.first]
-    if all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in _body(kernels, size)):
+    scalars, loop = list_statements(kernels, size)
+    if all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in loop):
         return size
     return None
 
 
-def _body(kernels: Sequence[Kernel], size: int) -> Iterator[Statement]:
-    for kernel in kernels:
-        for section in kernel.sections:
-            yield from section.loops.get(size, ())
+def list_statements(
+    kernels: Sequence[Kernel], size: int
+) -> tuple[list[Statement], list[Statement]]:
+    """The scalars of a row, and what is done for each of its features."""
+    loops = [s for k in kernels for section in k.sections for s in section.loops.get(size, ())]
+    return [s for kernel in kernels for s in kernel.first], loops
 
 
 def _is_own_scalar(s: Statement) -> bool:
@@ -70,7 +72,7 @@ def _kind(s: Load | Store) -> str:
     return "" if s.memory.location is None else s.memory.location.buffer.kind
 
 
-class _Registers:
+class Registers:
     """Writes statements that find states, parameters and what was loaded ahead in registers.
 
     Attributes:
@@ -83,16 +85,35 @@ class _Registers:
         self.constants: list[str] = []
         self.ahead: list[tuple[str, str, Buffer, str]] = []
         self._names: dict[Value, str] = {}
+        self._found: set[Value] = set()
         self._loaded: set[Value] = set()
+
+    def write_all(self, scalars: Sequence[Statement], loop: Sequence[Statement]) -> list[str]:
+        """Writes the statements of a block of code: of the scalars of a row, then of features."""
+        self._loaded.clear()
+        lines = [line for s in scalars for line in self.write(s, "")]
+        return lines + [line for s in loop for line in self.write(s, "j")]
+
+    def count_ahead(self) -> int:
+        """Returns how many steps ahead there are registers to load."""
+        return max(1, min(_AHEAD_STEPS, _AHEAD_VALUES // max(1, len(self.ahead))))
+
+    def load(self, step: str) -> list[str]:
+        """Writes what loads the values of a step, by the number of steps before it, as ``d``."""
+        at = f"(T - 1 - {step})" if self.reverse else step
+        return [
+            f"{name}_ahead[d] = c.{buffer.name}[({at} * B + row) * {buffer.type.size} + {index}];"
+            for _, name, buffer, index in self.ahead
+        ]
 
     def write(self, s: Statement, feature: str) -> list[str]:
         """Writes a statement of the feature ``j``, or of a scalar if `feature` is empty."""
         if isinstance(s, Compute):
-            operands = {v: self._name(v) for v in s.op.values}
+            operands = {v: self.name(v) for v in s.op.values}
             given = expression(s.op, operands, feature or "0")
-            return [f"const {TYPES[s.op.result.type.dtype]} {self._name(s.op.result)} = {given};"]
+            return [f"const {TYPES[s.op.result.type.dtype]} {self.name(s.op.result)} = {given};"]
         assert isinstance(s, Load | Store) and s.memory.location is not None  # noqa: PT018
-        buffer, name = s.memory.location.buffer, self._name(s.value)
+        buffer, name = s.memory.location.buffer, self.name(s.value)
         index = " + ".join(filter(None, (feature, str(s.offset) if s.offset else ""))) or "0"
         if isinstance(s, Store):
             lines = []
@@ -104,16 +125,19 @@ class _Registers:
         if s.value in self._loaded:
             return []
         self._loaded.add(s.value)
-        own = TYPES[s.value.type.dtype]
+        own, first = TYPES[s.value.type.dtype], s.value not in self._found
+        self._found.add(s.value)
         if buffer.kind == "once":
-            self.constants.append(f"const {own} {name} = c.{buffer.name}[{index}];")
+            if first:
+                self.constants.append(f"const {own} {name} = c.{buffer.name}[{index}];")
             return []
         if buffer.kind in ("state", "history"):
             return [f"const {own} {name} = {buffer.name}_now;"]
-        self.ahead.append((own, name, buffer, index))
+        if first:
+            self.ahead.append((own, name, buffer, index))
         return [f"const {own} {name} = {name}_ahead[d];"]
 
-    def _name(self, value: Value) -> str:
+    def name(self, value: Value) -> str:
         return self._names.setdefault(value, f"v{len(self._names)}")
 
     def _address(self, buffer: Buffer) -> str:
@@ -130,42 +154,32 @@ def write_thread_per_feature(
         size: the number of features, as by :func:`count_independent_features`.
     """
     kernels = [kernel for _, kernel in steps.kernels.values()]
-    writer = _Registers(program.reverse)
-    step = [line for k in kernels for s in k.first for line in writer.write(s, "")]
-    step += [line for s in _body(kernels, size) for line in writer.write(s, "j")]
+    writer = Registers(program.reverse)
+    step = writer.write_all(*list_statements(kernels, size))
     states = dict.fromkeys(buffer for of in steps.storage.initial for buffer in of)
-    ahead = max(1, min(_AHEAD_STEPS, _AHEAD_VALUES // max(1, len(writer.ahead))))
-
-    def load(step: str) -> list[str]:
-        at = f"(T - 1 - {step})" if program.reverse else step
-        return [
-            f"{name}_ahead[d] = c.{buffer.name}[({at} * B + row) * {buffer.type.size} + {index}];"
-            for _, name, buffer, index in writer.ahead
-        ]
 
     def begin(buffer: Buffer) -> str:
-        row = "((T - 1) * B + row)" if buffer.kind == "history" and program.reverse else "row"
-        own = TYPES[buffer.type.dtype]
-        return f"{own} {buffer.name}_now = c.{buffer.name}[{row} * {size} + j], {buffer.name}_next;"
+        own, initial = TYPES[buffer.type.dtype], initial_state(buffer, program.reverse)
+        return f"{own} {buffer.name}_now = {initial}, {buffer.name}_next;"
 
     def end(buffer: Buffer) -> str:
-        return f"c.{buffer.name}[(T % 2 * B + row) * {size} + j] = {buffer.name}_now;"
+        return f"{final_state(buffer)} = {buffer.name}_now;"
 
     return [
         f'extern "C" __global__ void __launch_bounds__({threads})',
         f"{name}(const Call c) {{",
         "  const int64_t T = c.T, B = c.B, row = blockIdx.x;",
         "  [[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
-        f"  constexpr int64_t ahead = {ahead};",
+        f"  constexpr int64_t ahead = {writer.count_ahead()};",
         "  const int64_t first = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
         "  const int64_t stride = int64_t{gridDim.y} * blockDim.x;",
         f"  for (int64_t j = first; j < {size}; j += stride) {{",
-        *_indent(4, writer.constants, map(begin, states)),
-        *_indent(4, (f"{own} {value}_ahead[ahead];" for own, value, _, _ in writer.ahead)),
+        *indent(4, writer.constants, map(begin, states)),
+        *indent(4, (f"{own} {value}_ahead[ahead];" for own, value, _, _ in writer.ahead)),
         "#pragma unroll",
         "    for (int64_t d = 0; d < ahead; ++d)",
         "      if (d < T) {",
-        *_indent(8, load("d")),
+        *indent(8, writer.load("d")),
         "      }",
         "    for (int64_t begin = 0; begin < T; begin += ahead) {",
         "#pragma unroll",
@@ -173,20 +187,31 @@ def write_thread_per_feature(
         "        const int64_t i = begin + d;",
         "        if (i >= T) break;",
         f"        [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
-        *_indent(8, step),
+        *indent(8, step),
         "        if (i + ahead < T) {",
-        *_indent(10, load("(i + ahead)")),
+        *indent(10, writer.load("(i + ahead)")),
         "        }",
-        *_indent(8, (f"{buffer.name}_now = {buffer.name}_next;" for buffer in states)),
+        *indent(8, (f"{buffer.name}_now = {buffer.name}_next;" for buffer in states)),
         "      }",
         "    }",
-        *_indent(4, (end(buffer) for buffer in states if buffer.kind == "state")),
+        *indent(4, (end(buffer) for buffer in states if buffer.kind == "state")),
         "  }",
         "}",
     ]
 
 
-def _indent(spaces: int, *lines: Iterable[str]) -> Iterator[str]:
+def initial_state(buffer: Buffer, reverse: bool) -> str:
+    """The feature of a state before the first step, in memory."""
+    row = "((T - 1) * B + row)" if buffer.kind == "history" and reverse else "row"
+    return f"c.{buffer.name}[{row} * {buffer.type.size} + j]"
+
+
+def final_state(buffer: Buffer) -> str:
+    """The feature of a state after the last step, in memory; not of a history."""
+    return f"c.{buffer.name}[(T % 2 * B + row) * {buffer.type.size} + j]"
+
+
+def indent(spaces: int, *lines: Iterable[str]) -> Iterator[str]:
     return (" " * spaces + line for each in lines for line in each)
 
 

@@ -21,10 +21,12 @@ from hoconv import cuda_graphs, jit
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
+from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.clusters import (
+    CAPABILITY,
     Clusters,
     current_stream,
     open_cubin,
@@ -32,6 +34,7 @@ from hoconv.recurrent.runtime.clusters import (
 )
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
+from hoconv.recurrent.runtime.scans import ScanLoop
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
 
 # Workspaces that a program keeps: one for each batch size, stream and precision of products.
@@ -58,13 +61,18 @@ def _architectures() -> list[str]:
     return [f"sm_{capability.replace('.', '')}" for capability in jit.visible_gpus()]
 
 
+def _capability(architecture: str) -> tuple[int, int]:
+    digits = architecture.removeprefix("sm_")
+    return int(digits[:-1]), int(digits[-1])
+
+
 class CudaLoop:
     """Runs the steps of one program.
 
     Args:
         program: the only one that it is called with.
         recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
-            product; otherwise kernels are launched one by one.
+            product, or a scan; otherwise kernels are launched one by one.
         clusters: keep the weights on the chip for all steps, where they can.
 
     Attributes:
@@ -75,6 +83,8 @@ class CudaLoop:
         self.source = emit_cuda(program, whole=recorded)
         self.recorded = recorded
         self.clusters = clusters
+        scan = emit_scan(program) if self.source.whole else None
+        self.scan = None if scan is None else ScanLoop(scan)
         self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()
@@ -96,6 +106,8 @@ class CudaLoop:
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
             with use(device):
+                if self.scan and (blocks := self.scan.choose_blocks(T, B, device)):
+                    return self.scan.run(program, values, initial, seed, T, B, blocks, device)
                 tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)
@@ -142,6 +154,8 @@ class CudaLoop:
         """
         for architecture in _architectures():
             self._code(architecture)
+            if self.scan and _capability(architecture) >= CAPABILITY:
+                self.scan.prepare(architecture)
         for _, loop in self.groups.values():
             loop.prepare()
 

@@ -83,6 +83,7 @@ class CellCase:
         resets: whether states are reset at some steps.
         reverse: whether the first step is the last of the sequences.
         recompute: whether the plan's gradient computes again what it can.
+        steps: T, at least 3.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class CellCase:
         resets: bool = False,
         reverse: bool = False,
         recompute: bool = False,
+        steps: int = 4,
     ) -> None:
         torch.manual_seed(0)
         self.cell = cell
@@ -106,15 +108,16 @@ class CellCase:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
 
-        T, B = 4, 3
+        T, B = steps, 3
         declared = trace(self.cell, training=True).declarations
         self.parameters = {d.name: draw(*d.read_shape) for d in declared}
         self.x = draw(T, B, self.cell.row_size)
         self.states = {name: draw(B, n) for name, n in self.cell.state_sizes.items()}
-        lengths = torch.tensor([2, 4, 1])
+        lengths = torch.tensor([T // 2, T, 1])
         valid = (torch.arange(T)[:, None] < lengths)[..., None].to(device)
         reset = torch.zeros(T, B, 1, dtype=torch.bool, device=device)
-        reset[0, 0] = reset[1, 0] = reset[2, 1] = reset[3, 2] = True  # one past the end, if masked
+        # One past the end, if masked.
+        reset[0, 0] = reset[1, 0] = reset[T // 2, 1] = reset[T - 1, 2] = True
         self.sequences = {"x": self.x, **({"reset": reset} if resets else {}),
                           **({"valid": valid} if masked else {})}  # fmt: skip
         self.seed = torch.tensor(1234567890123, device=device)

@@ -141,6 +141,11 @@ inline uint32_t shared_address(const void* pointer) {
 inline uint32_t address_in(uint32_t address, int rank) {
   return rank << 20 | (address & ((1 << 20) - 1));
 }
+template <typename T>
+T* in_block(T* object, int rank) {
+  char* const there = current->cluster->blocks[rank].memory.data();
+  return reinterpret_cast<T*>(there + (reinterpret_cast<char*>(object) - shared_memory()));
+}
 inline int cluster_rank() { return current->rank; }
 inline Barrier& barrier_at(uint32_t address) {
   return current->cluster->blocks[address >> 20].barriers.at(address);
@@ -372,10 +377,8 @@ def shim_clusters(
 
     sources = {name: emit_cluster(lay_out(program), runs) for name, program in programs.items()}
     files = re.findall(_INCLUDED, (jit.CSRC / "recurrent/cluster.cuh").read_text())
-    functions = "".join((jit.CSRC / file).read_text() for file in files)
-    functions = re.sub(_INCLUDED, "", functions).replace("#pragma once", "")
     named = (_namespace(name, source) for name, source in sources.items())
-    text = "".join((_HEADER, functions, *named))
+    text = "".join((with_fibers(*files), *named))
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {
         name: ShimClusters(source, getattr(library, f"launch_{name}"), reversed)
@@ -383,10 +386,21 @@ def shim_clusters(
     }
 
 
-def _namespace(name: str, source: ClusterSource) -> str:
-    body = source.text.split("\n", 1)[1].replace('extern "C" __global__', "static")
+def with_fibers(*files: str) -> str:
+    """What runs kernels by fibers, and the contents of files that these include."""
+    functions = "".join((jit.CSRC / file).read_text() for file in files)
+    return _HEADER + re.sub(_INCLUDED, "", functions).replace("#pragma once", "")
+
+
+def as_function(text: str) -> str:
+    """The text of a kernel as that of a function, which a fiber runs."""
+    body = text.split("\n", 1)[1].replace('extern "C" __global__', "static")
     assert _MEMORY in body
-    body = body.replace(_MEMORY, "char* const shared = shared_memory();")
+    return body.replace(_MEMORY, "char* const shared = shared_memory();")
+
+
+def _namespace(name: str, source: ClusterSource) -> str:
+    body = as_function(source.text)
     shape = source.layout.shape
     sizes = f"{shape.blocks}, {shape.threads}, {shape.clusters}, {source.layout.shared_bytes}"
     return f"""

@@ -260,6 +260,7 @@ def test_explanations_say_what_a_plan_does() -> None:
         "  after the loop backwards, once for all steps: the gradient of a weight (16 x 4), the "
         "gradient of a weight (16 x 3), a product (16 to 3 features), 1 sum for the gradients of "
         "vectors; 4 calls",
+        "  next states: not affine: sigmoid of what depends on h",
         "  combined into one product: i, f, g, o of x",
         "  combined into one product: i, f, g, o of h",
         "  saved for backward: the state h, the state c, 3 results of sigmoid, 2 results of tanh; "
