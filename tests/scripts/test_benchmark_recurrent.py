@@ -36,6 +36,8 @@ def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(module.REPEATS, device, 3)
         monkeypatch.setitem(module.SHAPES, device, ((3, 2, 4), (2, 5, 4)))
         monkeypatch.setitem(module.LONGEST, device, 5)
+        for shapes in (module.LINEAR_SHAPES, module.GRU_SHAPES):
+            monkeypatch.setitem(shapes, device, ((3, 2, 4),))
     monkeypatch.setattr(module, "TYPICAL", (3, 2, 4))
     monkeypatch.setattr(module, "SMALLER", (3, 2, 4))
     return module
@@ -151,6 +153,36 @@ def test_sequences_of_many_lengths_are_timed(
     check_rows(record["rows"])
     names = {row["contender"] for row in record["rows"]}
     assert names == {"nn.LSTM, packed", "nn.LSTM, all steps", "ours"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear_recurrences_are_timed_against_a_copy_of_as_many_bytes(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str
+) -> None:
+    record = run(script, tmp_path, "linear", device=device)
+
+    check_rows(record["rows"])
+    found = {(row["cell"], row["contender"]) for row in record["rows"]}
+    expected = {("gated_sum", "copy"), ("gated_sum", "ours"), ("min_gru", "nn.GRU"),
+                ("min_gru", "ours")}  # fmt: skip
+    assert found >= expected
+
+
+def test_a_copy_has_the_bytes_of_the_smallest_linear_recurrence(recurrent: ModuleType) -> None:
+    T, B, n = 3, 2, 4
+    case = recurrent.Case("gated_sum", T, B, 2 * n)
+    x = torch.randn(T, B, 2 * n, requires_grad=True)
+    for make in (recurrent.make_copies, recurrent.make_gated_sum("reference")):
+        _, function = make(case, torch.device("cpu"), torch.float32)
+        output = function(x)
+        assert output.shape == (T, B, n)
+        assert torch.autograd.grad(output.sum(), x)[0].shape == x.shape
+    with torch.profiler.profile(record_shapes=True) as profile:
+        output = recurrent.make_copies(case, torch.device("cpu"), torch.float32)[1](x)
+        torch.autograd.grad(output, x, torch.ones_like(output))
+    copied = [e.input_shapes[0][0] for e in profile.events() or () if e.name == "aten::copy_"]
+    # Read and written: a, b and h; then the gradient of h, a, h, and the gradients of a and b.
+    assert [2 * numbers for numbers in copied] == [3 * T * B * n, 5 * T * B * n]
 
 
 def test_contenders_with_lengths_give_the_same(recurrent: ModuleType) -> None:

@@ -12,6 +12,9 @@ Input and states of a layer have H features. The sections, in float32 and on a G
 - ``directions``: an LSTM in one direction, in both, and nn.LSTM in both.
 - ``lengths``: an LSTM on sequences of lengths uniform in 1 to T, against nn.LSTM on the same
   sequences, packed, and on all steps of the padded ones.
+- ``linear``: h = sigmoid(a) h + b, where a and b are the halves of the input, against a copy of as
+  many bytes, and on a GPU the package accelerated-scan, where it is installed; minGRU against
+  nn.GRU. On a CPU also against the definition.
 - ``latency``: the first calls of a new process, with an empty cache and with a full one.
 
 Writes one file for each section, and draws ``library`` and ``ladder`` beside them::
@@ -39,6 +42,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -66,6 +70,7 @@ from benchmarks.library.recurrent_report import (
 )
 from hoconv import recurrent as rnn
 from hoconv.dispatch.declaration import Sample
+from hoconv.recurrent import cells as ready
 from hoconv.tools.benchmarking.measurement import (
     Contender,
     Timed,
@@ -118,6 +123,15 @@ SHAPES = {
         (512, 32, 2048),
     ),
 }  # fmt: skip
+# H is the input's size: that of the state is half of it.
+LINEAR_SHAPES = {
+    "cpu": ((1024, 8, 256), (1024, 64, 256)),
+    "cuda": (
+        (2048, 8, 2048), (4096, 8, 3072), (16384, 1, 2048), (65536, 1, 512), (128, 64, 1024),
+        (1024, 16, 256), (2048, 256, 1024),
+    ),
+}  # fmt: skip
+GRU_SHAPES = {"cpu": ((1024, 8, 128),), "cuda": ((1000, 64, 100), (4096, 8, 1024))}
 LONGEST = {"cpu": 200, "cuda": 1000}  # T of the section lengths
 TYPICAL = (100, 64, 512)  # T, B, H
 SMALLER = (100, 32, 256)
@@ -142,14 +156,15 @@ def ours(impl: str, schedule: str = "auto", bidirectional: bool = False) -> Way:
 
 
 def find_cell(name: str) -> rnn.Cell:
-    return next((cell for cell in PUBLISHED if cell.name == name), None) or getattr(rnn, name)
+    return next((cell for cell in PUBLISHED if cell.name == name), None) or getattr(ready, name)
 
 
 def make_pytorch(
-    case: Case, device: torch.device, dtype: torch.dtype, bidirectional: bool = False
-) -> Timeable:
+    case: Case, device: torch.device, dtype: torch.dtype, bidirectional: bool = False,
+    module: Callable[..., nn.Module] | None = None,
+) -> Timeable:  # fmt: skip
     sizes = {"bidirectional": bidirectional, "device": device, "dtype": dtype}
-    layer = NN[case.cell](case.H, case.H, case.layers, **sizes)
+    layer = (module or NN[case.cell])(case.H, case.H, case.layers, **sizes)
     return layer, lambda x: layer(x)[0]
 
 
@@ -232,10 +247,76 @@ def lengths(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str,
         yield Case("lstm", LONGEST[device], *TYPICAL[1:]), ways
 
 
+@rnn.cell(state=("h",))
+def gated_sum(x: Any, h: Any) -> Any:
+    """The smallest linear recurrence."""
+    a, b = rnn.chunk(x, 2)
+    h = rnn.sigmoid(a) * h + b
+    return h, dict(h=h)
+
+
+class _Copies(torch.autograd.Function):
+    """Copies as many bytes as `gated_sum` must read and write: of n numbers of a state, 3 n forward
+    (a, b, h) and 5 n backward (the gradient of h, a, h, those of a and b)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        n = x.numel() // 2
+        ctx.shape = x.shape
+        to, given = x.new_empty(2, 3 * n // 2)
+        to.copy_(given)
+        return to[:n].view(*x.shape[:-1], x.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        n = gradient.numel()
+        to, given = gradient.new_empty(2, 5 * n // 2)
+        to.copy_(given)
+        return to[: 2 * n].view(ctx.shape)
+
+
+def make_copies(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+    return nn.Identity(), _Copies.apply
+
+
+def make_gated_sum(impl: str) -> Way:
+    def make(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+        layer = rnn.RNN(gated_sum, case.H, case.H // 2, impl=impl, device=device, dtype=dtype)
+        return layer, lambda x: layer(x)[0]
+
+    return make
+
+
+def make_accelerated_scan(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+    """In the layout of that package: (B, n, T), T contiguous; its input is there already."""
+    from accelerated_scan.warp import scan  # pyright: ignore[reportMissingImports]
+
+    def run(x: Tensor) -> Tensor:
+        a, b = x.view(2, case.B, case.H // 2, case.T)
+        return scan(torch.sigmoid(a), b)
+
+    return nn.Identity(), run
+
+
+def linear(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    impl = IMPLS[device]
+    ways = {"copy": make_copies, "ours": make_gated_sum(impl)}
+    theirs: dict[str, Way] = {"nn.GRU": functools.partial(make_pytorch, module=nn.GRU)}
+    if device == "cpu":
+        ways["reference"] = make_gated_sum("reference")
+        theirs["reference"] = ours("reference")
+    elif importlib.util.find_spec("accelerated_scan"):
+        ways["accelerated-scan"] = make_accelerated_scan
+    for shape in () if precision.tf32 else LINEAR_SHAPES[device]:
+        yield Case(gated_sum.name, *shape), ways
+    for shape in () if precision.tf32 else GRU_SHAPES[device]:
+        yield Case("min_gru", *shape), theirs | {"ours": ours(impl)}
+
+
 DRAWN = {"library": draw_library, "ladder": draw_ladder}
 SECTIONS = {
     "cells": cells, "published": published, "library": library, "ladder": ladder,
-    "directions": directions, "lengths": lengths,
+    "directions": directions, "lengths": lengths, "linear": linear,
 }  # fmt: skip
 LATENCY = "latency"
 KEY = "cell", "layers", "precision", "contender"
