@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from hoconv.recurrent.ir.kinds import BY_AXES, PRODUCTS, SOURCES
+from hoconv.recurrent.ir.kinds import BY_AXES, LAYOUT, PRODUCTS, SOURCES, is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
@@ -15,13 +15,13 @@ def hoist(program: Program) -> Program:
 
     Random masks stay: drawing them again is cheaper than storing them. So does what has more
     features than its operands together, as outer products have: so many would be stored for all
-    steps. Where no product of the step reads a state, the step is one kernel, and memory is all
-    that it waits for: then products are moved alone, and what they read.
+    steps. Where the rest of the step is elementwise, memory is all that it waits for: then products
+    are moved alone, and what they read.
     """
     free = _find_stateless(program)
     ops = list(flat(program.step))
-    moved = {op.result for op in ops if op.result in free}
-    if all(op.result in free for op in ops if op.kind in PRODUCTS):
+    moved, rest = free, [op for op in ops if op.result not in free]
+    if all(is_elementwise(op.kind) or op.kind in (*LAYOUT, *SOURCES) for op in rest):
         moved = _find_read(ops, {op.result for op in ops if op.kind in PRODUCTS})
     values: dict[Value, Value] = {}
     before, step = list(program.before), []
