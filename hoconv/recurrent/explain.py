@@ -107,10 +107,12 @@ def _describe_states(program: Program) -> str:
     if isinstance(found, str):
         return f"not affine: {found}"
     names = ", ".join(s.name for s in found.states)
+    others = ", ".join(s.name for s in program.states if s not in found.states)
+    unread = f"no step reads {others}"
     if not names:
-        return "no step reads one"
+        return unread
     how = f"but {found.mixing} mixes features" if found.mixing else "feature by feature"
-    return f"affine in {names}, {how}"
+    return f"affine in {names}, {how}" + (f"; {unread}" if others else "")
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:

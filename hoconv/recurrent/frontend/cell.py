@@ -115,7 +115,7 @@ class Cell:
         return BoundCell(self, input_size, hidden_size, values, inputs, states)
 
     def __call__(
-        self, name: str, *values: Row, hidden_size: int | None = None, **options: Any
+        self, name: str = "", *values: Row, hidden_size: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Row]]:
         """Runs a step of this cell within another one, as part of its step::
 
@@ -124,7 +124,7 @@ class Cell:
         Args:
             name: unique in the cell, as of a linear map; the names of the parameters contain it,
                 ``weight_<name>_r_l<layer>``.
-            values: x, a row, then inputs, constants and states.
+            values: x, a row, then inputs, constants and states, in their order.
             hidden_size: by default that of the cell around it.
             options: the cell's own.
 
@@ -132,10 +132,11 @@ class Cell:
             The output or outputs, and the next states by name.
         """
         check_name(self.name, name)
-        frame = current_frame(self.name)
+        frame = current_frame(f"the cell {self.name}")
         called, names = f"{self.name}({name!r})", ("x", *self.inputs, *self.states)
         if len(values) != len(names):
-            fail(f"{called}: expected the values ({', '.join(names)}), got {len(values)}")
+            listed = ", ".join(names)
+            fail(f"{called}: expected the values ({listed}) in this order, got {len(values)}")
         hidden = frame.hidden_size if hidden_size is None else hidden_size
         features = [getattr(value, "shape", ())[1:] for value in values]
         if len(features[0]) != 1:
@@ -229,9 +230,8 @@ class BoundCell:
                 if str(error).startswith(f"{filename}:{line}: "):
                     raise
                 raise CellError(f"{error}\n{where}") from error.__cause__
-            if isinstance(
-                values[0], Tensor
-            ):  # PyTorch's own: out of memory, say, or a checkpoint's end
+            # PyTorch's own: out of memory, say, or a checkpoint's end.
+            if isinstance(values[0], Tensor):
                 error.add_note(f"{filename}:{line}: in the cell {self.name}")
                 raise
             message = f"{type(error).__name__}: {error}"
@@ -395,14 +395,18 @@ def cell(
             if name in _TAKEN and name not in _GIVEN:
                 raise refuse(f"option {name!r}: is an argument of RNN itself; choose another name")
         named = [(f"state {name!r}", of) for name, of in sizes.items()]
-        for what, of in (*named, *((f"input {name!r}", of) for name, of in beside.items())):
+        for name, of in beside.items():
+            kind = "constant" if name in (constants or {}) else "input"
+            named.append((f"{kind} {name!r}", of))
+        for what, of in named:
             if not 1 <= len(of) <= MOST_AXES:
                 raise refuse(f"{what}: expected 1 to {MOST_AXES} sizes, got {of!r}")
-            for size in itertools.chain.from_iterable(map(_factors, of)):
-                if isinstance(size, str) and size not in (*options, *_GIVEN):
+            for size in of:
+                known = (*options, *_GIVEN)
+                if any(f not in known if isinstance(f, str) else f == 0 for f in _factors(size)):
                     raise refuse(
-                        f"{what}: its size {size!r} is no option of the cell; expected an "
-                        f"int, {', '.join(map(repr, (*options, *_GIVEN)))}, or a product of them"
+                        f"{what}: its size {size!r} is no option of the cell; expected an int of "
+                        f"at least 1, {', '.join(map(repr, known))}, or a product of them"
                     )
         return Cell(function.__name__, function, beside, frozenset(constants or {}), sizes, options)
 

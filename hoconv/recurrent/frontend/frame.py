@@ -87,14 +87,14 @@ def enter_frame(frame: Frame) -> Iterator[None]:
         _local.frame = before
 
 
-def current_frame(function: str) -> Frame:
-    """The frame of the cell that calls a function of the language.
+def current_frame(called: str) -> Frame:
+    """The frame of the cell that calls what can be called in a cell only.
 
     Raises:
         ValueError: no cell is running.
     """
     if _local.frame is None:
-        fail(f"rnn.{function} is called outside of a cell that an RNN runs")
+        fail(f"{called} is called outside of a cell that an RNN runs")
     return _local.frame
 
 

@@ -74,7 +74,7 @@ class Linear:
         """The map of values; the sizes of all together are the same at every use."""
         if not operands:
             fail(f"linear({self.name!r}): expected at least one operand")
-        return current_frame("linear").linear(self, operands)
+        return current_frame("rnn.linear").linear(self, operands)
 
 
 def parameter(
@@ -93,7 +93,7 @@ def parameter(
         learned: whether it is a parameter of the layer; else it is a buffer, which has no gradient.
     """
     check_name("parameter", name)
-    frame = current_frame("parameter")
+    frame = current_frame("rnn.parameter")
     if not isinstance(learned, bool):
         fail(f"parameter({name!r}): learned: expected True or False, got {learned!r}")
     number = isinstance(init, int | float) and not isinstance(init, bool)
@@ -204,7 +204,7 @@ def dropout(x: Row, p: float) -> Row:
     implementation draws the same.
     """
     _check_probability("dropout", p)
-    frame = current_frame("dropout")
+    frame = current_frame("rnn.dropout")
     if not frame.training or p == 0:
         return x
     if p == 1:
@@ -219,7 +219,7 @@ def zoneout(new: Row, old: Row, p: float) -> Row:
     2017.
     """
     _check_probability("zoneout", p)
-    frame = current_frame("zoneout")
+    frame = current_frame("rnn.zoneout")
     if p == 0:
         return new
     if not frame.training:

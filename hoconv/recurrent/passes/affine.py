@@ -137,7 +137,7 @@ class _Forms:
             names = ", ".join(name for state, name in self.names.items() if state in read)
             return f"{op.kind} of what depends on {names}"
         mixing = next((form.mixing for form in forms if form.mixing), "")
-        if mixing or op.kind in _MIXING:
+        if mixing or self._mixes(op):
             read = (state for form in forms for state in form.factors)
             return _Form(dict.fromkeys(read, 1.0), mixing=mixing or op.kind)
         match op.kind, forms:
@@ -158,6 +158,11 @@ class _Forms:
             case "where", [condition, a, b]:
                 return self._choose(condition.offset, a, b)
         return forms[0]  # stop_gradient, straight_through
+
+    def _mixes(self, op: Op) -> bool:
+        """Returns whether an op reads other features of a state, or one feature for all."""
+        repeated = any(v in self.found and v.type.size < op.result.type.size for v in op.values)
+        return op.kind in _MIXING or repeated
 
     def _map(self, form: _Form, function: Callable[[Number], Number]) -> _Form:
         factors = {state: function(factor) for state, factor in form.factors.items()}

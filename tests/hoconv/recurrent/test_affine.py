@@ -117,6 +117,28 @@ def test_what_is_found_gives_the_next_states(states: int, options: dict[str, boo
     check_loops(cases, "auto", lambda programs: {}, by_affine)
 
 
+ALONE = "affine in h, feature by feature; no step reads c"
+
+
+@pytest.mark.parametrize(
+    ("output", "following", "said"),
+    [
+        ("h", "h=0.5 * h + x, c=rnn.tanh(h)", ALONE),
+        ("h", "h=x, c=x * x", ALONE),
+        ("x", "h=x, c=x * x", "no step reads h, c"),
+        ("h * c", "h=c + 0.5 * h, c=h", "affine in h, c, feature by feature"),
+        ("h", "h=h + one, c=c + x, one=one * 0.5", "affine in h, c, one, but add mixes features"),
+        ("h", "h=h, c=c, one=one * rnn.sum(c)", "not affine: mul of what depends on c, one"),
+    ],
+)
+def test_explain_says_of_which_states_it_speaks(output: str, following: str, said: str) -> None:
+    states = {"h": 4, "c": 4} | ({"one": 1} if "one" in following else {})
+    scope: dict[str, Any] = {"rnn": rnn}
+    exec(f"def f(x, {', '.join(states)}):\n    return {output}, dict({following})", scope)
+    layer = rnn.RNN(rnn.cell(state=states)(scope["f"]), 4, 4)
+    assert f"  next states: {said}\n" in layer.explain()
+
+
 def test_states_that_are_cut_off_apart_are_not_scanned() -> None:
     made = plan(affine_cell(0, 2), torch.float32, masked=True)
     assert find_affine(made.forward) == CUT_APART
