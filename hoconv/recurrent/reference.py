@@ -102,10 +102,11 @@ def recurrent(
         for state, shape in zip(states, cell.state_shapes.values(), strict=True)
     ]
     outputs: list[Tensor] = []
+    read = x.unbind()  # the gradient of x[t] would be as large as x, at every step
     for t in reversed(range(T)) if reverse else range(T):
         frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)
         begin = now if reset is None else [_where(reset[t], 0.0, state) for state in now]
-        output, following, _ = cell.step(frame, x[t].to(dtype), begin)
+        output, following, _ = cell.step(frame, read[t].to(dtype), begin)
         if valid is None:
             now = list(following.values())
         else:
