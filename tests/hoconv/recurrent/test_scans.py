@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
@@ -19,7 +20,7 @@ from hoconv.recurrent.ir.program import Program, flat
 from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.scans import LEAST_STEPS, MOST_FEATURES, choose_blocks
 from hoconv.recurrent.schedule import plan
-from hoconv.tools.testing.cells import CellCase
+from hoconv.tools.testing.cells import CellCase, run_program
 from tests.hoconv.recurrent.affine_cells import affine_cell
 from tests.hoconv.recurrent.scan_shim import shim_scans
 from tests.hoconv.recurrent.test_compiler import check_loops
@@ -82,6 +83,26 @@ def test_scans_are_exact(warps: int, blocks: int, reversed: bool) -> None:
     cases = [CellCase(cell, steps=T, **options) for cell, T, options in of]
     scans = functools.partial(shim_scans, warps=warps, blocks=blocks, reversed=reversed)
     check_loops(cases, "auto", scans)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_two_calls_on_the_grid_of_rounds_have_the_bits_of_one(blocks: int) -> None:
+    program = plan(PLAIN, torch.float32).inference
+    (loop,) = shim_scans({"inference": program}, warps=2, blocks=blocks).values()
+    T = 2 * blocks * loop.source.steps_of_block
+    x = torch.randn(T, 3, PLAIN.row_size)
+    states = {name: torch.randn(3, n) for name, n in PLAIN.state_sizes.items()}
+
+    def run(x: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        return run_program(program, {"x": x}, states, {}, None, loop)
+
+    whole = run(x, states)
+    first = run(x[: T // 2].contiguous(), states)
+    second = run(x[T // 2 :].contiguous(), {name: first[name] for name in states})
+    assert torch.equal(whole["output"], torch.cat((first["output"], second["output"])))
+    assert torch.equal(whole["output"][-1], whole["h"])
+    assert all(torch.equal(whole[name], second[name]) for name in states)
 
 
 def test_what_is_not_affine_or_not_feature_by_feature_is_not_scanned() -> None:
