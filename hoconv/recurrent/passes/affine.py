@@ -152,9 +152,9 @@ class _Forms:
                 return self._sum(kind, a, b)
             case "mul", [a, b]:
                 a, b = (a, b) if a.factors else (b, a)
-                return self._map(a, lambda x: self._apply("mul", x, b.offset))
+                return self._scale("mul", a, b.offset)
             case "div", [a, b]:
-                return self._map(a, lambda x: self._apply("div", x, b.offset))
+                return self._scale("div", a, b.offset)
             case "where", [condition, a, b]:
                 return self._choose(condition.offset, a, b)
         return forms[0]  # stop_gradient, straight_through
@@ -167,6 +167,16 @@ class _Forms:
     def _map(self, form: _Form, function: Callable[[Number], Number]) -> _Form:
         factors = {state: function(factor) for state, factor in form.factors.items()}
         return replace(form, factors=factors, offset=function(form.offset))
+
+    def _scale(self, kind: str, form: _Form, by: Number) -> _Form:
+        made = self._map(form, lambda x: self._apply(kind, x, by))
+        if form.cut is None or isinstance(form.offset, Symbol) or isinstance(by, float):
+            return made
+        # A number is the value where the form is cut, and 0 becomes NaN by an infinite factor.
+        # Elsewhere 0 stands for no offset at all.
+        zero = self.builder.apply(kind, form.offset, by)
+        cut = Symbol(self.builder, form.cut)
+        return replace(made, offset=self._apply("where", cut, zero, made.offset))
 
     def _sum(self, kind: str, a: _Form, b: _Form) -> _Form | str:
         states = dict.fromkeys((*a.factors, *b.factors))

@@ -105,6 +105,32 @@ def test_two_calls_on_the_grid_of_rounds_have_the_bits_of_one(blocks: int) -> No
     assert all(torch.equal(whole[name], second[name]) for name in states)
 
 
+@rnn.cell(state={"h": "input_size"})
+def cut_off(x: Any, h: Any) -> Any:
+    h = rnn.where(x > 1, 0.0, h) * x
+    return h, dict(h=h)
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_lasts_until_a_condition_ends_it(value: float) -> None:
+    """A condition at an infinite step does not: 0 times infinity is NaN."""
+    T, B, n = 70, 2, 3
+    layer = rnn.RNN(cut_off, n, n, impl="reference", dtype=torch.float64)
+    program = plan(cut_off.bind(n, n, {}), torch.float64).inference
+    (loop,) = shim_scans({"inference": program}, warps=2, blocks=2).values()
+    x = torch.rand(T, B, n, dtype=torch.float64) + 0.01  # which ends nothing
+    x[9, 0, 0] = x[30, 1, 2] = value
+    x[50] = 2.0
+    h = torch.ones(B, n, dtype=torch.float64)
+    found = run_program(program, {"x": x}, {"h": h}, {}, None, loop)
+    output, last = layer(x, h[None])
+    torch.testing.assert_close(found["output"], output, equal_nan=True)
+    torch.testing.assert_close(found["h"], last[0], equal_nan=True)
+    assert not output[49].isfinite().all()
+    assert output[50:].isfinite().all()
+
+
 def test_what_is_not_affine_or_not_feature_by_feature_is_not_scanned() -> None:
     heads = {"heads": 2, "keys": 3, "values": 4}
     for cell in (rnn.lstm.bind(3, 4, {}), cells.indrnn.bind(3, 4, {}), delays.bind(4, 4, {})):
