@@ -1,7 +1,8 @@
-// Scans of steps that are affine in K states, which generated CUDA kernels call. A lane computes a
-// feature of a row. Each warp of each block of a cluster takes some steps, and finds the state
-// before them: that before the steps of the cluster, through the steps of the warps before it. So
-// do the cluster's next steps.
+// Scans of steps that are affine in K states, for generated CUDA kernels. A lane computes a feature
+// of a row. In each round every warp of every block of a cluster takes some steps. It composes
+// them, and applies the composed steps of the warps before it to the state before the round: that
+// gives the state before its own steps. The last warp's last state is the one before the next
+// round.
 #pragma once
 
 #include "recurrent/instructions.cuh"
@@ -49,8 +50,7 @@ struct AffineStep {
 template <typename A, int K, int WARPS>
 class Scan {
  public:
-  // What a block has in shared memory; two of what warps or blocks write while others still read
-  // what was there before.
+  // In shared memory. There are two of what some write while others read that of the round before.
   struct Memory {
     AffineStep<A, K> warps[2][WARPS][32], blocks[2][MOST_BLOCKS][32];
     A state[2][K][32], sums[WARPS][32], block_sums[MOST_BLOCKS][32];

@@ -50,9 +50,9 @@ class ScanSource:
     """A kernel that scans.
 
     Attributes:
-        text: a kernel with the argument ``Call``: T, B, the number of blocks of a cluster, the
-            address of the seed or null, the addresses of ``storage.buffers`` in order, null. Each
-            cluster computes LANES features.
+        text: a kernel ``scan`` with the argument ``Call``: T, B, the number of blocks of a cluster,
+            the address of the seed or null, the addresses of ``storage.buffers`` in order, null.
+            Each cluster computes LANES features.
         steps: the lowered steps.
         features: of a row.
         threads: of a block.
@@ -66,7 +66,6 @@ class ScanSource:
     threads: int
     steps_of_block: int
     shared_bytes: int
-    name: str = "scan"
 
 
 def emit_scan(program: Program, warps: int | None = None) -> ScanSource | None:
@@ -94,10 +93,11 @@ def emit_scan(program: Program, warps: int | None = None) -> ScanSource | None:
     dtype = affine.states[0].value.type.dtype
     warps = warps or _WARPS[dtype]
     ahead = writer.count_ahead()
-    text = _Kernel(program, steps, affine, size, warps, writer).write(first, second)
     K, places = len(affine.states), warps + MOST_BLOCKS
     numbers = 2 * (places * (K * K + K + 1) + K) + places  # of Scan::Memory, a lane
     shared_bytes = LANES * numbers * BYTES[dtype]
+    kernel = _Kernel(program, steps, affine, size, warps, shared_bytes, writer)
+    text = kernel.write(first, second)
     return ScanSource(text, steps, size, warps * LANES, warps * ahead, shared_bytes)
 
 
@@ -106,7 +106,7 @@ def _flat(affine: AffineSteps) -> list[Operand]:
 
 
 def _with_affine(program: Program, affine: AffineSteps) -> Program:
-    """The program whose steps also compute, and write, what says how they are affine."""
+    """The program whose steps also compute and yield A, b and the condition."""
     wanted = dict.fromkeys(v for v in (*_flat(affine), affine.cut) if isinstance(v, Value))
     yields = (
         Yield(f"affine_{i}", v, Value(Type("sequence", v.type.shape, v.type.dtype)))
@@ -142,13 +142,14 @@ def _select(
 class _Kernel:
     def __init__(
         self, program: Program, steps: LoweredSteps, affine: AffineSteps, size: int, warps: int,
-        writer: Registers,
+        shared_bytes: int, writer: Registers,
     ) -> None:  # fmt: skip
         self.program = program
         self.steps = steps
         self.affine = affine
         self.size = size
         self.warps = warps
+        self.shared_bytes = shared_bytes
         self.writer = writer
         self.own = TYPES[affine.states[0].value.type.dtype]
         # The buffers of each state.
@@ -160,8 +161,8 @@ class _Kernel:
         """Writes the kernel.
 
         Args:
-            first: computes how a step is affine.
-            second: runs a step.
+            first: the statements that compute A, b and the condition of a step.
+            second: those of the step itself.
         """
         storage, reverse = self.steps.storage, self.program.reverse
         scanned = [self.buffers[s.name] for s in self.affine.states]
@@ -189,6 +190,7 @@ class _Kernel:
             *indent(2, self.writer.constants),
             f"  {own} now[{K}] = {{{initial}}};",
             f"  Scan<{own}, {K}, {self.warps}> scan(shared, c.blocks, now);",
+            f"  static_assert(sizeof(decltype(scan)::Memory) == {self.shared_bytes});",
             f"  const int64_t own_steps = (scan.rank * {self.warps} + scan.warp) * ahead;",
             f"  const int64_t all_steps = c.blocks * {self.warps} * ahead;",
             *indent(2, (f"{own} {of[0].name}_sum = 0;" for of in sums)),
@@ -244,7 +246,7 @@ class _Kernel:
         ]
 
     def _describe(self) -> str:
-        """How a step is affine."""
+        """Writes a step as an AffineStep."""
         dtype = self.affine.states[0].value.type.dtype
 
         def name(operand: Operand) -> str:

@@ -85,7 +85,7 @@ class ScanLoop:
         call = describe_call(storage, T, B, seed, tensors, begin=blocks)
         clusters = -(-B * source.features // LANES)
         self._kernels(device).launch_clusters(
-            source.name, (clusters, 1), blocks, source.threads, source.shared_bytes,
+            "scan", (clusters, 1), blocks, source.threads, source.shared_bytes,
             as_argument(call), together=False,
         )  # fmt: skip
         return results(program, storage, tensors, T)

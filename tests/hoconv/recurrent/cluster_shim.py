@@ -387,7 +387,7 @@ def shim_clusters(
 
 
 def with_fibers(*files: str) -> str:
-    """What runs kernels by fibers, and the contents of files that these include."""
+    """Returns the emulation of a GPU by fibers, and the contents of files that kernels include."""
     functions = "".join((jit.CSRC / file).read_text() for file in files)
     return _HEADER + re.sub(_INCLUDED, "", functions).replace("#pragma once", "")
 

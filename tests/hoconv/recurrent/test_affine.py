@@ -1,4 +1,4 @@
-"""Whether steps are affine in their states is proved, never guessed."""
+"""Tests the proof that steps are affine in their states."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def draw_scanned(states: int, count: int) -> list[BoundCell]:
 @needs_compiler
 @pytest.mark.parametrize(("warps", "blocks", "reversed"), [(2, 1, True), (1, 3, False)])
 def test_scans_are_exact(warps: int, blocks: int, reversed: bool) -> None:
-    """Of several rounds of all blocks, of which the last one is not full, and of fewer steps."""
+    """Runs several rounds of all blocks, the last one not full, and fewer steps than one round."""
     masked = {"masked": True, "resets": True}
     of: list[tuple[BoundCell, int, dict[str, bool]]] = [
         *((cell, 75, {}) for cell in (*ONE, SPIN, *draw_scanned(1, 2), *draw_scanned(2, 2))),
