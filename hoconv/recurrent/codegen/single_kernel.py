@@ -1,8 +1,8 @@
 """Writes a loop whose steps have no product as one CUDA kernel: rows depend on no other row.
 
 Where a feature depends on no other feature either, a thread runs all steps of a feature with its
-states in registers. It loads what it reads of sequences several steps ahead, since no step has to
-wait for the one before to know what to load. Otherwise a block runs all steps of a row, and its
+states in registers. It loads what it reads of sequences a round of steps ahead, since no step has
+to wait for the one before to know what to load. Otherwise a block runs all steps of a row, and its
 threads wait for each other.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed, j the
@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hoconv.recurrent.codegen.expressions import TYPES, expression
 from hoconv.recurrent.codegen.loops import Compute, Kernel, Load, Statement, Store
-from hoconv.recurrent.codegen.steps import LoweredSteps, offset
+from hoconv.recurrent.codegen.steps import LoweredSteps
 from hoconv.recurrent.codegen.storage import Buffer
-from hoconv.recurrent.ir.program import Program, Value
+from hoconv.recurrent.ir.program import BYTES, Program, Value
 
-# Registers for what is loaded ahead, and the most steps ahead: what memory takes to answer.
-_AHEAD_VALUES, _AHEAD_STEPS = 24, 8
+# Registers for what a round reads, and its most steps: what memory takes to answer.
+_AHEAD_REGISTERS, _AHEAD_STEPS = 32, 16
+_REGISTER_BYTES = 4
 
 
 def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
@@ -73,17 +74,21 @@ def _kind(s: Load | Store) -> str:
 
 
 class Registers:
-    """Writes statements that find states, parameters and what was loaded ahead in registers.
+    """Writes statements that find states, parameters and sequences in registers, and rounds of
+    steps. In a round a thread runs up to ``ahead`` steps of a feature, while what the next round
+    reads of sequences is on its way from memory.
 
     Attributes:
         constants: the declarations of parameters.
-        ahead: what is loaded ahead: type, name, buffer, and index within a row.
+        reads: what is read of sequences: type, name, buffer, and index within a row.
+        writes: the sequences and histories that are written.
     """
 
     def __init__(self, reverse: bool) -> None:
         self.reverse = reverse
         self.constants: list[str] = []
-        self.ahead: list[tuple[str, str, Buffer, str]] = []
+        self.reads: list[tuple[str, str, Buffer, str]] = []
+        self.writes: dict[Buffer, None] = {}
         self._names: dict[Value, str] = {}
         self._found: set[Value] = set()
         self._loaded: set[Value] = set()
@@ -95,15 +100,70 @@ class Registers:
         return lines + [line for s in loop for line in self.write(s, "j")]
 
     def count_ahead(self) -> int:
-        """Returns how many steps ahead there are registers to load."""
-        return max(1, min(_AHEAD_STEPS, _AHEAD_VALUES // max(1, len(self.ahead))))
+        """Returns how many steps of a round there are registers for."""
+        registers = sum(-(-BYTES[b.type.dtype] // _REGISTER_BYTES) for _, _, b, _ in self.reads)
+        return max(1, min(_AHEAD_STEPS, _AHEAD_REGISTERS // max(1, registers)))
 
-    def load(self, step: str) -> list[str]:
-        """Writes what loads the values of a step, by the number of steps before it, as ``d``."""
-        at = f"(T - 1 - {step})" if self.reverse else step
+    def begin(self, first: str) -> list[str]:
+        """Writes what comes before the rounds of a thread, whose first step is `first`."""
+        step, after = ("T - 1 - first", "(t - 1)") if self.reverse else ("first", "(t + 1)")
         return [
-            f"{name}_ahead[d] = c.{buffer.name}[({at} * B + row) * {buffer.type.size} + {index}];"
-            for _, name, buffer, index in self.ahead
+            f"const int64_t first = {first}, t = {step};",
+            *(f"{own} {name}_coming[ahead] = {{}};" for own, name, _, _ in self.reads),
+            *(
+                f"const {own}* {name}_from = c.{buffer.name} + (t * B + row) * {buffer.type.size}"
+                f" + {index};"
+                for own, name, buffer, index in self.reads
+            ),
+            *(
+                f"{TYPES[b.type.dtype]}* {b.name}_to = c.{b.name} + "
+                f"({after if b.kind == 'history' else 't'} * B + row) * {b.type.size};"
+                for b in self.writes
+            ),
+            *self._load("count_steps(first)", "ahead"),
+        ]
+
+    def write_round(
+        self, every: str, before: Iterable[str], step: Sequence[str], states: Iterable[Buffer],
+        after: Iterable[str],
+    ) -> list[str]:  # fmt: skip
+        """Writes a round.
+
+        Args:
+            every: the number of steps from the first of a round to that of the thread's next round.
+            before: what the thread does before it runs the steps.
+            step: the statements of a step.
+            states: that the steps change.
+            after: what the thread does after the steps.
+        """
+        skipped = f"({every} - ahead) * B"
+        return [
+            "const int count = count_steps(begin);",
+            *(f"{own} {name}_read[ahead];" for own, name, _, _ in self.reads),
+            "#pragma unroll",
+            "for (int d = 0; d < ahead; ++d) {",
+            *indent(2, (f"{name}_read[d] = {name}_coming[d];" for _, name, _, _ in self.reads)),
+            "}",
+            *(self._move(f"{name}_from", buffer, skipped) for _, name, buffer, _ in self.reads),
+            *self._load(f"count_steps(begin + {every})", every),
+            *before,
+            "#pragma unroll",
+            "for (int d = 0; d < ahead; ++d) {",
+            *indent(2, self.write_step(step)),
+            *indent(2, (f"{b.name}_now = runs ? {b.name}_next : {b.name}_now;" for b in states)),
+            *indent(2, (self._move(f"{b.name}_to", b, "B") for b in self.writes)),
+            "}",
+            *(self._move(f"{b.name}_to", b, skipped) for b in self.writes),
+            *after,
+        ]
+
+    def write_step(self, step: Iterable[str]) -> list[str]:
+        """Writes the step ``d`` of a round. Its values are computed where it does not run, too."""
+        return [
+            "[[maybe_unused]] const bool runs = d < count;",
+            "[[maybe_unused]] const int64_t i = begin + d;",
+            f"[[maybe_unused]] const int64_t t = {'T - 1 - i' if self.reverse else 'i'};",
+            *step,
         ]
 
     def write(self, s: Statement, feature: str) -> list[str]:
@@ -120,7 +180,8 @@ class Registers:
             if buffer.kind != "sequence":
                 lines.append(f"{buffer.name}_next = {name};")
             if buffer.kind != "state":
-                lines.append(f"{self._address(buffer)}[{index}] = {name};")
+                self.writes[buffer] = None
+                lines.append(f"if (runs) {self._to(buffer)}[{index}] = {name};")
             return lines
         if s.value in self._loaded:
             return []
@@ -134,15 +195,47 @@ class Registers:
         if buffer.kind in ("state", "history"):
             return [f"const {own} {name} = {buffer.name}_now;"]
         if first:
-            self.ahead.append((own, name, buffer, index))
-        return [f"const {own} {name} = {name}_ahead[d];"]
+            self.reads.append((own, name, buffer, index))
+        return [f"const {own} {name} = {name}_read[d];"]
 
     def name(self, value: Value) -> str:
         return self._names.setdefault(value, f"v{len(self._names)}")
 
-    def _address(self, buffer: Buffer) -> str:
-        rows = offset(buffer, buffer.kind == "history", self.reverse)
-        return f"(c.{buffer.name}{rows} + row * {buffer.type.size})"
+    def _load(self, count: str, every: str) -> list[str]:
+        """Writes the loads of a round, after which the addresses are those of the next round."""
+        return [
+            "{",
+            f"  const int loads = {count};",
+            "#pragma unroll",
+            "  for (int d = 0; d < ahead; ++d) {",
+            *(
+                f"    if (d < loads) {name}_coming[d] = *{name}_from;"
+                for _, name, _, _ in self.reads
+            ),
+            *(f"    {self._move(f'{name}_from', b, 'B')}" for _, name, b, _ in self.reads),
+            "  }",
+            "}",
+        ]
+
+    def _move(self, pointer: str, buffer: Buffer, rows: str) -> str:
+        return f"{pointer} {'-' if self.reverse else '+'}= {rows} * {buffer.type.size};"
+
+    def _to(self, buffer: Buffer) -> str:
+        """The row that a step writes."""
+        if (
+            buffer.kind == "history" and self.reverse
+        ):  # where t is 0, the last row, not the one before
+            last = f"c.{buffer.name} + (T * B + row) * {buffer.type.size}"
+            return f"(t == 0 ? {last} : {buffer.name}_to)"
+        return f"{buffer.name}_to"
+
+
+def write_count(steps: str) -> str:
+    """Writes the function that counts the steps of the round that begins at one, of all `steps`."""
+    return (
+        f"const auto count_steps = [=](int64_t from) {{ const int64_t left = {steps} - from; "
+        "return left <= 0 ? 0 : left < ahead ? static_cast<int>(left) : ahead; };"
+    )
 
 
 def write_thread_per_feature(
@@ -170,29 +263,14 @@ def write_thread_per_feature(
         f"{name}(const Call c) {{",
         "  const int64_t T = c.T, B = c.B, row = blockIdx.x;",
         "  [[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
-        f"  constexpr int64_t ahead = {writer.count_ahead()};",
-        "  const int64_t first = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
+        f"  constexpr int ahead = {writer.count_ahead()};",
+        f"  {write_count('T')}",
+        "  const int64_t beginning = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
         "  const int64_t stride = int64_t{gridDim.y} * blockDim.x;",
-        f"  for (int64_t j = first; j < {size}; j += stride) {{",
-        *indent(4, writer.constants, map(begin, states)),
-        *indent(4, (f"{own} {value}_ahead[ahead];" for own, value, _, _ in writer.ahead)),
-        "#pragma unroll",
-        "    for (int64_t d = 0; d < ahead; ++d)",
-        "      if (d < T) {",
-        *indent(8, writer.load("d")),
-        "      }",
-        "    for (int64_t begin = 0; begin < T; begin += ahead) {",
-        "#pragma unroll",
-        "      for (int64_t d = 0; d < ahead; ++d) {",
-        "        const int64_t i = begin + d;",
-        "        if (i >= T) break;",
-        f"        [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
-        *indent(8, step),
-        "        if (i + ahead < T) {",
-        *indent(10, writer.load("(i + ahead)")),
-        "        }",
-        *indent(8, (f"{buffer.name}_now = {buffer.name}_next;" for buffer in states)),
-        "      }",
+        f"  for (int64_t j = beginning; j < {size}; j += stride) {{",
+        *indent(4, writer.constants, map(begin, states), writer.begin("0")),
+        "    for (int64_t begin = first; begin < T; begin += ahead) {",
+        *indent(6, writer.write_round("ahead", (), step, states, ())),
         "    }",
         *indent(4, (end(buffer) for buffer in states if buffer.kind == "state")),
         "  }",

@@ -106,8 +106,8 @@ class CudaLoop:
                 return self.clusters.run(found, runs, device)[0]
         if self.source.whole:
             with use(device):
-                if self.scan and (blocks := self.scan.choose_blocks(T, B, device)):
-                    return self.scan.run(program, values, initial, seed, T, B, blocks, device)
+                if self.scan and (divided := self.scan.divide_steps(T, B, device)):
+                    return self.scan.run(program, values, initial, seed, T, B, divided, device)
                 tensors = bind(program, storage, T, B, values, initial, {})
                 run_whole(self.source, self._load_for(device), T, B, seed, tensors, device)
                 return results(program, storage, tensors, T)

@@ -24,27 +24,35 @@ from hoconv.recurrent.runtime.workspace import as_argument, describe_call
 _BYTES_OF_THREAD = 64
 MOST_FEATURES = 3 * 2**20 // _BYTES_OF_THREAD
 LEAST_STEPS = 64  # with fewer, a kernel mostly starts and ends
-_BLOCKS_OF_MULTIPROCESSOR = 2  # of so many threads and registers
+LEAST_WARPS = 4  # of a block: one for each scheduler
+_WARPS_OF_MULTIPROCESSOR = 6  # that keep as many bytes on their way
 
 
-def choose_blocks(features: int, T: int, steps_of_block: int, multiprocessors: int) -> int:
-    """Returns how many blocks divide the steps of the same features; 0 for steps one by one.
+def divide_steps(
+    features: int, T: int, steps_of_warp: int, most_warps: int, multiprocessors: int
+) -> tuple[int, int] | None:
+    """Returns how many blocks divide the steps of the same features, and how many warps of each
+    block; None for steps one by one.
+
+    An example, on a GPU of 132 multiprocessors: 1,024 features are 32 clusters. With blocks of 4
+    warps, 8 of them divide the steps: 1,024 warps, more than 6 x 132. With 256 features 8 blocks
+    are 256 warps, so a block has 16. More warps than are needed wait for each other.
 
     Args:
         features: of all rows.
-        steps_of_block: which a block runs between two exchanges with others.
+        steps_of_warp, most_warps: as of :class:`hoconv.recurrent.codegen.scan.ScanSource`.
         multiprocessors: of the GPU.
     """
     if not 0 < features <= MOST_FEATURES or T < LEAST_STEPS:
-        return 0
-    clusters, blocks = -(-features // LANES), 1
-    while (
-        2 * blocks <= MOST_BLOCKS
-        and 2 * blocks * steps_of_block <= T
-        and blocks * clusters < _BLOCKS_OF_MULTIPROCESSOR * multiprocessors
-    ):
+        return None
+    wanted = _WARPS_OF_MULTIPROCESSOR * multiprocessors // -(-features // LANES)
+    wanted = min(wanted, T // (2 * steps_of_warp) + 1)  # at least a round of steps for each
+    blocks, warps = 1, LEAST_WARPS
+    while blocks < MOST_BLOCKS and blocks * warps < wanted:
         blocks *= 2
-    return blocks
+    while warps < most_warps and blocks * warps < wanted:
+        warps *= 2
+    return blocks, warps
 
 
 class ScanLoop:
@@ -55,12 +63,14 @@ class ScanLoop:
         self._code = functools.cache(functools.partial(compile_cuda, "recurrent", source.text))
         self._kernels = functools.cache(self._load)
 
-    def choose_blocks(self, T: int, B: int, device: torch.device) -> int:
-        """Returns the number of blocks of a cluster; 0 where no scan is faster, or possible."""
+    def divide_steps(self, T: int, B: int, device: torch.device) -> tuple[int, int] | None:
+        """Returns the blocks of a cluster and the warps of a block; None where no scan is faster,
+        or possible."""
         if torch.cuda.get_device_capability(device) < CAPABILITY:
-            return 0
+            return None
         count = torch.cuda.get_device_properties(device).multi_processor_count
-        return choose_blocks(B * self.source.features, T, self.source.steps_of_block, count)
+        source = self.source
+        return divide_steps(B * source.features, T, source.steps_of_warp, source.most_warps, count)
 
     def prepare(self, architecture: str) -> None:
         """Compiles the kernel.
@@ -72,20 +82,20 @@ class ScanLoop:
 
     def run(
         self, program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None,
-        T: int, B: int, blocks: int, device: torch.device,
+        T: int, B: int, divided: tuple[int, int], device: torch.device,
     ) -> tuple[Tensors, list[Tensor]]:  # fmt: skip
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`, on the current device.
 
         Args:
-            blocks: as of :meth:`choose_blocks`.
+            divided: as by :meth:`divide_steps`.
         """
-        source = self.source
+        source, (blocks, warps) = self.source, divided
         storage = source.steps.storage
         tensors = bind(program, storage, T, B, values, initial, {})
         call = describe_call(storage, T, B, seed, tensors, begin=blocks)
         clusters = -(-B * source.features // LANES)
         self._kernels(device).launch_clusters(
-            "scan", (clusters, 1), blocks, source.threads, source.shared_bytes,
+            "scan", (clusters, 1), blocks, warps * LANES, source.shared_bytes,
             as_argument(call), together=False,
         )  # fmt: skip
         return results(program, storage, tensors, T)

@@ -95,7 +95,7 @@ static std::map<const uint4*, Posted> posted;
 static Fiber* current;
 static ucontext_t scheduler;
 static int threads_of_block;
-static Index grid;
+static Index grid, block_size;
 static bool late, ran;
 
 inline void wait_until(std::function<bool()> ready) {
@@ -163,7 +163,7 @@ inline void expect_bytes(uint32_t address, uint32_t bytes) {
 }
 inline void arrive(Barrier& b, int64_t bytes) {
   b.missing -= bytes;
-  if (b.missing < 0) abort();  // nobody expects them
+  if (b.missing < 0 && b.pending == 0) abort();  // more than are expected
   settle(b);
 }
 inline void wait_for_phase(uint32_t address, uint32_t parity) {
@@ -315,7 +315,7 @@ inline void run_clusters(int clusters, int runs, int blocks, int threads, int te
                          bool reversed, std::function<void()> kernel) {
   static std::function<void()> body;
   body = kernel;
-  threads_of_block = threads, late = reversed;
+  threads_of_block = threads, late = reversed, block_size = {unsigned(threads), 1};
   grid = {unsigned(clusters * blocks), unsigned(runs)};
   for (int first = 0; first < clusters * runs; first += team) {
     std::vector<Cluster> own(team);
@@ -360,6 +360,7 @@ inline void run_clusters(int clusters, int runs, int blocks, int threads, int te
 #define threadIdx (hoconv::recurrent::current->thread)
 #define blockIdx (hoconv::recurrent::current->block)
 #define gridDim (hoconv::recurrent::grid)
+#define blockDim (hoconv::recurrent::block_size)
 """
 _INCLUDED = r'#include "(recurrent/.*)"'
 _MEMORY = "extern __shared__ __align__(128) char shared[];"

@@ -28,12 +28,12 @@ def shim_scans(
     """
     sources: dict[str, ScanSource] = {}
     for name, program in programs.items():
-        source = emit_scan(program, warps)
+        source = emit_scan(program)
         assert source is not None, f"{name}: not scanned"
         sources[name] = source
     text = "".join((
         with_fibers("recurrent/scan.cuh"),
-        *(_namespace(name, source, blocks) for name, source in sources.items()),
+        *(_namespace(name, source, blocks, warps) for name, source in sources.items()),
     ))  # fmt: skip
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {
@@ -42,8 +42,8 @@ def shim_scans(
     }
 
 
-def _namespace(name: str, source: ScanSource, blocks: int) -> str:
-    sizes = f"{blocks}, {source.threads}, 1, {source.shared_bytes}"
+def _namespace(name: str, source: ScanSource, blocks: int, warps: int) -> str:
+    sizes = f"{blocks}, {warps * LANES}, 1, {source.shared_bytes}"
     return f"""
 namespace {name} {{
 {as_function(source.text)}
