@@ -47,7 +47,7 @@ class CompiledPlan:
     """
 
     def __init__(
-        self, text: str, cell: str, dtype: torch.dtype, schedule: str, options: dict[str, bool]
+        self, text: str, cell: str, dtype: torch.dtype, schedule: str, options: dict[str, Any]
     ) -> None:
         self.text = text
         self.plan: Plan = plan_trace(from_text(cell), dtype, schedule, **options)

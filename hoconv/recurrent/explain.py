@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.codegen.scan import emit_scan
@@ -53,7 +54,10 @@ def explain(plan: Plan, directions: int = 1) -> str:
     lines += [f"  combined into one product: {names}" for names in _list_combined(forward)]
     lines.append(f"  saved for backward: {_list_saved(forward)}")
     lines.append("  cpp: on a CPU, one call for all steps; on a GPU, op by op in PyTorch")
-    lines += [f"  cuda: {said}" for said in _explain_gpu(plan, directions)]
+    on_gpu = replace(plan, recompute="functions") if plan.recompute == "cheap" else plan
+    if (saved := _list_saved(on_gpu.forward)) != _list_saved(forward):
+        lines.append(f"  on a GPU, saved for backward: {saved}; functions are computed again")
+    lines += [f"  cuda: {said}" for said in _explain_gpu(on_gpu, directions)]
     return "\n".join(lines)
 
 
@@ -65,7 +69,7 @@ def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
     if plan.cudnn:
         name = plan.cudnn.function
         yield f"else cuDNN's {name}, which {chip}; with lengths, resets or torch.compile as follows"
-    elif plan.recompute:
+    elif plan.recompute == "all":
         yield "not cuDNN, which keeps what its gradient needs"
     elif plan.schedule != "auto":
         yield "not cuDNN, which schedule auto alone calls"

@@ -329,6 +329,7 @@ class RNN(FixedAttributes):
         """Returns the outputs (T, B, D * n) and the final states of x (T, B, I)."""
         device_type = x.device.type
         directions = 1 + self.bidirectional
+        recompute = "all" if self.recompute else "functions" if x.is_cuda else "cheap"
         resets = [begins]
         if self.bidirectional:
             resets.append(None if begins is None else _ends(begins, valid))
@@ -352,7 +353,7 @@ class RNN(FixedAttributes):
                 seed = torch.randint(1 << 62, (), device=x.device) if noise else None
                 text = traced.training if self.training else traced.evaluation
                 plan = request(text, x.dtype, self.schedule, valid is not None,
-                               begins is not None, reverse, self.recompute)  # fmt: skip
+                               begins is not None, reverse, recompute)  # fmt: skip
                 call = Call(self.runs[at][0], traced.names, plan, x, states[at], parameters[at],
                             valid, resets[direction], self.training, seed, reverse)  # fmt: skip
                 calls.append(call)
@@ -520,7 +521,7 @@ class RNN(FixedAttributes):
         directions = 1 + self.bidirectional
         made = functools.partial(
             plan, dtype=dtype, schedule=self.schedule, training=self.training,
-            recompute=self.recompute,
+            recompute="all" if self.recompute else "cheap",
         )  # fmt: skip
         lines = []
         for layer, (bound, _) in enumerate(self.runs[::directions]):

@@ -7,12 +7,13 @@ program needs neither the cell nor its module.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from hoconv.recurrent.compiled_plan import CompiledPlan
+    from hoconv.recurrent.passes.gradient.saved import Recompute
 
 # The number of plans that a process keeps; it compiles older ones again.
 _KEPT = 256
@@ -20,7 +21,7 @@ _KEPT = 256
 
 def request(
     cell: str, dtype: torch.dtype, schedule: str, masked: bool, resets: bool, reverse: bool,
-    recompute: bool = False,
+    recompute: Recompute = "cheap",
 ) -> str:  # fmt: skip
     """Writes a plan as a text. Arguments and result are constants: torch.compile does not trace it.
 
@@ -29,15 +30,19 @@ def request(
         dtype, schedule, masked, resets, reverse, recompute: as in
             :func:`hoconv.recurrent.schedule.plan_trace`.
     """
-    return _request_once(cell, dtype, schedule, masked, resets, reverse, recompute)
+    return _request_once(cell, dtype, schedule, recompute, masked, resets, reverse)
 
 
-_OPTIONS = ("masked", "resets", "reverse", "recompute")
+_OPTIONS = ("masked", "resets", "reverse")
+_RECOMPUTE: dict[str, Recompute] = {"recompute": "all", "functions": "functions"}
 
 
 @functools.lru_cache(_KEPT)
-def _request_once(cell: str, dtype: torch.dtype, schedule: str, *options: bool) -> str:
-    chosen = (name for name, wanted in zip(_OPTIONS, options, strict=True) if wanted)
+def _request_once(
+    cell: str, dtype: torch.dtype, schedule: str, recompute: Recompute, *options: bool
+) -> str:
+    chosen = [name for name, wanted in zip(_OPTIONS, options, strict=True) if wanted]
+    chosen += [name for name, value in _RECOMPUTE.items() if value == recompute]
     name = str(dtype).removeprefix("torch.")
     return "/".join((name, schedule, "+".join(chosen) or "plain", cell))
 
@@ -45,16 +50,18 @@ def _request_once(cell: str, dtype: torch.dtype, schedule: str, *options: bool) 
 request._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _parse(text: str) -> tuple[str, torch.dtype, str, dict[str, bool]]:
+def _parse(text: str) -> tuple[str, torch.dtype, str, dict[str, Any]]:
     """Returns the text of the cell, the dtype, the schedule and the options."""
     dtype, schedule, options, cell = text.split("/", 3)
     chosen = set(options.split("+")) - {"plain"}
-    if unknown := chosen - set(_OPTIONS):
+    if unknown := chosen - {*_OPTIONS, *_RECOMPUTE}:
         raise ValueError(
             f"this recurrent layer was exported by another version of hoconv, which has the option "
             f"{unknown.pop()!r}: load it there, or export it again here"
         )
-    return cell, getattr(torch, dtype), schedule, {name: name in chosen for name in _OPTIONS}
+    recompute = next((_RECOMPUTE[name] for name in chosen & {*_RECOMPUTE}), "cheap")
+    flags: dict[str, Any] = {name: name in chosen for name in _OPTIONS}
+    return cell, getattr(torch, dtype), schedule, flags | {"recompute": recompute}
 
 
 @functools.lru_cache(_KEPT)

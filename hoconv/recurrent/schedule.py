@@ -18,6 +18,7 @@ from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.gradient.reverse import differentiate
+from hoconv.recurrent.passes.gradient.saved import Recompute
 from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.reset import reset
@@ -33,13 +34,13 @@ class Plan:
         schedule: the name of the schedule.
         declarations: the parameters of the cell.
         common: the passes that all programs share, in order: name and program after the pass.
-        recompute: whether the gradient saves little, and computes the rest again.
+        recompute: what the gradient computes again, rather than read what is saved.
     """
 
     schedule: str
     declarations: tuple[Declaration, ...]
     common: tuple[tuple[str, Program], ...]
-    recompute: bool = False
+    recompute: Recompute = "cheap"
 
     @property
     def definition(self) -> Program:
@@ -65,7 +66,7 @@ class Plan:
     def cudnn(self) -> CudnnLayer | None:
         """The call of cuDNN that a GPU runs instead of the programs, if it is at least as fast."""
         traced = self.common[0][1]
-        if self.schedule != "auto" or self.recompute or not fastest(self._loop):
+        if self.schedule != "auto" or self.recompute == "all" or not fastest(self._loop):
             return None
         return match(traced)
 
@@ -109,7 +110,7 @@ def plan(
     masked: bool = False,
     resets: bool = False,
     reverse: bool = False,
-    recompute: bool = False,
+    recompute: Recompute = "cheap",
 ) -> Plan:
     """Compiles a cell by a schedule.
 
@@ -135,7 +136,7 @@ def plan_trace(
     masked: bool = False,
     resets: bool = False,
     reverse: bool = False,
-    recompute: bool = False,
+    recompute: Recompute = "cheap",
 ) -> Plan:
     """Compiles the trace of a cell by a schedule.
 
@@ -145,7 +146,7 @@ def plan_trace(
         masked: whether the sequences have lengths: the program reads ``valid`` (T, B, 1) bool.
         resets: whether states are reset: the program reads ``reset`` (T, B, 1) bool.
         reverse: whether the first step is the last of the sequence.
-        recompute: whether the gradient saves little, and computes the rest again.
+        recompute: what the gradient computes again, rather than read what is saved.
     """
     common = [("trace", replace(traced.program, reverse=reverse))]
 

@@ -16,6 +16,7 @@ from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import Program, flat, step_outputs
 from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.passes.dtypes import infer_dtypes
+from hoconv.recurrent.passes.gradient.saved import Recompute
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.runtime.interpret import Loop, interpret
@@ -82,7 +83,7 @@ class CellCase:
         masked: whether the three sequences have different lengths.
         resets: whether states are reset at some steps.
         reverse: whether the first step is the last of the sequences.
-        recompute: whether the plan's gradient computes again what it can.
+        recompute: what the plan's gradient computes again.
         steps: T, at least 3.
     """
 
@@ -95,7 +96,7 @@ class CellCase:
         masked: bool = False,
         resets: bool = False,
         reverse: bool = False,
-        recompute: bool = False,
+        recompute: Recompute = "cheap",
         steps: int = 4,
     ) -> None:
         torch.manual_seed(0)

@@ -30,7 +30,7 @@ def bound(name: str, input_size: int = 3, hidden_size: int = 4) -> BoundCell:
     return cell.bind(input_size, hidden_size, options)
 
 
-def cell_case(which: str | int | BoundCell, device: str = "cpu", /, **options: bool) -> CellCase:
+def cell_case(which: str | int | BoundCell, device: str = "cpu", /, **options: Any) -> CellCase:
     """Of a ready cell, a random one by its seed, or any."""
     if not isinstance(which, BoundCell):
         which = bound(which) if isinstance(which, str) else random_cell(which)

@@ -45,17 +45,17 @@ needs_clusters = pytest.mark.skipif(
 )
 
 # Blocks, rows and warps; what the steps have; whether the last thread runs first.
-WAYS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
+WAYS: list[tuple[ClusterShape, dict[str, Any], bool]] = [
     (ClusterShape(1, 2, 2), {}, False),
     (ClusterShape(2, 3, 2), {"masked": True}, False),
     (ClusterShape(4, 1, 2), {"resets": True, "reverse": True}, True),
-    (ClusterShape(2, 2, 2), {"masked": True, "recompute": True}, False),
+    (ClusterShape(2, 2, 2), {"masked": True, "recompute": "all"}, False),
 ]
 # The same of teams of two clusters, whose last blocks have no features of 20.
-TEAMS: list[tuple[ClusterShape, dict[str, bool], bool]] = [
+TEAMS: list[tuple[ClusterShape, dict[str, Any], bool]] = [
     (ClusterShape(2, 3, 2, 2), {"masked": True}, False),
     (ClusterShape(4, 1, 2, 2), {"resets": True, "reverse": True}, True),
-    (ClusterShape(2, 2, 2, 2), {"masked": True, "recompute": True}, True),
+    (ClusterShape(2, 2, 2, 2), {"masked": True, "recompute": "all"}, True),
 ]
 
 
@@ -123,7 +123,7 @@ def programs(made: Plan) -> dict[str, Program]:
 
 def check(
     which: list[Any],
-    way: tuple[ClusterShape, dict[str, bool], bool],
+    way: tuple[ClusterShape, dict[str, Any], bool],
     most_shared_bytes: int = SHARED_BYTES,
 ) -> None:
     """Every cell on a stand-in for a GPU; all kernels are compiled at once."""
@@ -161,7 +161,7 @@ def test_teams_are_exact(way: int) -> None:
     "way", [WAYS[1], *(pytest.param(each, marks=pytest.mark.slow) for each in TEAMS[:2])]
 )
 def test_what_comes_from_the_l2_cache_is_exact(
-    way: tuple[ClusterShape, dict[str, bool], bool], monkeypatch: pytest.MonkeyPatch
+    way: tuple[ClusterShape, dict[str, Any], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hoconv.recurrent.codegen.cluster.layout._SPREAD_BYTES", 0)
     check([*(of(cell, 20) for cell in (rnn.lstm, rnn.layernorm_lstm, heads, deep)), 0, 1], way)
@@ -170,7 +170,7 @@ def test_what_comes_from_the_l2_cache_is_exact(
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, *TEAMS])
-def test_more_random_cells_are_exact(way: tuple[ClusterShape, dict[str, bool], bool]) -> None:
+def test_more_random_cells_are_exact(way: tuple[ClusterShape, dict[str, Any], bool]) -> None:
     first = 8 + 10 * [*WAYS, *TEAMS].index(way)
     check([*range(first, first + 10)], way)
 

@@ -49,7 +49,7 @@ def _products_of_float32_are_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def check(which: str | int | BoundCell, schedule: str = "auto", **options: bool) -> None:
+def check(which: str | int | BoundCell, schedule: str = "auto", **options: Any) -> None:
     case = cell_case(which, "cuda", **options)
     made = plan(case.cell, torch.float64, schedule, **case.options)
     case.check_plan(made, lambda program: CudaLoop(program, schedule in ("graph", "auto")))
@@ -67,7 +67,8 @@ def test_ready_cells_are_exact(which: str) -> None:
 def test_cells_of_the_library_are_exact(name: str, schedule: str) -> None:
     bound = getattr(cells, name).bind(5, 4, OPTIONS.get(name, {}))
     check(bound, schedule, masked=True)
-    check(bound, schedule, resets=True, reverse=True, recompute=True)
+    check(bound, schedule, resets=True, reverse=True, recompute="all")
+    check(bound, schedule, recompute="functions")
 
 
 @pytest.mark.parametrize("which", range(12))

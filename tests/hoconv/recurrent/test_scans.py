@@ -78,7 +78,9 @@ def test_scans_are_exact(warps: int, blocks: int, reversed: bool) -> None:
         *((cell, 64, {"reverse": True}) for cell in (ONE[2], SPIN)),
         (ONE[2], 66, {**masked, "reverse": True}),
         (ONE[2], 3, {}),
-        (ONE[2], 9, {"recompute": True}),
+        (ONE[2], 9, {"recompute": "all"}),
+        *((cell, 70, {"recompute": "functions"}) for cell in (*ONE, SPIN)),
+        (ONE[2], 66, {"recompute": "functions", "reverse": True, **masked}),
     ]
     cases = [CellCase(cell, steps=T, **options) for cell, T, options in of]
     scans = functools.partial(shim_scans, warps=warps, blocks=blocks, reversed=reversed)

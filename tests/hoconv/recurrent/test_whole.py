@@ -112,9 +112,9 @@ def test_a_product_in_a_step_needs_more() -> None:
 @needs_compiler
 @pytest.mark.parametrize("schedule", ["graph", "auto"])
 def test_loops_are_exact(schedule: str) -> None:
-    options: tuple[dict[str, bool], ...] = (
+    options: tuple[dict[str, Any], ...] = (
         {}, {"reverse": True}, {"masked": True, "resets": True},
-        {"masked": True, "resets": True, "reverse": True}, {"recompute": True, "masked": True},
+        {"masked": True, "resets": True, "reverse": True}, {"recompute": "all", "masked": True},
     )  # fmt: skip
     cases = [cell_case(of(cell), **each) for cell in (*OWN, *WAITING) for each in options]
     check_loops(cases, schedule, shim_loops)

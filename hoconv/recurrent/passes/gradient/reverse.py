@@ -21,12 +21,12 @@ from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
 from hoconv.recurrent.passes.gradient import by_axes
-from hoconv.recurrent.passes.gradient.saved import choose_saved, select_rematerialized
+from hoconv.recurrent.passes.gradient.saved import Recompute, choose_saved, select_rematerialized
 from hoconv.recurrent.passes.rewrite import substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
-def differentiate(program: Program, recompute: bool = False) -> tuple[Program, Program]:
+def differentiate(program: Program, recompute: Recompute = "cheap") -> tuple[Program, Program]:
     """The program, which also returns the saved values, and its gradient.
 
     The gradient reads the program's params and sequences, ``d_output`` (T, B, n) and what was
@@ -37,8 +37,7 @@ def differentiate(program: Program, recompute: bool = False) -> tuple[Program, P
 
     Args:
         program: without groups; its last op of rate ``step`` may be anything.
-        recompute: whether the gradient computes again what it can, from the states and the
-            sequences, so that little is saved.
+        recompute: what the gradient computes again, rather than read what is saved.
     """
     steps = _StepAdjoint(program)
     needed = steps.needed()
@@ -215,7 +214,7 @@ def _with_saved(program: Program, saved: list[Value]) -> Program:
 
 
 def _backward(
-    program: Program, steps: _StepAdjoint, saved: list[Value], recompute: bool
+    program: Program, steps: _StepAdjoint, saved: list[Value], recompute: Recompute
 ) -> Program:
     again = select_rematerialized(program, steps.needed(), saved)
     values = {
@@ -224,7 +223,7 @@ def _backward(
     }
     sequences = [*program.sequences, ("d_output", steps.d_output)]
     sequences += [(f"saved_{i}", values[value]) for i, value in enumerate(saved)]
-    if not recompute:
+    if recompute != "all":
         sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
     step = []
     for op in [*again, *steps.builder.ops]:
@@ -270,7 +269,7 @@ def _backward(
             State(f"d_{s.name}", carried, values.get(g, g))
             for s, carried, g in zip(program.states, steps.carried, steps.following, strict=True)
         ),
-        before=(*(program.before if recompute else ()), *steps.builder.before),
+        before=(*(program.before if recompute == "all" else ()), *steps.builder.before),
         step=tuple(step),
         after=tuple(after.builder.ops),
         yields=tuple(yields.values()),

@@ -2,28 +2,36 @@
 
 The choice is a minimum cut of the data flow. Its source is what the backward steps cannot compute
 themselves: states, products and costly functions. Its sink is what they read. A value costs the
-bytes of its row. Values on the cut are saved; cheap ops behind it are rematerialised. Where memory
-counts more than time, the source is the states alone. Steps without products wait for memory: there
-what is in memory already costs half, since nobody need write it. The construction is that of the
+bytes of its row. Values on the cut are saved; the ops behind it are rematerialised: those that
+:data:`Recompute` allows. Steps without products wait for memory: there what is in memory already
+costs half, since nobody need write it. The construction is that of the
 min-cut partitioner of torch.compile (He and Yu, Transcending Runtime-Memory Tradeoffs, 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
+from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_cheap
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
 
+# What the backward steps compute again, rather than read what the forward steps have written:
+# - cheap: what costs less than to write and read it.
+# - functions: in steps without products also costly functions, from results of the products before
+#   the loop, which are kept. A GPU has the time, since it waits for memory; two cores do not.
+# - all: every op, a product, too, and what is computed before the loop: memory counts most.
+Recompute = Literal["cheap", "functions", "all"]
 
-def choose_saved(program: Program, needed: Iterable[Value], recompute: bool) -> list[Value]:
+
+def choose_saved(program: Program, needed: Iterable[Value], recompute: Recompute) -> list[Value]:
     """The values of the steps to save, so that the needed ones can be computed from them.
 
     Args:
         program: a forward program without groups.
         needed: values of rate ``step``, results of ops or states.
-        recompute: whether any op may be computed again, a product, too, and also what is computed
-            before the loop.
+        recompute: what may be computed again.
     """
     import networkx  # not at the top: it takes long to import
 
@@ -32,18 +40,23 @@ def choose_saved(program: Program, needed: Iterable[Value], recompute: bool) -> 
     network = networkx.DiGraph()
     network.add_nodes_from(("forward", "backward"))
     free = {v for _, v in program.sequences}  # saved for the gradients of weights anyway
-    if recompute:
-        free |= {op.result for op in flat(program.before)}
     ops = list(flat(program.step))
     made_by = {op.result: op for op in ops}
     alone = not any(op.kind in PRODUCTS for op in ops)
+    functions = recompute == "functions" and alone
+    if recompute == "all" or functions:
+        free |= {op.result for op in flat(program.before)}
+
+    def again(kind: str) -> bool:
+        return recompute == "all" or is_cheap(kind) or (functions and kind in FUNCTIONS)
+
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
         if value.type.rate == "once":
             continue
         cost = 0 if value in free else value.type.row_bytes * (1 + (alone and value in made_by))
         network.add_edge((value, "in"), (value, "out"), capacity=cost)
         op = made_by.get(value)
-        if op is None or not (recompute or is_cheap(op.kind)):
+        if op is None or not again(op.kind):
             network.add_edge("forward", (value, "in"))
         else:
             network.add_edges_from(((source, "out"), (value, "in")) for source in op.values)
