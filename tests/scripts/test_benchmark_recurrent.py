@@ -166,6 +166,8 @@ def test_linear_recurrences_are_timed_against_a_copy_of_as_many_bytes(
     expected = {("gated_sum", "copy"), ("gated_sum", "ours"), ("min_gru", "nn.GRU"),
                 ("min_gru", "ours")}  # fmt: skip
     assert found >= expected
+    for row in record["rows"]:
+        assert all(row["cold"][phase]["median_ms"] > 0 for phase in ("forward", "backward"))
 
 
 def test_a_copy_has_the_bytes_of_the_smallest_linear_recurrence(recurrent: ModuleType) -> None:

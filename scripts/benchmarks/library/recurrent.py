@@ -29,6 +29,9 @@ Writes one file for each section, and draws ``library`` and ``ladder`` beside th
             forward, forward_backward    median_ms, p20_ms, p80_ms, repeats
             speed_up              phase -> the baseline's median over this one's; the baseline is
                                   the first contender of the case and precision
+            cold                  of the section linear, with cold caches: phase -> as forward; the
+                                  phases are forward and backward, the latter by itself. On a GPU
+                                  its own time: the calls are queued
             extra_memory_bytes    most that a forward and a backward hold beyond the input
             compile_s             of torch.compile: seconds of its first forward and backward
         geometric_means   of speed_up over the shapes, if there are several: cell, layers,
@@ -80,6 +83,7 @@ from hoconv.tools.benchmarking.measurement import (
     milliseconds_between,
     percentiles,
     take_turns,
+    time_apart,
 )
 from hoconv.tools.commands import count, write_json
 from hoconv.tools.tables import console, show
@@ -136,6 +140,8 @@ LONGEST = {"cpu": 200, "cuda": 1000}  # T of the section lengths
 TYPICAL = (100, 64, 512)  # T, B, H
 SMALLER = (100, 32, 256)
 
+COLD_PHASES = "forward", "backward"
+Turn = Callable[[Contender, Timed], dict[str, float]]  # as of `take_turns`
 # A layer, and the function of its input that is timed.
 Timeable = tuple[nn.Module, Callable[[Tensor], Tensor]]
 # Makes the layer of a case.
@@ -362,7 +368,8 @@ def measure(
                 label = {**asdict(case), "precision": precision.name}
                 progress.update(task, description=", ".join(map(str, label.values())))
                 with precision.in_force():
-                    timed = _compete(case, ways, device, precision.dtype)
+                    turn = time_linear if section == "linear" else time_in_a_row
+                    timed = _compete(case, ways, device, precision.dtype, turn)
                 if section == "cells" and case.cell in compiled:
                     timed.append(_compiled(case, device_type, precision, steps))
                 rows += [label | row for row in _compared(timed)]
@@ -370,7 +377,7 @@ def measure(
 
 
 def _compete(
-    case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype
+    case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype, turn: Turn
 ) -> list[dict[str, Any]]:
     """Measures one case; returns a row for each way."""
     x = torch.randn(case.T, case.B, case.H, device=device, dtype=dtype)
@@ -382,7 +389,7 @@ def _compete(
         contenders.append(contender)
     take_turns(
         contenders,
-        time_in_a_row,
+        turn,
         device,
         REPEATS[device.type],
         lambda _: None,
@@ -394,6 +401,8 @@ def _compete(
             "error": contender.error,
             **{phase: percentiles(times) if (times := contender.times_ms[phase]) else None
                for phase in PHASES},
+            "cold": {phase: percentiles(times) for phase in COLD_PHASES
+                     if (times := contender.times_ms[f"cold {phase}"])},
             "extra_memory_bytes": contender.extra_memory,
         }
         for contender in contenders
@@ -410,6 +419,13 @@ def time_in_a_row(contender: Contender, _timed: Timed) -> dict[str, float]:
             call()
         times[phase] = milliseconds_between(begin, mark(device)) / CALLS[device.type]
     return times
+
+
+def time_linear(contender: Contender, timed: Timed) -> dict[str, float]:
+    """Also times a forward and a backward with cold caches."""
+    apart = time_apart(contender, timed)
+    cold = {f"cold {phase}": apart[phase] for phase in COLD_PHASES}
+    return time_in_a_row(contender, timed) | cold
 
 
 def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -463,7 +479,8 @@ def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any)
         seconds = time.perf_counter() - begin
         if error:
             return {"error": error}
-        (row,) = _compete(case, {"": lambda *_: (layer, function)}, device, setting.dtype)
+        ways: dict[str, Way] = {"": lambda *_: (layer, function)}
+        (row,) = _compete(case, ways, device, setting.dtype, time_in_a_row)
     del row["contender"]
     return row | {"compile_s": seconds}
 

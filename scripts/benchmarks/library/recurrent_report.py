@@ -30,6 +30,9 @@ def table(measured: dict[str, Any]) -> Table:
     for phase in ("forward", "both"):
         for column in (f"{phase}\nms", "baseline\n/ this"):
             found.add_column(column, justify="right")
+    cold = next((row["cold"] for row in measured["rows"] if row["cold"]), {})
+    for phase in cold:
+        found.add_column(f"cold\n{phase}\nms", justify="right")
     found.add_column("extra\nMiB", justify="right")
     for row in measured["rows"]:
         sizes = ", ".join(str(row[name]) for name in "TBH")
@@ -39,6 +42,7 @@ def table(measured: dict[str, Any]) -> Table:
                 f"{row[phase]['median_ms']:.4g}" if row[phase] else "",
                 f"{row['speed_up'][phase]:.2f}" if row["speed_up"] else "",
             ]
+        cells += [f"{row['cold'][phase]['median_ms']:.4g}" if row["cold"] else "" for phase in cold]
         extra = row["extra_memory_bytes"]
         found.add_row(*cells, "" if extra is None else f"{extra / 2**20:.3g}")
         if row["error"]:
