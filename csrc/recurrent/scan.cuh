@@ -105,7 +105,8 @@ class Scan {
     const uint32_t steps_barrier = shared_address(&memory_.steps_barriers[now]);
     const uint32_t state_barrier = shared_address(&memory_.state_barriers[before]);
     if (threadIdx.x == 0 && rank > 0) expect_bytes(steps_barrier, rank * 32 * sizeof(Step));
-    if (threadIdx.x == 0 && round_ > 0) expect_bytes(state_barrier, 32 * sizeof(State));
+    const bool pushed = rank < blocks - 1 && round_ > 0;
+    if (threadIdx.x == 0 && pushed) expect_bytes(state_barrier, 32 * sizeof(State));
     memory_.of_warps[now][warp][lane] = own;
     __syncthreads();
     Step in_own = Step::nothing();
@@ -118,8 +119,8 @@ class Scan {
         send(&memory_.of_blocks[now][rank][lane], steps_barrier, all, to);
     }
     if (rank > 0) wait_for_phase(steps_barrier, round_ / 2 % 2);
+    if (pushed) wait_for_phase(state_barrier, (round_ - 1) / 2 % 2);
     if (round_ > 0) {
-      wait_for_phase(state_barrier, (round_ - 1) / 2 % 2);
       for (int k = 0; k < K; ++k) state[k] = memory_.states[before][lane].values[k];
     }
     // One after another: factors of as many steps could overflow where no state does.
@@ -131,11 +132,11 @@ class Scan {
   __device__ __forceinline__ void pass_on(const A (&state)[K]) {
     const int now = round_ % 2;
     if (warp == warps - 1 && rank == blocks - 1 && round_ + 1 < rounds_) {
-      State last;
+      State& last = memory_.states[now][lane];
       for (int k = 0; k < K; ++k) last.values[k] = state[k];
 #pragma unroll 1
-      for (int to = 0; to < blocks; ++to)
-        send(&memory_.states[now][lane], shared_address(&memory_.state_barriers[now]), last, to);
+      for (int to = 0; to < rank; ++to)  // to the others
+        send(&last, shared_address(&memory_.state_barriers[now]), last, to);
     }
     ++round_;
   }
