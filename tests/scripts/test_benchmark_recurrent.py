@@ -221,7 +221,7 @@ def test_compiled_cells_are_timed_within_a_limit(
     monkeypatch.setattr(recurrent, "CELLS", ("peephole_lstm",))
     rows = []
     for limit, steps in ((240.0, ()), (240.0, ("--compile-steps", "2")), (0.1, ())):
-        monkeypatch.setattr(recurrent, "COMPILE_LIMIT_S", limit)
+        monkeypatch.setattr(recurrent, "APART_LIMIT_S", limit)
         record = run(script, tmp_path, "cells", "--compile", "peephole_lstm", *steps)
         rows.append(record["rows"][-1])
     whole, some, ended = rows

@@ -91,7 +91,7 @@ from hoconv.tools.tables import console, show
 REPEATS = {"cpu": 5, "cuda": 10}
 CALLS = {"cpu": 1, "cuda": 3}  # of a repeat, one after another
 ENOUGH_S = {"cpu": 2.0, "cuda": 0.1}  # as of `take_turns`
-COMPILE_LIMIT_S = 240.0
+APART_LIMIT_S = 240.0
 METHOD = (
     "A layer of random parameters and input. forward: the layer, with gradients enabled; "
     "forward_backward: the same and torch.autograd.grad of the output with respect to the input "
@@ -304,6 +304,10 @@ def make_accelerated_scan(case: Case, device: torch.device, dtype: torch.dtype) 
     return nn.Identity(), run
 
 
+def has_accelerated_scan() -> bool:
+    return importlib.util.find_spec("accelerated_scan") is not None
+
+
 def linear(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
     impl = IMPLS[device]
     ways = {"copy": make_copies, "ours": make_gated_sum(impl)}
@@ -311,8 +315,6 @@ def linear(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, 
     if device == "cpu":
         ways["reference"] = make_gated_sum("reference")
         theirs["reference"] = ours("reference")
-    elif importlib.util.find_spec("accelerated_scan"):
-        ways["accelerated-scan"] = make_accelerated_scan
     for shape in () if precision.tf32 else LINEAR_SHAPES[device]:
         yield Case(gated_sum.name, *shape), ways
     for shape in () if precision.tf32 else GRU_SHAPES[device]:
@@ -371,7 +373,16 @@ def measure(
                     turn = time_linear if section == "linear" else time_in_a_row
                     timed = _compete(case, ways, device, precision.dtype, turn)
                 if section == "cells" and case.cell in compiled:
-                    timed.append(_compiled(case, device_type, precision, steps))
+                    name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
+                    timed.append(
+                        _apart(name, compete_compiled, case, device_type, precision, steps=steps)
+                    )
+                if device_type == "cuda" and case.cell == gated_sum.name and has_accelerated_scan():
+                    # It has read outside its memory, which ends the process.
+                    name = "accelerated-scan"
+                    timed.append(
+                        _apart(name, compete_accelerated_scan, case, device_type, precision)
+                    )
                 rows += [label | row for row in _compared(timed)]
     return {"rows": rows, "geometric_means": geometric_means(rows)}
 
@@ -436,24 +447,38 @@ def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }}  # fmt: skip
 
 
-def _compiled(case: Case, device: str, precision: Precision, steps: int) -> dict[str, Any]:
-    """Returns the row of torch.compile, from a process that is killed if it takes too long."""
-    name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
-    row = {"contender": name, **dict.fromkeys(PHASES), "extra_memory_bytes": None}
+def _apart(
+    name: str, compete: Callable[..., dict[str, Any]], case: Case, device: str,
+    precision: Precision, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the row of a contender from a process of its own, which may crash, and is killed if
+    it takes too long."""
+    row = {"contender": name, **dict.fromkeys(PHASES), "cold": {}, "extra_memory_bytes": None}
     given = json.dumps(
-        {**asdict(case), "device_type": device, "precision": precision.name, "steps": steps}
+        {**asdict(case), "device_type": device, "precision": precision.name, **options}
     )
     try:
-        return row | _elsewhere(_COMPILE, given, timeout=COMPILE_LIMIT_S)
+        return row | _elsewhere(_COMPETE, compete.__name__, given, timeout=APART_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return row | {"error": f"not done after {COMPILE_LIMIT_S:g} s"}
+        return row | {"error": f"not done after {APART_LIMIT_S:g} s"}
+    except subprocess.CalledProcessError as error:
+        return row | {"error": f"crashed: {error}"}
 
 
-_COMPILE = """
+_COMPETE = """
 import json, sys
-from benchmarks.library.recurrent import compete_compiled
-print(json.dumps(compete_compiled(**json.loads(sys.argv[1]))))
+from benchmarks.library import recurrent
+print(json.dumps(getattr(recurrent, sys.argv[1])(**json.loads(sys.argv[2]))))
 """
+
+
+def compete_accelerated_scan(device_type: str, precision: str, **sizes: Any) -> dict[str, Any]:
+    """Times the package; returns a row without a name."""
+    (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
+    ways: dict[str, Way] = {"": make_accelerated_scan}
+    (row,) = _compete(Case(**sizes), ways, torch.device(device_type), setting.dtype, time_linear)
+    del row["contender"]
+    return row
 
 
 def compete_compiled(device_type: str, precision: str, steps: int, **sizes: Any) -> dict[str, Any]:
