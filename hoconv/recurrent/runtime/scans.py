@@ -55,6 +55,14 @@ def divide_steps(
     return blocks, warps
 
 
+@functools.cache  # PyTorch takes microseconds to say
+def _count_multiprocessors(device: torch.device) -> int:
+    """Of a GPU whose blocks form clusters; 0 of others."""
+    properties = torch.cuda.get_device_properties(device)
+    capable = (properties.major, properties.minor) >= CAPABILITY
+    return properties.multi_processor_count if capable else 0
+
+
 class ScanLoop:
     """Runs the steps of one program as a scan."""
 
@@ -66,9 +74,8 @@ class ScanLoop:
     def divide_steps(self, T: int, B: int, device: torch.device) -> tuple[int, int] | None:
         """Returns the blocks of a cluster and the warps of a block; None where no scan is faster,
         or possible."""
-        if torch.cuda.get_device_capability(device) < CAPABILITY:
+        if not (count := _count_multiprocessors(device)):
             return None
-        count = torch.cuda.get_device_properties(device).multi_processor_count
         source = self.source
         return divide_steps(B * source.features, T, source.steps_of_warp, source.most_warps, count)
 
