@@ -5,6 +5,7 @@
 
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/staged.cuh"
 #include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -54,14 +55,16 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
-      Tiling tiling;
-      const dim3 grid = grid_for<ThreadPixels<V>>(p, V, p.group_channels() / N, tiling);
-      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
-                                                              mutable_image<T>(out), tiling);
-    });
-    if (!done && p.is_dense()) apply_general<false, T>(x, weight, out, p, launch.stream);
-    if (!p.is_plain()) apply_windowed<T>(x, weight, out, p, launch.stream);
+    if (!apply_from_stage<T>(x, weight, out, p, launch.stream)) {
+      const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+        Tiling tiling;
+        const dim3 grid = grid_for<ThreadPixels<V>>(p, V, p.group_channels() / N, tiling);
+        tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
+                                                                mutable_image<T>(out), tiling);
+      });
+      if (!done && p.is_dense()) apply_general<false, T>(x, weight, out, p, launch.stream);
+      if (!p.is_plain()) apply_windowed<T>(x, weight, out, p, launch.stream);
+    }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

@@ -11,6 +11,7 @@
 
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/staged.cuh"
 #include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -80,13 +81,14 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
   const Launch launch(grad);
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
-    const bool done = dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
-      Tiling tiling;
-      const dim3 grid =
-          grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, p.group_channels() / N, tiling);
-      tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(grad), weights<T>(weight),
-                                                              mutable_image<T>(out), tiling);
-    });
+    bool done = gather_from_stage<T>(grad, weight, out, p, launch.stream);
+    done = done || dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
+             Tiling tiling;
+             const dim3 grid =
+                 grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, p.group_channels() / N, tiling);
+             tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                 image<T>(grad), weights<T>(weight), mutable_image<T>(out), tiling);
+           });
     if (!done && p.is_dense()) apply_general<true, T>(grad, weight, out, p, launch.stream);
     if (!p.is_plain()) gather_windowed<T>(grad, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();

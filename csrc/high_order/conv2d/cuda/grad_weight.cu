@@ -8,7 +8,7 @@
 
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
-#include "high_order/conv2d/cuda/tapwise.cuh"
+#include "high_order/conv2d/cuda/staged.cuh"
 #include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -57,7 +57,7 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
   const Launch launch(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    if (!sum_tapwise<T>(grad, x, out, p, launch.stream)) {
+    if (!sum_to_stage<T>(grad, x, out, p, launch.stream)) {
       // In general.cuh several threads share the channels of a pixel.
       const bool shares =
           p.group_channels() >= kManyChannels && p.B * p.G * p.down.in * p.across.in < kFewPixels;
