@@ -18,13 +18,18 @@
 // once, but for those of the columns and rows around its own.
 //
 // An example, 64 images of 3 channels, 224 x 224, k = 5, in bfloat16: the weights are 161 MB, both
-// images 39 MB, 49 us of an H200's memory; 240 million products. For two taps a thread loads a
-// column and two weights, and converts, multiplies and adds in 11 instructions: 25 us of all
-// schedulers. To copy the images' pixels to shared memory takes half as many.
+// images 39 MB, 49 us of an H200's memory; 240 million products. Five taps of a thread's two pixels
+// take 88 instructions as compiled for sm_90, 24 us of all schedulers; to copy a pixel of an image
+// takes 55, and as many pixels are copied as a tile and the windows around it have. The output
+// takes 73 us, the gradient of the weights 78, that of x 104. What binds them is the instructions,
+// and that a multiprocessor has few tiles at once: in float32 the output takes 117 us, 83 % of
+// what its memory could. What did not help: tiles of more rows with fewer of them at once, more
+// registers, fewer with spills, and narrower tiles, whose warps have two rows and bank conflicts.
 //
 // B batch, C channels, G groups of channels, N channels of a group, K taps of a row.
 #pragma once
 
+#include <limits>
 #include <optional>
 
 #include "high_order/conv2d/cuda/windowed.cuh"
@@ -36,10 +41,14 @@ constexpr int kMostColumns = 2 * kWarp;  // of a block
 constexpr int kStagedThreads = 256;      // of a tile
 constexpr int kTileRegisters = 40;       // of a thread: six tiles fit a multiprocessor
 constexpr int kTileBytes = 32 << 10;     // of weights
+constexpr int kMostRows = 18;            // of a tile
+// What a thread takes for a tap of its two pixels, for a pixel of the image, and for a tile.
+constexpr int kTapInstructions = 18, kLoadInstructions = 50, kTileInstructions = 300;
 constexpr int kGatherRegisters = 48;
-constexpr int kBytesOfThread = 56;    // of a stage, where a multiprocessor has all its threads
-constexpr int kSomeRows = 8;          // of a stage
-constexpr int kLeastRows = 12;        // of the gradient that a block computes
+constexpr int kBytesOfThread = 100;  // of a stage of weights
+constexpr int kSomeRows = 8;         // of a stage
+constexpr int kLeastRows = 12;       // of the gradient that a block computes
+constexpr int kPaddingBytes = 8;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each block
 constexpr int kFewChannels = 4;       // of a group
 constexpr int kManyGroups = 32;  // with which general.cuh has neighbouring threads for neighbours
@@ -77,8 +86,8 @@ struct Stage {
     if (weights >= most_weights || pixels >= most_positions || image_rows >= most_positions ||
         image_columns >= most_positions || image_rows * image_columns >= most_positions)
       return std::nullopt;
-    // So that the lanes read different banks. Two lanes of a bank are few enough.
-    const int64_t padding = 2 * weights % (4 * word) == 0 ? word : 0;
+    // So that at most two lanes read words of a bank, which are few enough.
+    const int64_t padding = 2 * weights % (4 * word) == 0 ? kPaddingBytes / sizeof(T) : 0;
     // A row begins where it does in device memory, up to a unit after an aligned address.
     const int64_t pitch =
         (pixels * weights + (pixels + 1) / 2 * padding + 2 * align - 1) / align * align;
@@ -164,9 +173,10 @@ __device__ __forceinline__ void copy_units(const Stage& s, const StagedRows<U>& 
     const int last = exists ? rows.last * s.weights : 0;
     // The units that exist, from an aligned address on. With padding they are of one pair of
     // pixels, where the row begins with a unit.
-    const bool whole = Bytes == 16 || offset % V == 0;
-    const int begin = first + (V - (offset + first) % V) % V;
-    const int end = whole ? max(last - (offset + last) % V, begin) : begin;
+    const auto after = [&](int e) { return (offset + e) & (V - 1); };  // an aligned address
+    const bool whole = Bytes == 16 || after(0) == 0;
+    const int begin = first + (-after(first) & (V - 1));
+    const int end = whole ? max(last - after(last), begin) : begin;
     const Needed of_pixel = needed(r);
     const bool skips = of_pixel.first > 0 || of_pixel.last < s.weights;
 #pragma unroll 2
@@ -197,7 +207,7 @@ template <bool Back = false, typename T, typename U, typename F>
 __device__ __forceinline__ void copy_weights(const Stage& s, const StagedRows<U>& rows, T* staged,
                                              F&& needed) {
   if (s.padding)
-    copy_units<4, Back>(s, rows, staged, needed);
+    copy_units<kPaddingBytes, Back>(s, rows, staged, needed);
   else
     copy_units<16, Back>(s, rows, staged, needed);
 }
@@ -623,25 +633,36 @@ bool dispatch_tiles(const Tensor& weight, const Problem& p, F&& launch) {
   } else {
     if (!are_staged(weight, p)) return false;
     check_positions(p);
-    const int64_t bytes_of_pixel = p.taps() * p.G * sizeof(T);
-    int64_t columns = even_columns(p.across.out, kMostColumns);
-    while (columns > 2 && columns * bytes_of_pixel > 2 * kTileBytes)
-      columns = even_columns(columns, columns / 2);
-    // As many rows as groups, or twice as many, or so few that as many groups share each.
-    const int64_t groups = kStagedThreads / (columns / 2);
-    const int64_t most = std::max<int64_t>(kTileBytes / (columns * bytes_of_pixel), 1);
-    const int64_t rows = most >= groups ? std::min<int64_t>(most / groups, 2) * groups
-                                        : groups / ((groups + most - 1) / most);
     const auto positions = [](const Axis& a, int64_t pixels) {
       return ((pixels - 1) / a.scale + (a.scale > 1)) * a.stride + (a.taps - 1) * a.step() + 1;
     };
+    // As wide as it may be, and as high as lets threads take the fewest instructions.
+    const int64_t bytes_of_pixel = p.taps() * p.G * sizeof(T);
+    int64_t columns = 0, rows = 0, fewest = std::numeric_limits<int64_t>::max();
+    const auto none = [&] { return fewest == std::numeric_limits<int64_t>::max(); };
+    for (int64_t most = kMostColumns; none() && most >= 2; most /= 2) {
+      const int64_t w = even_columns(p.across.out, most);
+      for (int64_t h = 1; h <= kMostRows; ++h) {
+        if (h * w * bytes_of_pixel > (h == 1 ? 2 * kTileBytes : kTileBytes)) break;
+        const Groups groups(w / 2, h);
+        const int64_t passes = (h + groups.at_once - 1) / groups.at_once *
+                               ((p.down.taps + groups.sharing - 1) / groups.sharing);
+        const int64_t loads = positions(p.down, h) * positions(p.across, w) / kStagedThreads;
+        const int64_t tiles = (p.down.out + h - 1) / h;
+        const int64_t instructions = tiles * (passes * p.across.taps * kTapInstructions +
+                                              loads * kLoadInstructions + kTileInstructions);
+        if (instructions < fewest) columns = w, rows = h, fewest = instructions;
+      }
+    }
+    if (none()) return false;
     const auto stage = Stage::make<T>(p, columns, rows, columns, positions(p.down, rows),
                                       positions(p.across, columns), kStagedThreads / kWarp,
                                       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     const dim3 grid((p.across.out + columns - 1) / columns, (p.down.out + rows - 1) / rows, p.B);
     if (!stage || grid.y > kMaxGridYZ) return false;
     const int64_t sums = kStagedThreads * 2 * p.group_channels() * sizeof(acc_t<T>);
-    const int bytes = std::max<int64_t>(stage->bytes, rows < groups ? sums : 0);
+    const int bytes =
+        std::max<int64_t>(stage->bytes, Groups(columns / 2, rows).sharing > 1 ? sums : 0);
     dispatch_staged(
         p, [&](auto N, auto K) { launch(N, K, *stage, Groups(columns / 2, rows), grid, bytes); });
     return true;
@@ -685,8 +706,8 @@ bool gather_from_stage(const Tensor& grad, const Tensor& weight, Tensor& out, co
     for (int64_t most = kMostColumns; !stage && most > 2; most /= 2) {
       const int64_t columns = even_columns(p.across.in, most), pixels = columns + around;
       const int64_t bytes_of_row = pixels * p.taps() * sizeof(T);
-      const int64_t rows =
-          std::clamp<int64_t>(threads * kBytesOfThread / bytes_of_row, 1, kSomeRows);
+      const int64_t rows = std::clamp<int64_t>(
+          (threads * kBytesOfThread + bytes_of_row / 2) / bytes_of_row, 1, kSomeRows);
       stage = Stage::make<T>(p, columns, rows, pixels, rows, pixels, threads / kWarp, available);
     }
     if (!stage) return false;

@@ -117,4 +117,6 @@ def test_weights_of_a_channels_last_generator(
     )  # fmt: skip
     for name, result in results.items():
         error = (result.double() - expected[name]).norm() / expected[name].norm()
-        assert error <= 4 * torch.finfo(dtype).eps, name
+        # Of the result's rounding, and of sums of up to 961 products in float32.
+        exact = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        assert error <= 4 * torch.finfo(dtype).eps + 16 * exact, name
