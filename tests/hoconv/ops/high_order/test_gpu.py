@@ -9,10 +9,16 @@ import torch
 
 from hoconv import high_order_conv2d
 from hoconv.ops.high_order.conv2d.operator import OPERATOR
-from hoconv.ops.high_order.conv2d.window import Window, make_pair
 from hoconv.tools.testing.comparison import differentiable, output_and_gradients
 from hoconv.tools.testing.variants import Variant
-from tests.hoconv.ops.high_order.support import image_and_weight, on_cuda, only_cuda
+from tests.hoconv.ops.high_order.support import (
+    CHANNELS_LAST,
+    generated_last,
+    image_and_weight,
+    is_close,
+    on_cuda,
+    only_cuda,
+)
 
 
 @only_cuda
@@ -67,56 +73,17 @@ def test_runs_on_a_device_that_is_not_the_current_one(variant: Variant) -> None:
         assert torch.equal(result.cpu(), expected[name].cpu())
 
 
-# B, C, G, H, W, kernel size, elements before the weights, other options.
-_CHANNELS_LAST: list[tuple[int, int, int, int, int, Any, int, dict[str, Any]]] = [
-    (2, 3, 1, 37, 61, 3, 0, {}),
-    (2, 3, 1, 33, 129, 5, 3, {}),  # misaligned
-    (1, 4, 1, 40, 66, 7, 1, {}),
-    (1, 1, 1, 28, 28, 5, 0, {}),
-    (2, 2, 1, 35, 70, 4, 0, {}),  # an even kernel: padded in shared memory
-    (2, 3, 1, 35, 71, 4, 1, {}),
-    (1, 3, 1, 23, 45, (3, 8), 5, {}),
-    (1, 3, 1, 60, 70, 21, 1, {}),  # threads share a row of pixels
-    (1, 2, 1, 33, 40, 31, 0, {}),
-    (2, 6, 2, 30, 50, 3, 2, {}),
-    (1, 12, 4, 20, 33, 9, 0, {}),
-    (2, 5, 1, 30, 50, 3, 0, {}),  # more channels than they take
-    (2, 3, 1, 30, 50, 5, 0, {"padding": "valid"}),
-    (2, 3, 1, 30, 50, 5, 0, {"padding": "replicate"}),
-    (2, 3, 1, 30, 50, 5, 1, {"padding": "reflect", "stride": 2}),
-    (2, 3, 1, 30, 50, 5, 0, {"dilation": (2, 3)}),
-    (2, 3, 1, 30, 50, 3, 0, {"scale": 2}),
-    (2, 4, 2, 30, 50, 3, 1, {"stride": (1, 3), "scale": (3, 1), "padding": "replicate"}),
-]
-
-
 @only_cuda
 @pytest.mark.parametrize("dtype", OPERATOR.tolerances)
-@pytest.mark.parametrize("call", _CHANNELS_LAST, ids=str)
+@pytest.mark.parametrize("call", CHANNELS_LAST, ids=str)
 def test_weights_of_a_channels_last_generator(
     variant: Variant, call: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
-    B, C, G, H, W, kernel_size, before, options = call
-    height, width = make_pair("kernel_size", kernel_size)
-    window = Window.of(height * width, (height, width), **options)
-    rows, columns = window.output_size(H, W)
-    draw = torch.Generator(variant.device).manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        wide = torch.randn(shape, device=variant.device, dtype=torch.float64, generator=draw)
-        return wide.to(dtype)
-
-    x = normal(B, C, H, W).contiguous(memory_format=torch.channels_last)
-    pixels = normal(before + B * rows * columns * height * width * G)[before:]
-    weight = pixels.view(B, rows, columns, height * width, G).permute(3, 0, 4, 1, 2)
-    arguments = {"kernel_size": kernel_size, **options}
+    x, weight, arguments = generated_last(call, variant.device, dtype)
     results = output_and_gradients(variant.call, (x, weight), arguments, rounded_to=dtype)
     expected = output_and_gradients(
         lambda *t, **o: high_order_conv2d(*t, impl="reference", **o),
         (x.double(), weight.double()), arguments, rounded_to=dtype,
     )  # fmt: skip
     for name, result in results.items():
-        error = (result.double() - expected[name]).norm() / expected[name].norm()
-        # Of the result's rounding, and of sums of up to 961 products in float32.
-        exact = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-        assert error <= 4 * torch.finfo(dtype).eps + 16 * exact, name
+        assert is_close(result, expected[name]), name

@@ -1,0 +1,67 @@
+"""Runs the emulated kernels and compares them with the definition; ends with 1 where they differ.
+
+A process of its own: what it registers for tensors of a CPU stays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv import high_order_conv2d
+from hoconv.dispatch.registration import gradient_layout
+from hoconv.ops.high_order.conv2d.operator import OPERATOR, samples
+from hoconv.ops.high_order.conv2d.window import Window
+from tests.hoconv.ops.high_order.support import CHANNELS_LAST, generated_last, is_close
+
+_CPU = torch.device("cpu")
+
+
+def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any]]]:
+    for sample in samples(_CPU, dtype):
+        x, weight = sample.args
+        yield sample.name, x, weight, dict(sample.kwargs)
+    for call in CHANNELS_LAST:
+        yield str(call), *generated_last(call, _CPU, dtype)
+
+
+def _differences(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Iterator[str]:
+    """Yields the name of each result that differs."""
+    ops, numbers = torch.ops.hoconv, Window.of(weight.shape[0], **options).numbers()
+    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    output = high_order_conv2d(*leaves, impl="reference", **options)
+    grad = torch.randn_like(output).to(x.dtype)
+    expected = [output.detach(), *torch.autograd.grad(output, leaves, grad.double())]
+    found = {
+        "output": ops.high_order_conv2d.cuda(x, weight, numbers),
+        "gradient of x": ops.high_order_conv2d_grad_input.cuda(
+            grad, weight, *gradient_layout(x), numbers
+        ),
+        "gradient of weight": ops.high_order_conv2d_grad_weight.cuda(
+            grad, x, *gradient_layout(weight), numbers
+        ),
+    }
+    for (name, result), exact in zip(found.items(), expected, strict=True):
+        if not is_close(result, exact):
+            yield name
+
+
+def main() -> int:
+    for library in sys.argv[1:]:
+        torch.ops.load_library(library)
+    torch.manual_seed(0)
+    failed = 0
+    for dtype in OPERATOR.tolerances:
+        for name, x, weight, options in _calls(dtype):
+            for result in _differences(x, weight, options):
+                print(f"{dtype}, {name}: {result}", flush=True)
+                failed += 1
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Compiles the CUDA kernels of the high-order convolution as C++, for a GPU that gpu.h emulates."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hoconv import jit
+from hoconv.jit import cache, compilers, headers
+
+_SOURCES = [
+    f"high_order/conv2d/cuda/{name}.cu" for name in ("forward", "grad_input", "grad_weight")
+]
+_INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
+_LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
+
+
+def compile_kernels() -> list[Path]:
+    """Returns libraries that register each op's overload ``cuda`` for tensors of a CPU."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(_compile, _SOURCES))
+
+
+def _compile(source: str) -> Path:
+    text = _as_cpp("".join(_flatten(source, set())))
+    command = compilers.compiler("cpu")
+    flags = [flag for flag in compilers.flags("cpu", ()) if not flag.startswith("-O")]
+    flags += ["-O1", "-w"]  # compiled once, run for a second
+
+    def make(folder: Path) -> Path:
+        path, shared = folder / "source.cpp", folder / "library.so"
+        path.write_text(text)
+        includes = compilers.include_flags((jit.CSRC, headers.PUBLIC))
+        files = ["-shared", str(path), *compilers.link_flags("cpu"), "-o", str(shared)]
+        compilers.run([command, *flags, *includes, *files])
+        return shared
+
+    key = hashlib.sha256("\n".join((text, *flags)).encode()).hexdigest()[:16]
+    return cache.keep(f"emulated-{key}-{compilers.identity(command)}.so", make)
+
+
+def _flatten(file: str, seen: set[str]) -> Iterator[str]:
+    """Yields a source with the project's headers in the place of their includes."""
+    if file in seen:
+        return
+    seen.add(file)
+    folder = next(f for f in (jit.CSRC, headers.PUBLIC) if (f / file).exists())
+    text = (folder / file).read_text().replace("#pragma once", "")
+    at = 0
+    for found in _INCLUDE.finditer(text):
+        yield text[at : found.start()]
+        yield from _flatten(found[1], seen)
+        at = found.end()
+    yield text[at:]
+
+
+def _as_cpp(text: str) -> str:
+    header = (Path(__file__).parent / "gpu.h").read_text().replace("#pragma once", "")
+    text = re.sub(
+        r"#include <cuda_\w+\.h>\n|#include <torch/csrc/stable/accelerator\.h>\n", "", text
+    )
+    text = _without(text, "class Launch {", "\n};\n")
+    text = _without(text, "inline int device_attribute(", "\n}\n")
+    if "copy_async" in text:
+        text = _without(text, "template <int Bytes>\n__device__ __forceinline__ void copy_async(",
+                        "\n}\n")  # fmt: skip
+        text = text.replace("copy_async<", "gpu::copy_async<")
+        text = re.sub(
+            r'asm volatile\("cp\.async\.wait_all;".*?\);', "gpu::wait_for_copies();", text
+        )
+    text = text.replace("extern __shared__ uint4 shared[];",
+                        "uint4* const shared = gpu::shared_memory();")  # fmt: skip
+    text = text.replace("(hoconv, CUDA, m)", "(hoconv, CPU, m)")
+    assert "asm" not in text, "gpu.h emulates no other instruction"
+    return header + _launched(text)
+
+
+def _without(text: str, head: str, end: str) -> str:
+    start = text.index(head)
+    return text[:start] + text[text.index(end, start) + len(end) :]
+
+
+def _launched(text: str) -> str:
+    """Replaces ``kernel<<<grid, threads, bytes, stream>>>(arguments)`` by calls of gpu::launch."""
+    while found := _LAUNCH.search(text):
+        configured = text.index(">>>", found.end())
+        grid, threads, rest = _split(text[found.end() : configured])[:3]
+        begin = text.index("(", configured)
+        end = begin + _closing(text[begin:])
+        call = f"{found[2]}{text[begin:end]}"
+        launch = f"{found[1]}gpu::launch({grid}, {threads}, {rest}, [&] {{ {call}; }})"
+        text = text[: found.start()] + launch + text[end:]
+    return text
+
+
+def _split(arguments: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in arguments:
+        depth += (character in "(<{") - (character in ")>}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _closing(text: str) -> int:
+    """Returns where the parenthesis that a text begins with is closed, and one more."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i + 1
+    raise AssertionError("a parenthesis is not closed")
