@@ -86,7 +86,7 @@ class Cost:
 
 # Taps of a reference that is a loop over them, up to which torch.compile, which unrolls it, takes a
 # minute or two.
-MOST_UNROLLED = 128
+MOST_UNROLLED = 100
 
 
 @dataclass(frozen=True)
