@@ -222,9 +222,7 @@ class Registers:
 
     def _to(self, buffer: Buffer) -> str:
         """The row that a step writes."""
-        if (
-            buffer.kind == "history" and self.reverse
-        ):  # where t is 0, the last row, not the one before
+        if buffer.kind == "history" and self.reverse:  # before the first row comes the last one
             last = f"c.{buffer.name} + (T * B + row) * {buffer.type.size}"
             return f"(t == 0 ? {last} : {buffer.name}_to)"
         return f"{buffer.name}_to"
