@@ -150,6 +150,13 @@ def test_gradients_of_what_is_not_affine_are_scanned() -> None:
     assert "scan" not in rnn.RNN(cells.min_gru, 3, 4, schedule="fused").explain()
 
 
+def test_a_gpu_computes_functions_again_where_steps_have_no_product() -> None:
+    said = "on a GPU, saved for backward: the state h, 1 sequence made before the loop"
+    assert said in rnn.RNN(cells.min_gru, 3, 4).explain()
+    assert "on a GPU, saved" not in rnn.RNN(rnn.lstm, 3, 4).explain()
+    assert "on a GPU, saved" not in rnn.RNN(cells.min_gru, 3, 4, recompute=True).explain()
+
+
 @pytest.mark.parametrize("cell", ONE)
 def test_only_products_are_computed_before_the_steps(cell: BoundCell) -> None:
     made = plan(cell, torch.float32)
