@@ -462,7 +462,7 @@ def _apart(
     except subprocess.TimeoutExpired:
         return row | {"error": f"not done after {APART_LIMIT_S:g} s"}
     except subprocess.CalledProcessError as error:
-        return row | {"error": f"crashed: {error}"}
+        return row | {"error": f"crashed, exit status {error.returncode}"}
 
 
 _COMPETE = """
