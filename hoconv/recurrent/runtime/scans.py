@@ -57,7 +57,7 @@ def divide_steps(
 
 @functools.cache  # PyTorch takes microseconds to say
 def _count_multiprocessors(device: torch.device) -> int:
-    """Of a GPU whose blocks form clusters; 0 of others."""
+    """Returns the number of a GPU whose blocks form clusters; 0 for others."""
     properties = torch.cuda.get_device_properties(device)
     capable = (properties.major, properties.minor) >= CAPABILITY
     return properties.multi_processor_count if capable else 0
