@@ -3,7 +3,8 @@
 It also times ``torch.compile`` of the reference, but where the declaration says that this takes
 many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
-calls of the declared grid, and draws a map: shares of the floor, and which of the two is faster.
+calls of the declared grid, says which kernels ``auto`` launches on a GPU, and draws a map: shares
+of the floor, and which of the two is faster.
 Writes, and draws beside it where matplotlib is installed::
 
     op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
@@ -28,6 +29,7 @@ Writes, and draws beside it where matplotlib is installed::
                 tflop_per_s       the declared operations over the median
             extra_memory_bytes    most that a forward and a backward hold beyond their inputs
             least_memory_bytes    output and gradients; null only where every contender failed
+            kernels               forward, backward -> the kernels launched; null on a CPU
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from rich.table import Table
 
 from hoconv.dispatch.declaration import Operator, Sample, find, operators
 from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.tools.benchmarking.kernels import launched
 from hoconv.tools.benchmarking.measurement import (
     APART,
     OUT_OF_MEMORY,
@@ -131,6 +134,8 @@ def _run(
         write_json(path, measured, say=False)  # it stays if a later size ends the process
     for table in _tables(measured):
         show(table)
+    if arguments.grid and device == "cuda":
+        show(_kernels_table(measured))
     print(path)
     for impl, reason in measured["unavailable"].items():
         print(f"{impl}: {reason}")
@@ -212,6 +217,7 @@ def measure(
                     ),
                     "extra_memory_bytes": contender.extra_memory,
                     "least_memory_bytes": least_memory,
+                    "kernels": launched(contender),
                     "error": contender.error,
                 })  # fmt: skip
             yield contents
@@ -270,6 +276,19 @@ def _tables(measured: dict[str, Any]) -> list[Table]:
             table.add_row(str(row["size"]), row["contender"], *_cells(row, way))
         tables.append(table)
     return tables
+
+
+def _kernels_table(measured: dict[str, Any]) -> Table:
+    """A table of the kernels that the last contender, which is `auto`'s choice, launches."""
+    contender = measured["rows"][-1]["contender"]
+    table = Table(title=f"{measured['operator']}, {contender}: kernels", box=SIMPLE)
+    for column in ("size", "forward", "backward"):
+        table.add_column(column)
+    for row in measured["rows"]:
+        if row["contender"] == contender and row["kernels"]:
+            ways = (row["kernels"][way] for way in ("forward", "backward"))
+            table.add_row(str(row["size"]), *map("\n".join, ways))
+    return table
 
 
 def _cells(row: dict[str, Any], way: str) -> list[str]:
