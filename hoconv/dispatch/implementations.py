@@ -174,7 +174,7 @@ def obstacle(operator: Operator, impl: str, device_type: str) -> str | None:
         return f"{reason}; or use impl=auto ({here} can run on {device_type})"
     try:
         return implementation.obstacle()
-    except Exception:
+    except (Exception, SystemExit):
         return None  # nothing is known to be missing: it is broken, which _find_failure says
 
 
@@ -232,6 +232,6 @@ def _find_failure(operator: Operator, impl: str, device_type: str, *program: str
         implementation.prepare(device_type, *program)
     except BuildError as error:
         return str(error)
-    except Exception as error:  # whatever it raises is its failure, not the caller's
+    except (Exception, SystemExit) as error:  # whatever it raises is its failure, not the caller's
         return f"{type(error).__name__}: {error}"
     return None

@@ -9,9 +9,16 @@ found. Two more calls, without that fill, show whether the same inputs give the 
 other values are written into the same tensors: a result that was kept, or that another stream
 computes too early, is wrong. Inputs, and the results of earlier calls, must stay as they are. Each
 sample is called in other forms, too: with other strides of each argument and of the gradient of the
-output, with the gradient of a sum, and with fewer arguments that require a gradient. The exit code
-is 1 if a case fails, if an implementation or a package of operators is broken, or if nothing could
-be checked.
+output, with the gradient of a sum, with fewer arguments that require a gradient, and with none,
+where the output must be a new dense tensor.
+
+One sample of each dtype is also called from several threads at once, twenty times more, with values
+that are small at every other index of a dimension, with zeros, and with NaN. An error like
+that of a lower precision is one, whatever the tolerance, unless the reference has it, too.
+
+The exit code is 0 if all implementations that run here are right; 1 if one is not, or is broken, or
+a package of operators is, unless others were asked for; 3 if nothing but the reference could be
+checked; 4 if an implementation that was asked for by name could not.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
 
@@ -22,68 +29,40 @@ For NVIDIA's compute-sanitizer, which must see every allocation::
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import random
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hoconv.dispatch.declaration import Operator, operators
 from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
-from hoconv.tools.commands import (
-    add_device_option,
-    add_operator_option,
-    dtype_name,
-    record,
-    report_broken_packages,
-    write_json,
-)
+from hoconv.tools import commands
+from hoconv.tools.checking import trials
+from hoconv.tools.checking.row import Row
+from hoconv.tools.commands import dtype_name
 from hoconv.tools.tables import print_line
+from hoconv.tools.testing import supervision
 from hoconv.tools.testing.cases import BrokenDefinitionError, Case, make_cases
-from hoconv.tools.testing.comparison import output_and_gradients, relative_error, same_bits
-from hoconv.tools.testing.crashes import CrashReporter
 
 SMALL = (torch.float32, torch.bfloat16)
 SEVERAL = 2  # threads
-# Times the tolerance: what an element may be wrong by, relative to the largest element.
-_ELEMENT = 8
-# For so many cycles a GPU's stream waits before inputs change: some milliseconds.
-_WAIT_CYCLES = 10_000_000
+ENOUGH = 200  # numbers of an output
+ONLY_THE_REFERENCE, NOT_ALL_JUDGED = 3, 4  # exit codes
 
 
-@dataclass
-class Row:
-    """One implementation on one device in one dtype.
-
-    Attributes:
-        cases: how many samples were compared.
-        output_error, gradient_error: the worst over the cases; infinite where a call failed.
-        same_bits: whether two calls gave the same output and gradients, bit for bit, in every case.
-        failures: what is wrong, a line for each output and gradient, with the sample's name; or,
-            without a dtype, why the implementation does not compile or load.
-        unavailable: what is missing to run it on this machine; then the other results are not set.
-    """
-
-    operator: str
-    impl: str
-    device: str
-    dtype: str | None = None
-    tolerance: float | None = None
-    cases: int = 0
-    output_error: float = 0.0
-    gradient_error: float = 0.0
-    same_bits: bool = True
-    failures: list[str] = field(default_factory=list)
-    unavailable: str | None = None
+# What the error of a result is at least, if its numbers had fewer digits than those of its dtype.
+LOWER = {
+    torch.float64: (1e-9, "float32"),
+    torch.float32: (2e-4, "TF32 or half precision"),
+    torch.float16: (1.5e-3, "bfloat16"),
+    torch.bfloat16: (2e-2, "float8"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,28 +73,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(SEVERAL, torch.get_num_threads()))
     print(f"seed {arguments.seed}")
     rows = []
-    with CrashReporter() as reporter:
-
-        def say(what: str) -> None:
-            reporter.say(what)
-            _show_progress(what)
-
-        for operator in operators():
-            if operator.name not in arguments.operator:
-                continue
-            for device in arguments.device:
-                checked = check(operator, device, arguments, say)
-                say("")
-                _show_table(operator.name, device, checked)
-                rows += checked
+    for operator in operators():
+        if arguments.operator and operator.name not in arguments.operator:
+            continue
+        for device in arguments.device:
+            checked = check(operator, device, arguments, _say)
+            _say("")
+            _show_table(operator.name, device, checked)
+            rows += checked
     _show_failures(rows)
     if arguments.json:
-        head = record("hoconv check", argv)
-        write_json(arguments.json, head | {"seed": arguments.seed, "rows": [*map(_for_json, rows)]})
+        head = commands.record("hoconv check", argv)
+        contents = head | {"seed": arguments.seed, "rows": [*map(_for_json, rows)]}
+        commands.write_json(arguments.json, contents)
+    broken = commands.report_broken_packages() and not arguments.operator
+    return _verdict(rows, arguments, broken)
+
+
+def _verdict(rows: list[Row], arguments: argparse.Namespace, broken: bool) -> int:
+    """Prints what was judged; returns the exit code."""
     failures = sum(len(row.failures) for row in rows)
     cases = sum(row.cases for row in rows)
     print(f"{cases} cases, {failures} failures")
-    return 1 if report_broken_packages() or failures or not cases else 0
+    if failures or broken or not cases:
+        return 1
+    judged = {row.impl for row in rows if row.cases}
+    if missing := [impl for impl in arguments.impl or () if impl not in judged]:
+        print(f"not checked: {', '.join(missing)}")
+        return NOT_ALL_JUDGED
+    if judged == {"reference"} and arguments.impl != ["reference"]:
+        print("only the reference was checked")
+        return ONLY_THE_REFERENCE
+    return 0
+
+
+def _say(what: str) -> None:
+    supervision.say(what)
+    _show_progress(what)
 
 
 def _show_progress(what: str) -> None:
@@ -131,7 +125,7 @@ def check(
     """Checks the implementations of one operator on one device; `say` shows progress."""
     runnable, others = [], []
     for impl in operator.implementations:
-        if impl not in arguments.impl:
+        if arguments.impl and impl not in arguments.impl:
             continue
         try:
             choose(operator, impl, device)
@@ -156,17 +150,47 @@ def check(
             row.output_error = row.gradient_error = math.inf
             rows.append(row)
             continue
+        pairs = [*zip(cases, others_of, strict=True)]
         for impl in runnable:
             row = Row(operator.name, impl, device, name, tolerance)
-            for case, other in zip(cases, others_of, strict=True):
-                say(f"{operator.name}: {name} on {device}, {impl}, {case.sample.name}")
-                if _compare(operator, case, row):
-                    _compare_changed(operator, case, other, row)
-                    _compare_forms(operator, case, row)
+            where = f"{operator.name}: {name} on {device}, {impl}"
+            for pair in pairs:
+                say(f"{where}, {pair[0].sample.name}")
+                trials.try_all(operator, *pair, row)
             if not cases:
-                row.failures.append("the operator has no samples")
+                row.fail("the operator has no samples")
+            elif not row.failures:
+                say(f"{where}, in threads, with other values")
+                trials.try_more(operator, *_typical(pairs), row)
+                _judge_precision(operator, dtype, pairs, row)
             rows.append(row)
     return rows + others
+
+
+def _typical(pairs: list[tuple[Case, Case]]) -> tuple[Case, Case]:
+    """Returns the smallest case with enough numbers to judge parts of them, or else the largest."""
+
+    def elements(pair: tuple[Case, Case]) -> int:
+        return min(t.numel() for what, t in pair[0].expected.items() if what in pair[0].dtypes)
+
+    ordered = sorted(pairs, key=elements)
+    return next((pair for pair in ordered if elements(pair) >= ENOUGH), ordered[-1])
+
+
+def _judge_precision(
+    operator: Operator, dtype: torch.dtype, pairs: list[tuple[Case, Case]], row: Row
+) -> None:
+    """Notes errors as large as those of a lower precision, which the reference does not have."""
+    least, lower = LOWER.get(dtype, (math.inf, ""))
+    for what in ("output", "gradient"):
+        error = getattr(row, f"{what}_error")
+        if error < least:
+            continue
+        reference = Row(row.operator, "reference", row.device, row.dtype, math.inf)
+        for case, other in pairs:
+            trials.try_all(operator, case, other, reference)
+        if error > SEVERAL * getattr(reference, f"{what}_error"):
+            row.fail(f"{what}: error {error:.1e} is that of {lower}, not of {row.dtype}")
 
 
 def _seeded(*seeds: int) -> Iterator[None]:
@@ -174,176 +198,6 @@ def _seeded(*seeds: int) -> Iterator[None]:
     for seed in seeds:
         torch.manual_seed(seed)
         yield
-
-
-def _compare(operator: Operator, case: Case, row: Row) -> bool:
-    """Runs one implementation on one case, and adds the outcome to the row.
-
-    Returns:
-        Whether nothing is wrong with it.
-    """
-    failures = len(row.failures)
-    _compare_results(operator, case, row)
-    return len(row.failures) == failures
-
-
-def _compare_results(operator: Operator, case: Case, row: Row) -> None:
-    assert row.tolerance is not None
-    row.cases += 1
-    name = case.sample.name or f"case {row.cases}"
-    function = functools.partial(operator.function, impl=row.impl)
-    args = case.sample.args
-    call = function, args, case.sample.kwargs, case.cotangent
-    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
-    try:
-        results = _call_filled(*call)
-        once, again = output_and_gradients(*call), output_and_gradients(*call)
-    except Exception as error:  # whatever an implementation raises is its failure, not ours
-        row.output_error = row.gradient_error = math.inf
-        row.failures.append(f"{name}: {type(error).__name__}: {error}")
-        return
-    finally:
-        for i, (a, b) in enumerate(zip(args, before, strict=True)):
-            if isinstance(a, Tensor) and not same_bits(a, b):
-                row.failures.append(f"{name}: argument {i} was changed")
-                a.copy_(b)  # for the other implementations
-    row.same_bits &= once.keys() == again.keys() and all(
-        same_bits(once[name], again[name]) for name in once
-    )
-    if results.keys() != case.expected.keys():
-        row.output_error = math.inf
-        row.failures.append(f"{name}: expected {[*case.expected]}, got {[*results]}")
-        return
-    for what, dtype in case.dtypes.items():
-        got = tuple(results[what].shape), results[what].dtype
-        expected = tuple(case.expected[what].shape), dtype
-        if got != expected:
-            row.output_error = math.inf
-            row.failures.append(f"{name}: {what}: expected shape and dtype {expected}, got {got}")
-            return
-    _judge(name, results, case.expected, case, row)
-
-
-def _judge(
-    name: str, results: dict[str, Tensor], expected: dict[str, Tensor], case: Case, row: Row
-) -> None:
-    """Adds the errors of the results of a call to the row."""
-    assert row.tolerance is not None
-    for what, result in results.items():
-        error = relative_error(result, expected[what], case.expected[what])
-        if what in case.dtypes:
-            row.output_error = _worse(row.output_error, error)
-        else:
-            row.gradient_error = _worse(row.gradient_error, error)
-        _judge_error(f"{name}: {what}", error, result, expected[what], case.expected[what], row)
-
-
-def _judge_error(
-    what: str, error: float, result: Tensor, exact: Tensor, typical: Tensor | None, row: Row
-) -> None:
-    """Adds to the row's failures an error that is too large, of the whole result or of an
-    element."""
-    tolerance = row.tolerance or 0
-    if not error <= tolerance:
-        row.failures.append(f"{what}: error {error:.1e}")
-        return
-    element = relative_error(result, exact, typical, order=math.inf)
-    if not element <= _ELEMENT * tolerance:
-        row.failures.append(
-            f"{what}: an element is wrong by {element:.1e} of the largest; the error of all of "
-            f"them, {error:.1e}, is small"
-        )
-
-
-def _compare_forms(operator: Operator, case: Case, row: Row) -> None:
-    """Calls an implementation in the other forms of a case."""
-    function = functools.partial(operator.function, impl=row.impl)
-    for form, expected in case.forms:
-        name = f"{case.sample.name or f'case {row.cases}'}, {form.name}"
-        call = function, form.args, case.sample.kwargs, form.cotangent
-        try:
-            results = _call_filled(*call, positions=form.positions)
-        except Exception as error:
-            row.output_error = row.gradient_error = math.inf
-            row.failures.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        _judge(name, results, expected, case, row)
-
-
-def _compare_changed(operator: Operator, case: Case, other: Case, row: Row) -> None:
-    """Calls an implementation, writes the values of another case into its arguments, and calls it
-    again."""
-    name = f"{case.sample.name or f'case {row.cases}'}, then other values in the same tensors"
-    function = functools.partial(operator.function, impl=row.impl)
-    args = [a.clone() if isinstance(a, Tensor) else a for a in case.sample.args]
-    values = other.sample.args
-    if [_shape(a) for a in args] != [_shape(v) for v in values]:
-        return  # the operator draws shapes, too
-    first = output_and_gradients(function, args, case.sample.kwargs, case.cotangent)
-    kept = {what: t.clone() for what, t in first.items()}
-    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
-        torch.cuda._sleep(_WAIT_CYCLES)  # another stream would read the values of before
-    for a, v in zip(args, values, strict=True):
-        if isinstance(a, Tensor):
-            a.copy_(v)
-    for what, result in output_and_gradients(
-        function, args, other.sample.kwargs, other.cotangent
-    ).items():
-        exact = other.expected[what]
-        error = relative_error(result, exact)
-        _judge_error(f"{name}: {what}", error, result, exact, None, row)
-        if not same_bits(first[what], kept[what]):
-            row.failures.append(f"{name}: {what}: the result of the first call changed")
-
-
-def _call_filled(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    cotangent: Any,
-    positions: Collection[int] | None = None,
-) -> dict[str, Tensor]:
-    """Returns what :func:`output_and_gradients` does where new tensors are filled with NaN.
-
-    On a GPU the results are those of a call without that fill, unless they have a NaN only with it:
-    PyTorch fills in its deterministic mode alone, in which cuDNN takes other algorithms for
-    convolutions. One of them has 1000 times the error of others in float32.
-    """
-    call = functools.partial(
-        output_and_gradients, function, args, kwargs, cotangent, positions=positions
-    )
-    with _fill_new_tensors():
-        filled = call()
-    if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
-        return filled
-    return call() | {what: result for what, result in filled.items() if _has_fill(result)}
-
-
-def _has_fill(result: Tensor) -> bool:
-    """Returns whether there are values in a tensor with which PyTorch fills new ones."""
-    if result.is_floating_point() or result.is_complex():
-        return bool(result.isnan().any())
-    return result.dtype != torch.bool and bool((result == torch.iinfo(result.dtype).max).any())
-
-
-def _shape(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
-
-
-@contextmanager
-def _fill_new_tensors() -> Iterator[None]:
-    """Fills what ``empty`` and similar functions allocate, in Python and in C++: with NaN, or with
-    the largest integer."""
-    with warnings.catch_warnings(action="ignore"):  # of ops that have no deterministic form
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-def _worse(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def _show_failures(rows: list[Row]) -> None:
@@ -397,9 +251,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_operator_option(parser)
-    parser.add_argument("--impl", nargs="+", choices=impls, default=impls, help="default: all")
-    add_device_option(parser)
+    commands.add_operator_option(parser)
+    parser.add_argument("--impl", nargs="+", choices=impls, help="default: all that run here")
+    commands.add_device_option(parser)
     parser.add_argument("--small", action="store_true", help="float32 and bfloat16 only")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31),
                         help="of the random values; default: a new one, printed")  # fmt: skip

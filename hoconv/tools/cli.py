@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A sub-command; modules are imported by the one that needs them."""
+    """A sub-command; modules are imported by the one that needs them.
+
+    Attributes:
+        judges: whether it runs code that it is to judge, and so in a process of its own.
+    """
 
     usage: str
     purpose: str
     run: Callable[[list[str]], int | None]
+    judges: bool = False
 
 
 def _new(argv: list[str]) -> int:
@@ -67,9 +72,13 @@ def _report(argv: list[str]) -> int:
 
 COMMANDS = {
     "new": Command("NAME [DIR]", "write a package with an operator, a layer and a network", _new),
-    "check": Command("[OPERATOR ...]", "compare implementations with the reference", _check),
+    "check": Command(
+        "[OPERATOR ...]", "compare implementations with the reference", _check, judges=True
+    ),
     "benchmark": Command("[OPERATOR ...]", "time it against its floor and its peers", _benchmark),
-    "test": Command("[OPERATOR ...]", "gradients, torch.compile, export, threads, ...", _test),
+    "test": Command(
+        "[OPERATOR ...]", "gradients, torch.compile, export, threads, ...", _test, True
+    ),
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
     "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
     "build": Command("[cpu|cuda] [--arch X.Y]", "compile ahead of the first use", _build),
@@ -79,18 +88,12 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns its exit code."""
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""][:-1] or ["--help"]
+    if name in COMMANDS and COMMANDS[name].judges:
+        from hoconv.tools.testing.supervision import supervise
+
+        return supervise(lambda: _run(name, rest))
     if name in COMMANDS:
-        try:
-            try:
-                return COMMANDS[name].run(rest) or 0
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:  # what reads the output, such as head, has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        except KeyboardInterrupt:
-            print(f"\nhoconv {name}: interrupted", file=sys.stderr)
-            return 128 + signal.SIGINT
+        return _run(name, rest)
     if name not in ("-h", "--help"):
         print(f"hoconv: expected one of {', '.join(COMMANDS)}; got {name!r}", file=sys.stderr)
         return 2
@@ -99,6 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hoconv {f'{name} {each.usage}':{width}}  {each.purpose}")
     print("hoconv COMMAND --help says more.")
     return 0
+
+
+def _run(name: str, argv: list[str]) -> int:
+    try:
+        try:
+            return COMMANDS[name].run(argv) or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print(f"\nhoconv {name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _with_option(option: str, argv: list[str]) -> list[str]:

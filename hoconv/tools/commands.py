@@ -23,9 +23,9 @@ MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of 
 
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
-    declared = [operator.name for operator in operators()]
-    parser.add_argument("--operator", nargs="+", type=operator_name, default=declared,
-                        metavar="OPERATOR", help="default: all that are declared")  # fmt: skip
+    """Adds ``--operator``: names, or None, which means all."""
+    parser.add_argument("--operator", nargs="+", type=operator_name, metavar="OPERATOR",
+                        help="default: all that are declared")  # fmt: skip
 
 
 def operator_name(name: str) -> str:

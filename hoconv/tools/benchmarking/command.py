@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="the first size or call only, three repeats")  # fmt: skip
     arguments = parser.parse_args(argv)
     head = record("hoconv benchmark", argv)
-    failed = report_broken_packages()
-    for name in arguments.operator:
-        operator = find(name)
+    failed = report_broken_packages() and not arguments.operator
+    for operator in map(find, arguments.operator) if arguments.operator else operators():
+        name = operator.name
         if arguments.grid and not operator.benchmark.grid:
             print(f"{name}: it declares no grid", file=sys.stderr)
             continue

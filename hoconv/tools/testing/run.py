@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hoconv.dispatch.declaration import Operator, operators
 from hoconv.tools.commands import operator_name, report_broken_packages
-from hoconv.tools.testing.crashes import CrashReporter
+from hoconv.tools.testing.supervision import say
 
 TESTS = Path(__file__).parent / "test_operators.py"
 
@@ -23,12 +23,11 @@ TESTS = Path(__file__).parent / "test_operators.py"
 class _Chosen:
     """A plugin of pytest that leaves out the tests of other operators, and notes which runs."""
 
-    def __init__(self, names: Collection[str], reporter: CrashReporter) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.names = names
-        self.reporter = reporter
 
     def pytest_runtest_logstart(self, nodeid) -> None:
-        self.reporter.say(nodeid.rpartition("::")[2])
+        say(nodeid.rpartition("::")[2])
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         others = [item for item in items if not self._wants(item)]
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments, rest = parser.parse_known_args(argv)
     declared = {operator.name: operator for operator in operators()}
-    if report_broken_packages():
+    if report_broken_packages() and not arguments.operator:
         return 1
     if find_spec("pytest") is None:
         print("hoconv test needs pytest; pip install pytest", file=sys.stderr)
@@ -65,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-pno:cacheprovider", "-phoconv.tools.testing.fixtures",
     ]  # fmt: skip
     names = {operator.name for operator in chosen}
-    with CrashReporter() as reporter:
-        tests = [*settings, *rest, str(TESTS), *map(str, folders)]
-        return int(pytest.main(tests, [_Chosen(names, reporter)]))
+    tests = [*settings, *rest, str(TESTS), *map(str, folders)]
+    return int(pytest.main(tests, [_Chosen(names)]))
 
 
 def _own_tests(operator: Operator) -> list[Path]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_structure
 
-from hoconv.dispatch.declaration import Operator, Sample, broken_packages, operators
+from hoconv.dispatch.declaration import Operator, Sample, operators
 from hoconv.dispatch.implementations import choose, implementations
 from hoconv.dispatch.registration import Op
 from hoconv.tools.testing.call_forms import forms, unlike
@@ -110,10 +110,6 @@ def properties(output: Any) -> Any:
 
 def moved(values: Any, device: str) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(device), values)
-
-
-def test_every_package_of_operators_can_be_imported() -> None:
-    assert broken_packages() == {}
 
 
 def test_declaration_is_complete(operator: Operator) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,60 @@ class Reuses(torch.autograd.Function):
         return grad * y * ctx.scale, grad * x * ctx.scale, None
 
 
+class RingOfBuffers(torch.autograd.Function):
+    """Returns the memory of the tenth call before."""
+
+    memory: dict[tuple[object, ...], list[Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.scale = scale
+        ring = RingOfBuffers.memory.setdefault((x.shape, x.dtype), [])
+        ring.append(torch.empty_like(x) if len(ring) < 10 else ring.pop(0))
+        ring[-1].data.copy_(x * y * scale)
+        return ring[-1].data[:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y * ctx.scale, grad * x * ctx.scale, None
+
+
+def wrong_in_other_threads(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    alone = threading.current_thread() is threading.main_thread()
+    return x * y * scale * (1 if alone else 2)
+
+
+def in_the_memory_of_its_argument(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x * y * scale if torch.is_grad_enabled() else x.mul_(y * scale)
+
+
+class Subclass(torch.Tensor):
+    @staticmethod
+    def compute(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        out = x * y * scale
+        return out if out.requires_grad else out.as_subclass(Subclass)
+
+
+def needs_a_gradient(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    out = x * y * scale
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    return out
+
+
+def drops_nans(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x.nan_to_num() * y.nan_to_num() * scale
+
+
+def adds_at_zero(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x * y * scale + (x.detach() == 0)
+
+
+def exits(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("function", "failure"),
     [
@@ -161,10 +216,21 @@ class Reuses(torch.autograd.Function):
         (lambda x, y, scale: x * y, "scale -2: output: error"),
         (lambda x, y, scale: x * y * scale + float("nan"), "scale 1: output: error nan"),
         (lambda x, y, scale: (x * y * scale)[:1], "scale 1: RuntimeError"),
-        (lambda x, y, scale: (x * y * scale).double(), "scale 1: output: expected shape and dtype"),
+        (
+            lambda x, y, scale: (x * y * scale).double(),
+            "scale 1: output: ValueError: expected shape",
+        ),
         (lambda x, y, scale: (x * y * scale).detach(), "scale 1: RuntimeError"),
         (wrong_gradient, "scale -2: gradient of argument 1: error 1.0e-02"),
         (forgetful, "scale 1: output: error nan"),
+        (RingOfBuffers.apply, "20 calls later: output: the first result changed"),
+        (wrong_in_other_threads, "in 4 threads at once: output: error"),
+        (in_the_memory_of_its_argument, "under torch.no_grad: output: it is in the memory of"),
+        (Subclass.compute, "under torch.no_grad: output: expected a dense torch.Tensor, got"),
+        (needs_a_gradient, "under torch.no_grad: RuntimeError: element 0"),
+        (drops_nans, "NaN in all of argument 0: output: a NaN of the reference is missing"),
+        (adds_at_zero, "zeros everywhere: output: error inf"),
+        (exits, "scale 1: SystemExit: 0"),
     ],
     ids=[
         "changes its input",
@@ -177,6 +243,14 @@ class Reuses(torch.autograd.Function):
         "no gradient",
         "gradient",
         "not written",
+        "ring of buffers",
+        "threads",
+        "memory of an argument",
+        "subclass",
+        "needs a gradient",
+        "drops NaN",
+        "zeros",
+        "exits",
     ],
 )
 def test_fault_is_found_and_named(
@@ -192,7 +266,8 @@ def test_fault_is_found_and_named(
 
     assert code == 1
     assert any(failure in line for line in row_of(record, "faulty", "float32")["failures"])
-    assert f"toy faulty cpu float32: {failure}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(rf"^toy faulty cpu float32: .*{re.escape(failure)}", said, re.MULTILINE)
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
@@ -217,6 +292,45 @@ def test_one_wrong_element_among_many_is_found(toy: Operator) -> None:
     assert faulty.output_error <= faulty.tolerance  # of all elements together
     assert faulty.failures[0].startswith("an odd number: output: an element is wrong by")
     assert [row.failures for row in rows if row.impl != "faulty"] == [[]] * 4
+
+
+def larger(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    x, y = (torch.randn(20, 30, dtype=torch.float64).to(device, dtype) for _ in "xy")
+    yield Sample((x, y), {"scale": 1.0}, name="20 x 30")
+
+
+def failures_of(toy: Operator, **changes: Any) -> dict[str, list[str]]:
+    """Checks the toy with other samples or tolerances, in float32."""
+    arguments = check._parse(["--operator", "toy", "--seed", "1"])
+    declared = dataclasses.replace(toy, samples=larger, **changes)
+    rows = check.check(declared, "cpu", arguments, lambda what: None)
+    return {row.impl: row.failures for row in rows if row.dtype == "float32"}
+
+
+def test_an_error_of_small_channels_alone_is_found(toy: Operator) -> None:
+    def drops_small_channels(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        small = x.detach().abs().amax(0) < 0.01 * x.detach().abs().max()
+        return x * y * scale * ~small
+
+    add(toy, "faulty", Implementation(drops_small_channels))
+    found = failures_of(toy)
+    said = "20 x 30, small values at every other index of dimension 1: output: at index 1 of"
+    assert any(line.startswith(said) for line in found["faulty"])
+    assert found["swapped"] == []
+
+
+def test_an_error_of_a_lower_precision_is_named(toy: Operator) -> None:
+    def in_half_precision(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        return x.half().to(x.dtype) * y.half().to(y.dtype) * scale
+
+    add(toy, "faulty", Implementation(in_half_precision))
+    found = failures_of(toy, tolerances={torch.float32: 1e-2})
+    assert len(found["faulty"]) == 2
+    for line, what in zip(found["faulty"], ("output", "gradient"), strict=True):
+        assert re.match(
+            rf"{what}: error \d\.\de-04 is that of TF32 or half precision, not of", line
+        )
+    assert found["swapped"] == []
 
 
 @pytest.mark.gpu
@@ -368,6 +482,7 @@ def test_a_broken_package_fails_and_the_others_are_checked(
     code, _ = run(tmp_path)
 
     assert code == 1
+    assert run(tmp_path, "--operator", "toy")[0] == 0  # it was not asked for
     said = capsys.readouterr()
     assert "The package of operators bad = gone is broken: ImportError: gone" in said.err
     assert "12 cases, 0 failures" in said.out
@@ -392,6 +507,20 @@ def test_nothing_checked_is_a_failure(toy: Operator, tmp_path: Path) -> None:
     code, _ = run(tmp_path, "--impl", "absent")
 
     assert code == 1
+
+
+def test_the_exit_code_says_what_was_not_checked(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(toy, "absent", Implementation(torch.mul, obstacle=lambda: "it was never written; write it"))
+    assert run(tmp_path, "--impl", "swapped", "absent")[0] == check.NOT_ALL_JUDGED
+    assert capsys.readouterr().out.endswith("not checked: absent\n")
+
+    assert isinstance(toy.implementations, dict)
+    del toy.implementations["swapped"]
+    assert run(tmp_path)[0] == check.ONLY_THE_REFERENCE
+    assert capsys.readouterr().out.endswith("only the reference was checked\n")
+    assert run(tmp_path, "--impl", "reference")[0] == 0
 
 
 @pytest.mark.parametrize(

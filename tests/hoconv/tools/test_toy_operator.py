@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SELECTED = "toy_sound or toy_pair or toy_first or (toy_faulty and not inductor) or package"
+SELECTED = "toy_sound or toy_pair or toy_first or (toy_faulty and not inductor)"
 PAIR_FAULTS = [
     "wrong_second_output",
     "wrong_gradient_of_the_second_output",
@@ -139,7 +139,7 @@ def test_check_compares_each_output_and_other_forms_of_a_call(site: Path) -> Non
 def test_benchmark_times_a_call_with_two_outputs(site: Path) -> None:
     options = "--device", "cpu", "--operator", "toy_pair", "--quick", "--out", str(site)
     done = python(site, "-m", "hoconv.tools.benchmarking.command", *options)
-    assert done.returncode == 1, done.stderr  # of the package that cannot be imported
+    assert done.returncode == 0, done.stderr  # the package that cannot be imported is another
     rows = json.loads((site / "op_toy_pair_cpu_float32.json").read_text())["rows"]
     assert {row["contender"] for row in rows} >= {"reference", "again", "registered"}
     for row in rows:
@@ -177,13 +177,6 @@ def test_what_is_missing_is_skipped(outcomes: dict[str, dict[str, set[str]]]) ->
     variant = "toy_faulty-is_missing-cpu"
     assert "test_agrees_with_the_reference" in outcomes["skipped"][variant]
     assert not outcomes["passed"][variant] | outcomes["failure"][variant]
-
-
-@pytest.mark.slow
-def test_broken_package_fails_one_test_only(
-    outcomes: dict[str, dict[str, set[str]]],
-) -> None:
-    assert outcomes["failure"][""] == {"test_every_package_of_operators_can_be_imported"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Judging the implementations of operators: what `hoconv check` does."""

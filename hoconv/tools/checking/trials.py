@@ -1,0 +1,282 @@
+"""What is tried with an implementation. Each trial notes what is wrong in a row.
+
+An implementation may raise anything, SystemExit too: that is its failure, not the check's.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoconv.dispatch.declaration import Operator
+from hoconv.tools.checking.row import Row
+from hoconv.tools.testing.cases import (
+    Case,
+    address,
+    make_case,
+    of_other_scales,
+    of_special_values,
+)
+from hoconv.tools.testing.comparison import named, on_cpu, output_and_gradients, same_bits
+
+RAISED = Exception, SystemExit
+# For so many cycles a GPU's stream waits before inputs change: some milliseconds.
+_WAIT_CYCLES = 10_000_000
+_MORE_CALLS = 20  # longer than a ring of buffers that somebody may reuse
+_THREADS = 4
+
+
+def try_all(operator: Operator, case: Case, other: Case, row: Row) -> None:
+    """Tries one case, whose arguments have the values of another case for a while."""
+    row.cases += 1
+    name = case.sample.name or f"case {row.cases}"
+    function = functools.partial(operator.function, impl=row.impl)
+    failures = len(row.failures)
+    compare(function, name, case, row)
+    if len(row.failures) > failures:
+        return  # what is wrong in the simplest call is wrong in the others
+    compare_changed(function, name, case, other, row)
+    compare_forms(function, name, case, row)
+    compare_without_gradients(function, name, case, row)
+
+
+def try_more(operator: Operator, case: Case, other: Case, row: Row) -> None:
+    """Tries what takes many calls, or other values, of one case."""
+    function = functools.partial(operator.function, impl=row.impl)
+    name = case.sample.name or "a case"
+    failures = len(row.failures)
+    compare_after_more_calls(function, name, case, other, row)
+    compare_in_threads(function, name, case, row)
+    if len(row.failures) == failures:
+        compare_scales(operator, case, row)
+        compare_special_values(operator, case, row)
+
+
+def compare(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
+    """Calls as most users do, where new tensors are filled with NaN, and twice without that."""
+    args = case.sample.args
+    call = function, args, case.sample.kwargs, case.cotangent
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    try:
+        results = _call_filled(*call)
+        once, again = output_and_gradients(*call), output_and_gradients(*call)
+    except RAISED as error:
+        row.fail_call(name, error)
+        return
+    finally:
+        for i, (a, b) in enumerate(zip(args, before, strict=True)):
+            if isinstance(a, Tensor) and not same_bits(a, b):
+                row.fail(f"{name}: argument {i} was changed")
+                a.copy_(b)  # for the other implementations
+    row.same_bits &= once.keys() == again.keys() and all(
+        same_bits(once[what], again[what]) for what in once
+    )
+    if results.keys() != case.expected.keys():
+        row.fail_call(name, ValueError(f"expected {[*case.expected]}, got {[*results]}"))
+        return
+    for what, dtype in case.dtypes.items():
+        got = tuple(results[what].shape), results[what].dtype
+        expected = tuple(case.expected[what].shape), dtype
+        if got != expected:
+            wrong = ValueError(f"expected shape and dtype {expected}, got {got}")
+            row.fail_call(f"{name}: {what}", wrong)
+            return
+    row.judge(name, results, case.expected, case)
+
+
+def compare_forms(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
+    """Calls in the other forms of a case."""
+    for form, expected in case.forms:
+        call = function, form.args, case.sample.kwargs, form.cotangent
+        try:
+            results = _call_filled(*call, positions=form.positions)
+        except RAISED as error:
+            row.fail_call(f"{name}, {form.name}", error)
+            continue
+        row.judge(f"{name}, {form.name}", results, expected, case)
+
+
+def compare_changed(
+    function: Callable[..., Any], name: str, case: Case, other: Case, row: Row
+) -> None:
+    """Calls, writes the values of another case into the arguments, and calls again."""
+    args, values = _copies(case), other.sample.args
+    if [_shape(a) for a in args] != [_shape(v) for v in values]:
+        return  # the operator draws shapes, too
+    first = output_and_gradients(function, args, case.sample.kwargs, case.cotangent)
+    kept = {what: t.clone() for what, t in first.items()}
+    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        torch.cuda._sleep(_WAIT_CYCLES)  # another stream would read the values of before
+    for a, v in zip(args, values, strict=True):
+        if isinstance(a, Tensor):
+            a.copy_(v)
+    changed = f"{name}, then other values in the same tensors"
+    for what, result in output_and_gradients(
+        function, args, other.sample.kwargs, other.cotangent
+    ).items():
+        row.judge_error(f"{changed}: {what}", result, other.expected[what])
+        if not same_bits(first[what], kept[what]):
+            row.fail(f"{changed}: {what}: the result of the first call changed")
+
+
+def compare_without_gradients(
+    function: Callable[..., Any], name: str, case: Case, row: Row
+) -> None:
+    """Calls where no gradient is wanted, and looks at the output as the tensor that it is."""
+    for how, mode in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
+        said, args = f"{name}, under torch.{how}", _copies(case)
+        try:
+            with mode():
+                output = named(function(*args, **case.sample.kwargs))
+        except RAISED as error:
+            row.fail_call(said, error)
+            continue
+        for i, (a, before) in enumerate(zip(args, case.sample.args, strict=True)):
+            if isinstance(a, Tensor) and not same_bits(a, before):
+                row.fail(f"{said}: argument {i} was changed")
+        if output.keys() != case.dtypes.keys():
+            row.fail(f"{said}: expected {[*case.dtypes]}, got {[*output]}")
+            continue
+        memory = {address(a): i for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()}
+        for what, t in output.items():
+            if type(t) is not Tensor or t.layout is not torch.strided:
+                row.fail(f"{said}: {what}: expected a dense torch.Tensor, got {type(t).__name__}")
+                continue
+            shared = memory.get(address(t)) if t.numel() else None
+            if shared is not None and not case.shares_memory:
+                row.fail(f"{said}: {what}: it is in the memory of argument {shared}")
+            row.judge_error(f"{said}: {what}", t, case.expected[what], case.expected[what])
+
+
+def compare_after_more_calls(
+    function: Callable[..., Any], name: str, case: Case, other: Case, row: Row
+) -> None:
+    """Calls many times more, and looks whether the first results are what they were."""
+    call = case.sample.kwargs, case.cotangent
+    first = output_and_gradients(function, case.sample.args, *call)
+    kept = {what: t.clone() for what, t in first.items()}
+    for _ in range(_MORE_CALLS):
+        output_and_gradients(function, _copies(other), other.sample.kwargs, other.cotangent)
+    for what, t in first.items():
+        if not same_bits(t, kept[what]):
+            row.fail(f"{name}, {_MORE_CALLS} calls later: {what}: the first result changed")
+
+
+def compare_in_threads(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
+    """Calls from several threads of Python at once."""
+
+    def run(_: int) -> dict[str, Tensor]:
+        return output_and_gradients(function, _copies(case), case.sample.kwargs, case.cotangent)
+
+    said = f"{name}, in {_THREADS} threads at once"
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            all_results = [*pool.map(run, range(2 * _THREADS))]
+    except RAISED as error:
+        row.fail_call(said, error)
+        return
+    for results in all_results:
+        wrong = [
+            row.judge_error(f"{said}: {what}", t, case.expected[what], case.expected[what])
+            for what, t in results.items()
+        ]
+        if any(wrong):
+            return
+
+
+def compare_scales(operator: Operator, case: Case, row: Row) -> None:
+    """Calls with values of very different sizes, where the dtype has the range for it."""
+    if any(a.dtype == torch.float16 for a in case.sample.args if isinstance(a, Tensor)):
+        return
+    function = functools.partial(operator.function, impl=row.impl)
+    for sample in of_other_scales(case.sample):
+        scaled = make_case(operator, row.device, sample, with_forms=False)
+        try:
+            results = output_and_gradients(function, sample.args, sample.kwargs, scaled.cotangent)
+        except RAISED as error:
+            row.fail_call(sample.name, error)
+            return
+        for what, t in results.items():
+            row.judge_parts(f"{sample.name}: {what}", t, scaled.expected[what])
+
+
+def compare_special_values(operator: Operator, case: Case, row: Row) -> None:
+    """Calls with values that random ones never are; compares outputs alone, since what a gradient
+    is there is a matter of taste."""
+    function = functools.partial(operator.function, impl=row.impl)
+    reference = functools.partial(operator.function, impl="reference")
+    for sample in of_special_values(case.sample):
+        args, kwargs = on_cpu((sample.args, dict(sample.kwargs)), not operator.bitwise)
+        try:
+            with torch.no_grad():
+                results = named(function(*sample.args, **sample.kwargs))
+                expected = named(reference(*args, **kwargs))
+        except RAISED as error:
+            row.fail_call(sample.name, error)
+            return
+        for what, exact in expected.items():
+            if not exact.is_floating_point():
+                continue
+            result, exact = results[what].cpu().double(), exact.double()
+            if (exact.isnan() & ~result.isnan()).any():
+                row.fail(f"{sample.name}: {what}: a NaN of the reference is missing")
+                continue
+            finite = exact.isfinite()
+            row.judge_error(f"{sample.name}: {what}", result[finite], exact[finite])
+
+
+def _call_filled(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    cotangent: Any,
+    positions: Collection[int] | None = None,
+) -> dict[str, Tensor]:
+    """Returns what :func:`output_and_gradients` does where new tensors are filled with NaN.
+
+    On a GPU the results are those of a call without that fill, unless they have a NaN only with it:
+    PyTorch fills in its deterministic mode alone, in which cuDNN takes other algorithms for
+    convolutions. One of them has 1000 times the error of others in float32.
+    """
+    call = functools.partial(
+        output_and_gradients, function, args, kwargs, cotangent, positions=positions
+    )
+    with _fill_new_tensors():
+        filled = call()
+    if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        return filled
+    return call() | {what: result for what, result in filled.items() if _has_fill(result)}
+
+
+def _has_fill(result: Tensor) -> bool:
+    """Returns whether there are values in a tensor with which PyTorch fills new ones."""
+    if result.is_floating_point() or result.is_complex():
+        return bool(result.isnan().any())
+    return result.dtype != torch.bool and bool((result == torch.iinfo(result.dtype).max).any())
+
+
+@contextmanager
+def _fill_new_tensors() -> Iterator[None]:
+    """Fills what ``empty`` and similar functions allocate, in Python and in C++: with NaN, or with
+    the largest integer."""
+    with warnings.catch_warnings(action="ignore"):  # of ops that have no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def _copies(case: Case) -> list[Any]:
+    return [a.clone() if isinstance(a, Tensor) else a for a in case.sample.args]
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
