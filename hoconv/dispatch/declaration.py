@@ -132,6 +132,9 @@ class Operator:
             dtypes: for an operator that would be a different one in float64. The tolerances are 0.
         first_order: whether gradients cannot be differentiated again, except the reference's: to
             try it must be an error.
+        surrogate_gradient: whether the reference's gradient is not the derivative of its output, as
+            of rounding that passes gradients through: it is the definition of the gradient, and
+            finite differences are not compared with it.
     """
 
     name: str
@@ -143,6 +146,7 @@ class Operator:
     benchmark: Benchmark
     bitwise: bool = False
     first_order: bool = False
+    surrogate_gradient: bool = False
 
 
 _declared: dict[str, Operator] = {}

@@ -81,7 +81,9 @@ def write_package(name: str, folder: Path) -> None:
     if find_spec(name):
         raise ValueError(f"NAME: a package {name!r} is installed already; choose another name")
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"DIR: {folder} has files already; give another folder")
+        raise FileExistsError(
+            f"DIR: {folder} has files already; give another folder, such as {folder / name}"
+        )
     in_class = "".join(word.title() for word in name.split("_"))
 
     def renamed(text: str) -> str:

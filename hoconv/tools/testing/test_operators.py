@@ -244,6 +244,8 @@ def test_any_number_of_threads_gives_the_same_bits(variant: Variant, dtype: torc
 def test_gradients_and_their_gradients_agree_with_finite_differences(variant: Variant) -> None:
     if torch.float64 not in variant.operator.tolerances:
         pytest.skip("finite differences need float64")
+    if variant.operator.surrogate_gradient:
+        pytest.skip("the gradient is declared to be another than the derivative")
     # All elements one by one where there are few, else in random directions.
     for largest, fast in ((100, False), (3000, True)):
         for sample in small_samples(variant, torch.float64, largest):

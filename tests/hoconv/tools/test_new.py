@@ -144,7 +144,7 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "int8_t"], "NAME: 'int8_t' ends like a type of C, such as size_t; drop the _t"),
         (["new", "high_order_conv2d"], "NAME: there is an operator 'high_order_conv2d' already"),
         (["new", "reference"], "NAME: the code of the package uses 'reference' itself"),
-        (["new", "mine", "."], "DIR: . has files already"),
+        (["new", "mine", "."], "DIR: . has files already; give another folder, such as mine"),
         (["new", "mine", "README.md"], "DIR: README.md cannot be written (Not a directory); give"),
         (
             ["chekc"],

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SELECTED = "toy_sound or toy_pair or toy_first or (toy_faulty and not inductor)"
+SELECTED = "toy_sound or toy_pair or toy_first or toy_surrogate or (toy_faulty and not inductor)"
 PAIR_FAULTS = [
     "wrong_second_output",
     "wrong_gradient_of_the_second_output",
@@ -115,6 +115,16 @@ def test_a_gradient_that_cannot_be_differentiated_again_has_to_say_so(
     assert name in outcomes["passed"]["toy_first-registered-cpu"]
     assert outcomes["failure"]["toy_first-ignored-cpu"] == {name}
     assert name in outcomes["skipped"]["toy_sound-registered-cpu"]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_no_derivative_is_compared_with_the_definition_alone(
+    outcomes: dict[str, dict[str, set[str]]],
+) -> None:
+    name = "test_gradients_and_their_gradients_agree_with_finite_differences"
+    assert name in outcomes["skipped"]["toy_surrogate-same-cpu"]
+    assert not outcomes["failure"]["toy_surrogate-same-cpu"]
+    assert "test_agrees_with_the_reference" in outcomes["failure"]["toy_surrogate-half-cpu"]
 
 
 def test_check_compares_each_output_and_other_forms_of_a_call(site: Path) -> None:

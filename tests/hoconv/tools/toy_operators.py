@@ -33,7 +33,7 @@ def toy(
     implementations: Mapping[str, Callable[..., Any]],
     others: Mapping[str, Implementation] | None = None,
     reference: Callable[..., Any] | None = None,
-    first_order: bool = False,
+    **declared: bool,
 ) -> Operator:
     """Declares what `reference` computes of a, b and scale, ``a * b * scale``, under this name."""
     reference = reference or multiply
@@ -65,7 +65,7 @@ def toy(
         benchmark=Benchmark(
             "rows", (4, 8), benchmark_sample, {"again": lambda a, b: reference(a, b, 1.0)}
         ),
-        first_order=first_order,
+        **declared,
     )
     return declare(operator)
 
@@ -304,6 +304,25 @@ FIRST = toy(
     "toy_first",
     {"registered": registered_once._opoverload, "ignored": ignores_a_second_derivative},
     first_order=True,
+)
+
+
+def rounded(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Rounds to multiples of an eighth; the gradient is that of the product."""
+    out = multiply(a, b, scale)
+    return out + ((8 * out).round() / 8 - out).detach()
+
+
+def half_the_surrogate(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = rounded(a, b, scale)
+    return 0.5 * out + 0.5 * out.detach()
+
+
+SURROGATE = toy(
+    "toy_surrogate",
+    {"same": rounded, "half": half_the_surrogate},
+    reference=rounded,
+    surrogate_gradient=True,
 )
 SOUND = toy("toy_sound", {"registered": registered._opoverload})
 FAULTY = toy(
