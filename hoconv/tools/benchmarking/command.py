@@ -1,5 +1,7 @@
 """Times the implementations of operators: ``hoconv benchmark [OPERATOR ...]``.
 
+Values are new before every timed call, and results of some calls, chosen at random, are compared
+with the reference's: a contender that is wrong loses its times.
 It also times ``torch.compile`` of the reference, but where the declaration says that this takes
 many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
@@ -30,6 +32,8 @@ Writes, and draws beside it where matplotlib is installed::
             extra_memory_bytes    most that a forward and a backward hold beyond their inputs
             least_memory_bytes    output and gradients; null only where every contender failed
             kernels               forward, backward -> the kernels launched; null on a CPU
+            compared              timed calls whose output and gradients were compared with the
+                                  reference's, and were right
 """
 
 from __future__ import annotations
@@ -63,8 +67,9 @@ from hoconv.tools.benchmarking.measurement import (
     summary,
     take_turns,
     temporarily,
-    time_apart,
 )
+from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
+from hoconv.tools.benchmarking.verification import Verified
 from hoconv.tools.commands import (
     add_device_option,
     add_operator_option,
@@ -170,7 +175,7 @@ def measure(
     peak = matmul_peak(device, dtype, False, repeats)
     rows: list[dict[str, Any]] = []
     contents = {
-        "method": method(APART, [device_type]),
+        "method": method(APART, [device_type]) + VERIFIED,
         "package": package(operator),
         "operator": operator.name,
         "device": device_type,
@@ -201,7 +206,8 @@ def measure(
             def say(contender: Contender, size: Any = size) -> None:
                 progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
 
-            least_memory = take_turns(contenders, time_apart, device, repeats, say)
+            turn = Verified(operator, sample, dtype)
+            least_memory = take_turns(contenders, turn, device, repeats, say)
             cost = operator.cost(sample)
             for contender in contenders:
                 times = contender.times_ms
@@ -218,6 +224,7 @@ def measure(
                     "extra_memory_bytes": contender.extra_memory,
                     "least_memory_bytes": least_memory,
                     "kernels": launched(contender),
+                    "compared": turn.compared.get(contender.name, 0),
                     "error": contender.error,
                 })  # fmt: skip
             yield contents

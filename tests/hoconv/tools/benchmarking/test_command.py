@@ -183,6 +183,34 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("wrong", ["output", "gradient"])
+def test_a_contender_that_keeps_results_loses_its_times(
+    toy: Operator, tmp_path: Path, wrong: str
+) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def keeps(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        out = x * y * scale
+        if wrong == "output":
+            return out - out.detach() + kept.setdefault(x.data_ptr(), out.detach().clone())
+        first = kept.setdefault(x.data_ptr(), x.detach().clone())
+        surrogate = (x * y.detach() + first * y) * scale
+        return surrogate - surrogate.detach() + out.detach()
+
+    add(toy, "keeps", Implementation(keeps))
+
+    record = run(tmp_path, code=1)
+
+    rows = {(row["size"], row["contender"]): row for row in record["rows"]}
+    for size in (64, 256):
+        assert rows[size, "keeps"]["error"].startswith(f"wrong: {wrong}: error")
+        assert rows[size, "keeps"]["forward"] is None
+        for name in CONTENDERS:
+            assert rows[size, name]["error"] is None
+            assert rows[size, name]["compared"] >= 1
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_an_unavailable_implementation_says_why(toy: Operator, tmp_path: Path) -> None:
     def broken(*args: Any) -> Tensor:
         raise RuntimeError("a tensor is missing")
