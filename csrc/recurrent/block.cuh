@@ -32,6 +32,17 @@ struct Half {
   }
 };
 
+constexpr int64_t WARP = 32;
+
+// Reduces a value over the lanes of a warp. All of them call it and get the result, in the same
+// bits in every run.
+template <typename A, typename F>
+__device__ A warp_reduce(A value, F combine) {
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  return value;
+}
+
 // Reduces each of N values over the threads of the block. All threads call it and get the result,
 // in the same bits in every run: lanes, then warps, in a fixed order. The block is a whole number
 // of warps.

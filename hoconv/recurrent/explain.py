@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
-from hoconv.recurrent.ir.program import Group, Op, Program, flat
+from hoconv.recurrent.ir.program import SEGMENT, Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
 from hoconv.recurrent.passes.affine import find_affine
 from hoconv.recurrent.passes.stage import products
@@ -86,9 +87,40 @@ def _explain_gpu(plan: Plan, directions: int) -> Iterable[str]:
     else:
         ways = (f"{steps}, each {each}" if each else _WHOLE for each in (forward, backward))
         yield "{}; backwards {}".format(*ways)
+    if plan.recorded:
+        yield from _explain_matrices(plan)
     named = ("forward", plan.forward), ("backward", plan.backward)
     if plan.recorded and (scanned := [name for name, each in named if emit_scan(each)]):
         yield f"{' and '.join(scanned)}: {_SCAN}"
+
+
+def _explain_matrices(plan: Plan) -> Iterable[str]:
+    """Says whether matrix states are kept in registers, or why not; nothing of other states."""
+    if isinstance(plan.matrices, str):
+        if any(op.kind == "einsum" for op in flat(plan.forward.step)):
+            yield f"the states are not kept in registers: {plan.matrices}"
+        return
+    where = "the states in registers"
+    yield f"{where}: {_describe_blocks(plan.inference)}"
+    if isinstance(plan.matrix_gradient, str):
+        yield f"for a gradient, they are not: {plan.matrix_gradient}"
+        return
+    yield (
+        f"{where} backwards: {_describe_blocks(plan.backward)}; the states before segments of "
+        f"{SEGMENT} steps are saved, those between computed again"
+    )
+
+
+def _describe_blocks(program: Program) -> str:
+    found = emit_matrix(program)
+    assert isinstance(found, MatrixSource), found
+    of = found.tiling
+    has = f"{of.slab} of {of.columns}" if of.slabs > 1 else f"all {of.columns}"
+    warps = _count(of.warps, "warp")
+    heads = " of a head" if found.blocks > of.slabs else ""
+    return f"a block of {warps} has {has} columns{heads}, each with {of.keys} keys in " + (
+        f"{of.lanes} lanes" if of.lanes > 1 else "a lane"
+    )
 
 
 def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
@@ -167,8 +199,10 @@ def _list_combined(program: Program) -> Iterable[str]:
 def _list_saved(program: Program) -> str:
     made_by = {op.result: op.kind for op in flat(program.step)}
     states = {s.value: s.name for s in program.states}
-    saved = [y.source for y in program.yields if y.name.startswith("saved")]
+    saved = [y.source for y in program.yields if y.name.startswith("saved") and not y.sparse]
+    sparse = [y.source for y in program.yields if y.sparse]
     named = [f"the state {states[v]}" for v in saved if v in states]
+    named += [f"the state {states[v]} before segments of {SEGMENT} steps" for v in sparse]
     counted = Counter(made_by[v] for v in saved if v in made_by)
     named += [f"{n} result{'s' * (n > 1)} of {kind}" for kind, n in counted.items()]
     kept = [v for name, v in program.results if name.startswith("kept")]
@@ -177,6 +211,7 @@ def _list_saved(program: Program) -> str:
     if not named:
         return "nothing"
     total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate != "once")
+    total += sum(v.type.row_bytes for v in sparse) // SEGMENT
     return f"{', '.join(named)}; {total} bytes a step and row"
 
 

@@ -29,7 +29,7 @@ from hoconv.dispatch.registration import (
 from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
-from hoconv.recurrent.ir.program import Program
+from hoconv.recurrent.ir.program import Program, count_segments
 from hoconv.recurrent.plans import find_plan, find_read
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack, separate
@@ -103,8 +103,11 @@ def _fake(
         found = [torch.empty_like(t, memory_format=torch.contiguous_format)
                  for t in (x, *parameters)]  # fmt: skip
     else:
+        sparse = {y.sequence for y in program.yields if y.sparse and impl == "cuda"}
         for _, value in program.results:
             leading = () if value.type.rate == "once" else x.shape[:2]
+            if value in sparse:
+                leading = count_segments(x.shape[0]), x.shape[1]
             found.append(x.new_empty((*leading, value.type.size), dtype=DTYPES[value.type.dtype]))
     return [*found, *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states)]
 

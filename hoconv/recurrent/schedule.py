@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
 from hoconv.recurrent.ir.program import Program, flat
@@ -21,6 +22,10 @@ from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.gradient.saved import Recompute
 from hoconv.recurrent.passes.hoist import hoist
 from hoconv.recurrent.passes.mask import mask
+from hoconv.recurrent.passes.matrix.columns import find_columns
+from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
+from hoconv.recurrent.passes.matrix.prepare import prepare
+from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.passes.sink import sink
@@ -50,7 +55,11 @@ class Plan:
     @functools.cached_property
     def inference(self) -> Program:
         """The program for calls that need no gradient."""
-        return self._fuse(self._loop)
+        if isinstance(self.matrices, str):
+            return self._fuse(self._loop)
+        moved = move_epilogue(self.matrices)
+        assert isinstance(moved, Program)
+        return self._fuse(moved)
 
     @functools.cached_property
     def forward(self) -> Program:
@@ -88,12 +97,49 @@ class Plan:
         gradient = ("gradient", self._gradient[1]), ("fuse the gradient", self.backward)
         return (*self.common, *fused, *gradient)
 
-    @property
+    @functools.cached_property
     def _loop(self) -> Program:
-        return self.common[-1][1]
+        return self.common[-1][1] if isinstance(self.matrices, str) else self.matrices
+
+    @functools.cached_property
+    def matrices(self) -> Program | str:
+        """The loop as a GPU runs it where its states are matrices of independent columns; in words
+        why it does not."""
+        if self.recompute == "cheap" or not self.recorded:
+            return "it is not for a GPU"
+        prepared = prepare(self.common[-1][1])
+        if isinstance(prepared, str):
+            return prepared
+        moved = move_epilogue(prepared)
+        reason = moved if isinstance(moved, str) else emit_matrix(moved)
+        return reason if isinstance(reason, str) else prepared
+
+    @functools.cached_property
+    def matrix_gradient(self) -> tuple[Program, Program] | str:
+        """Forward and backward of such a loop, where those of its gradient are, too; else in words
+        why not."""
+        if isinstance(self.matrices, str):
+            return self.matrices
+        forward, backward = differentiate(self.matrices, self.recompute, sparse=True)
+        moved = move_epilogue(backward)
+        if isinstance(moved, str):
+            return moved
+        columns = find_columns(separate(moved))
+        if isinstance(columns, str):
+            return columns
+        forward, backward = trim(forward, accumulate(moved, columns.late))
+        forward = move_epilogue(forward)
+        for program in (forward, backward):
+            reason = program if isinstance(program, str) else emit_matrix(program)
+            if isinstance(reason, str):
+                return reason
+        assert isinstance(forward, Program)
+        return forward, backward
 
     @functools.cached_property
     def _gradient(self) -> tuple[Program, Program]:
+        if not isinstance(self.matrix_gradient, str):
+            return self.matrix_gradient
         forward, backward = differentiate(self._loop, self.recompute)
         return trim(forward, accumulate(backward))
 

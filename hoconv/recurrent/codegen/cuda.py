@@ -24,6 +24,7 @@ from hoconv.recurrent.codegen.single_kernel import (
     write_thread_per_feature,
 )
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
+from hoconv.recurrent.ir.axes import Axes, Layout
 from hoconv.recurrent.ir.program import Group, Op, Program
 from hoconv.recurrent.passes.stage import products, stage
 
@@ -46,16 +47,32 @@ class _Block(Target):
         ]
 
     def nest(self, nest: LoopNest) -> list[str]:
-        """A thread computes features of the result, and loops over the reduced axes."""
+        """A thread computes features of the result, and loops over the reduced axes; or a warp
+        does, whose lanes read neighbours, where these are many."""
         axes = nest.axes
-        lines = [f"for (int64_t j = first; j < {axes.count(axes.result)}; j += stride) {{"]
-        for axis, apart in axes.strides(axes.result).items():
-            lines.append(f"  const int64_t i{axis} = j / {apart} % {axes.sizes[axis]};")
-        lines.append(f"  {nest.own} total = {nest.initial};")
-        for axis in axes.reduced:
-            lines.append(f"  for (int64_t i{axis} = 0; i{axis} < {axes.sizes[axis]}; ++i{axis})")
+        shared = axes.count(axes.reduced) >= _WARP and _is_last(axes)
+        by = " / WARP" if shared else ""
+        lines = [
+            f"for (int64_t j = first{by}; j < {axes.count(axes.result)}; j += stride{by}) {{",
+            *(f"  {line}" for line in _place(axes, axes.result, "j")),
+            f"  {nest.own} total = {nest.initial};",
+        ]
         given = nest.product()
         value = nest.combine.format("total", given) if axes.reduced else given
+        if shared:
+            combine = nest.combine.format("a", "b")
+            lines += [
+                f"  for (int64_t n = first % WARP; n < {axes.count(axes.reduced)}; n += WARP) {{",
+                *(f"    {line}" for line in _place(axes, axes.reduced, "n")),
+                f"    total = {value};",
+                "  }",
+                f"  total = warp_reduce(total, []({nest.own} a, {nest.own} b) "
+                f"{{ return {combine}; }});",
+                *(f"  if (first % WARP == 0) {place}[j] = total;" for place in nest.places),
+            ]
+            return [*lines, "}"]
+        for axis in axes.reduced:
+            lines.append(f"  for (int64_t i{axis} = 0; i{axis} < {axes.sizes[axis]}; ++i{axis})")
         lines.append(f"  total = {value};")
         return [*lines, *(f"  {place}[j] = total;" for place in nest.places), "}"]
 
@@ -65,6 +82,19 @@ class _Block(Target):
 
     def barrier(self) -> list[str]:
         return ["__syncthreads();"]
+
+
+def _is_last(axes: Layout) -> bool:
+    """Returns whether features that are reduced are neighbours in an operand."""
+    return any(own and own[-1] in axes.reduced for own in axes.operands)
+
+
+def _place(axes: Layout, along: Axes, number: str) -> list[str]:
+    """The indices along some axes of the feature of a number."""
+    return [
+        f"const int64_t i{axis} = {number} / {apart} % {axes.sizes[axis]};"
+        for axis, apart in axes.strides(along).items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -90,7 +120,7 @@ class CudaSource:
         before: the kernels to launch before the first step.
         launches: the products of a step and the kernels between them, in order.
         whole: the kernel that runs all steps instead of these, if there is one; its argument is a
-            ``Call`` itself.
+            ``Call`` itself. If there is scratch, any number of blocks computes all rows.
     """
 
     text: str
@@ -219,14 +249,15 @@ def _write_entry(launch: Launch, names: Sequence[str], alone: bool) -> list[str]
     # A part reads what the part before it wrote.
     between = '  asm volatile("" ::: "memory");' if alone else "  __syncthreads();"
     for k, name in enumerate(names):
-        lines += [f"  if (i + {k} < c.T) {name}(c, i + {k});", between]
+        lines += [f"  if (i + {k} < c.T) {name}(c, i + {k}, blockIdx.x);", between]
     return [*lines[:-1], "}"]
 
 
 def _write_kernel(program: Program, steps: LoweredSteps, name: str, kernel: Kernel) -> list[str]:
     lines = [
-        f"__device__ __forceinline__ void {name}(const Call& c, const int64_t i) {{",
-        "  [[maybe_unused]] const int64_t T = c.T, B = c.B, row = blockIdx.x;",
+        f"__device__ __forceinline__ void {name}(const Call& c, const int64_t i, "
+        "const int64_t row) {",
+        "  [[maybe_unused]] const int64_t T = c.T, B = c.B;",
         f"  [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
         "  [[maybe_unused]] const int64_t seed = c.seed == nullptr ? 0 : *c.seed;",
         "  const int64_t first = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
@@ -235,7 +266,10 @@ def _write_kernel(program: Program, steps: LoweredSteps, name: str, kernel: Kern
     ]
     named = pointers(steps.storage)
     lines += [f"    {TYPES[buffer.type.dtype]}* {pointer};" for buffer, _, pointer in named]
-    lines += ["    char* scratch;", "  } s;", "  s.scratch = c.scratch;"]
+    lines += ["    char* scratch;", "  } s;"]
+    # Each block has scratch for one row.
+    own = f"(int64_t{{blockIdx.x}} - row) * {steps.scratch_bytes}"
+    lines.append(f"  s.scratch = c.scratch + {own};")
     lines += [
         f"  s.{pointer} = c.{buffer.name}{offset(buffer, after, program.reverse)};"
         for buffer, after, pointer in named

@@ -292,12 +292,15 @@ def indent(spaces: int, *lines: Iterable[str]) -> Iterator[str]:
 
 
 def write_block_per_row(kernels: Sequence[str], name: str, threads: int) -> list[str]:
-    """Writes the kernel in which a block runs all steps of a row, by the functions of a step."""
+    """Writes the kernel in which a block runs all steps of some rows, one after another, by the
+    functions of a step."""
+    barrier = "__syncthreads();"
     return [
         f'extern "C" __global__ void __launch_bounds__({threads})',
         f"{name}(const Call c) {{",
-        "  for (int64_t i = 0; i < c.T; ++i) {",
-        *(line for kernel in kernels for line in (f"    {kernel}(c, i);", "    __syncthreads();")),
-        "  }",
+        "  for (int64_t row = blockIdx.x; row < c.B; row += gridDim.x)",
+        "    for (int64_t i = 0; i < c.T; ++i) {",
+        *(f"      {line}" for kernel in kernels for line in (f"{kernel}(c, i, row);", barrier)),
+        "    }",
         "}",
     ]

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
-from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield, flat
+from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield, count_segments, flat
 
-Kind = Literal["once", "sequence", "step", "state", "history"]
+Kind = Literal["once", "sequence", "step", "state", "history", "sparse"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,8 @@ class Buffer:
         name: an identifier.
         kind: ``once``, of the type's shape; ``sequence``, (T, B, n); ``step``, (B, n); ``state``,
             (2, B, n), double buffered; ``history``, (T + 1, B, n): entry t is the state before
-            step t, entry T the state after the last step.
+            step t, entry T the state after the last step; ``sparse``, the entries alone at which
+            a segment of steps begins, in the order of the steps.
         type: dtype and features.
     """
 
@@ -53,6 +54,8 @@ class Buffer:
                 return (2, B, *features)
             case "history":
                 return (T + 1, B, *features)
+            case "sparse":
+                return (count_segments(T), B, *features)
 
 
 @dataclass(frozen=True)

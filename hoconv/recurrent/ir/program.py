@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rate = Literal["once", "sequence", "step"]
+# Steps of a segment: of a state of 128 x 128 numbers, one in so many takes as much memory as the
+# keys, values and queries of all steps do in half precision.
+SEGMENT = 64
 BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 
 
@@ -119,11 +122,31 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Yield:
-    """A value (B, n) that every step writes to a sequence (T, B, n)."""
+    """A value (B, n) that every step writes to a sequence (T, B, n).
+
+    Attributes:
+        sparse: whether a loop may write the entries alone at which a segment of steps begins: who
+            reads the sequence has a :class:`Replay` for the others.
+    """
 
     name: str
     source: Value
     sequence: Value
+    sparse: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """How a step of a gradient computes a state again, one step of the sequence further on.
+
+    Attributes:
+        value: a sequence: the state before each step of the sequence.
+        next: what the gradient's step computes of it: the state after that step, which is the
+            entry of the following one.
+    """
+
+    value: Value
+    next: Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +159,7 @@ class Program:
             the last one, except for running sums.
         yields: sequences that the steps write.
         results: the other results by name: values of rate ``sequence`` or ``once``.
+        replays: of a gradient, the sequences that may be sparse.
         reverse: whether the steps run from the last to the first.
     """
 
@@ -148,6 +172,7 @@ class Program:
     before: tuple[Op | Group, ...] = ()
     after: tuple[Op | Group, ...] = ()
     yields: tuple[Yield, ...] = ()
+    replays: tuple[Replay, ...] = ()
     reverse: bool = False
 
     @functools.cached_property
@@ -173,9 +198,15 @@ def flat(items: Iterable[Op | Group]) -> Iterator[Op]:
             yield item
 
 
+def count_segments(T: int) -> int:
+    """The number of segments of T steps."""
+    return (T + SEGMENT - 1) // SEGMENT
+
+
 def step_outputs(program: Program) -> list[Value]:
-    """The outputs of a step: next states and the sources of yields."""
-    return [s.next for s in program.states] + [y.source for y in program.yields]
+    """The outputs of a step: next states, the sources of yields, and states computed again."""
+    found = [s.next for s in program.states] + [y.source for y in program.yields]
+    return found + [r.next for r in program.replays]
 
 
 class _Printer:
@@ -227,7 +258,11 @@ class _Printer:
         order = "each step, from the last to the first" if p.reverse else "each step"
         lines += self.region(order, p.step) or [f"  {order}"]
         lines += [f"    next {s.name} = {self.name(s.next)}" for s in p.states]
-        lines += [f"    {self.typed(y.sequence)} <- {self.name(y.source)}" for y in p.yields]
+        lines += [
+            f"    {self.typed(y.sequence)} <- {self.name(y.source)}{', sparse' * y.sparse}"
+            for y in p.yields
+        ]
+        lines += [f"    {self.name(r.value)} of the next = {self.name(r.next)}" for r in p.replays]
         lines += [f"    {self.typed(s.total)} <- {self.name(s.next)}, the last"
                   for s in p.states if s.total is not None]  # fmt: skip
         lines += self.region("after", p.after)

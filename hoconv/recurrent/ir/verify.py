@@ -56,6 +56,11 @@ def verify(program: Program) -> Program:
         shown = (each.source.type.shape, each.source.type.dtype)
         if shown != (each.sequence.type.shape, each.sequence.type.dtype):
             raise VerificationError(f"{each.name}: written as another type\n{program}")
+    for each in program.replays:
+        if (each.value.type.shape, each.value.type.dtype) != (
+            each.next.type.shape, each.next.type.dtype,
+        ):  # fmt: skip
+            raise VerificationError(f"a state is computed again as another type\n{program}")
     known = outside
     for each in program.yields:
         define(each.sequence, each.name)

@@ -6,14 +6,19 @@ the sequence, (T, B, n), would go to memory.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
 from hoconv.recurrent.passes.rewrite import substitute
 
 
-def accumulate(program: Program) -> Program:
-    """Replaces every yield that nothing but ``total`` reads by a state that adds up."""
+def accumulate(program: Program, apart: Collection[Value] = ()) -> Program:
+    """Replaces every yield that nothing but ``total`` reads by a state that adds up.
+
+    Args:
+        apart: the sources of yields that stay.
+    """
     wide = program.states[0].value.type.dtype
     step, states = list(flat(program.step)), list(program.states)
     yields: list[Yield] = []
@@ -21,7 +26,8 @@ def accumulate(program: Program) -> Program:
     returned = {value for _, value in program.results}
     for each in program.yields:
         users = [op for op in flat(program.after) if each.sequence in op.values]
-        if each.sequence in returned or any(op.kind != "total" for op in users):
+        stays = each.sequence in returned or each.source in apart
+        if stays or any(op.kind != "total" for op in users):
             yields.append(each)
             continue
         source, type_ = each.source, replace(each.source.type, rate="step", dtype=wide)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield
+from hoconv.recurrent.ir.program import Op, Operand, Program, Replay, Value
 
 
 def map_operand(operand: Operand, values: Mapping[Value, Value]) -> Operand:
@@ -25,8 +25,10 @@ def replace_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
     return replace(
         program,
         states=tuple(replace(s, next=values.get(s.next, s.next)) for s in program.states),
-        yields=tuple(
-            Yield(y.name, values.get(y.source, y.source), y.sequence) for y in program.yields
+        yields=tuple(replace(y, source=values.get(y.source, y.source)) for y in program.yields),
+        replays=tuple(
+            Replay(values.get(r.value, r.value), values.get(r.next, r.next))
+            for r in program.replays
         ),
         results=tuple((name, values.get(v, v)) for name, v in program.results),
     )

@@ -35,10 +35,10 @@ def _eliminate_common(program: Program) -> Program:
         return tuple(ops)
 
     before, step = region(program.before), region(program.step)
-    yields: dict[Value, Yield] = {}
+    yields: dict[tuple[Value, bool], Yield] = {}
     for each in program.yields:
-        source = values.get(each.source, each.source)
-        values[each.sequence] = yields.setdefault(source, each).sequence
+        key = values.get(each.source, each.source), each.sparse
+        values[each.sequence] = yields.setdefault(key, each).sequence
     after = region(program.after)
     program = replace(program, yields=tuple(yields.values()))
     return replace_outputs(replace(program, before=before, step=step, after=after), values)

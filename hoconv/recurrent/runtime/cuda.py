@@ -21,6 +21,7 @@ from hoconv import cuda_graphs, jit
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
+from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
@@ -34,6 +35,7 @@ from hoconv.recurrent.runtime.clusters import (
 )
 from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
+from hoconv.recurrent.runtime.matrices import MatrixLoop
 from hoconv.recurrent.runtime.scans import ScanLoop
 from hoconv.recurrent.runtime.workspace import Recorder, Workspace, run_whole
 
@@ -72,7 +74,8 @@ class CudaLoop:
     Args:
         program: the only one that it is called with.
         recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
-            product, or a scan; otherwise kernels are launched one by one.
+            product, a scan where it can, or what keeps matrix states in registers; otherwise
+            kernels are launched one by one.
         clusters: keep the weights on the chip for all steps, where they can.
 
     Attributes:
@@ -85,6 +88,8 @@ class CudaLoop:
         self.clusters = clusters
         scan = emit_scan(program) if self.source.whole else None
         self.scan = None if scan is None else ScanLoop(scan)
+        fits = recorded and not isinstance(emit_matrix(program), str)
+        self.matrices = MatrixLoop(program) if fits else None
         self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()
@@ -104,6 +109,9 @@ class CudaLoop:
             with use(device):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
+        if self.matrices:
+            with use(device):
+                return self.matrices.run(program, values, initial, seed, T, B, device)
         if self.source.whole:
             with use(device):
                 if self.scan and (divided := self.scan.divide_steps(T, B, device)):
@@ -153,6 +161,9 @@ class CudaLoop:
             hoconv.jit.BuildError: NVRTC fails.
         """
         for architecture in _architectures():
+            if self.matrices:
+                self.matrices.prepare(architecture)
+                continue
             self._code(architecture)
             if self.scan and _capability(architecture) >= CAPABILITY:
                 self.scan.prepare(architecture)

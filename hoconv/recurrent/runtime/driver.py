@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Numbers of cuda.h.
@@ -106,18 +106,27 @@ class Cubin:
         made = ctypes.byref(self.library)
         self._check(driver.cuLibraryLoadData(made, code, *no_options, *no_options))
         self._function = functools.cache(self._find_kernel)
+        self._shared = functools.cache(self._allow_shared_bytes)
         self._clustered = functools.cache(self._allow_clusters)
 
-    def __call__(self, name: str, rows: int, blocks: int, threads: int, *arguments: Any) -> None:
-        """As :data:`hoconv.recurrent.runtime.workspace.Launcher`."""
+    def __call__(
+        self, name: str, rows: int, blocks: int, threads: int, *arguments: Any,
+        shared_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """As :data:`hoconv.recurrent.runtime.workspace.Launcher`.
+
+        Args:
+            shared_bytes: of a block, which the kernel declares as of any size.
+        """
         if 0 in (rows, blocks):  # of an empty batch; the driver refuses such a grid
             return
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         grid, block, stream = (rows, blocks, 1), (threads, 1, 1), ctypes.c_void_p(self.stream())
+        kernel = self._function(name)
+        if shared_bytes:
+            kernel = self._shared(name, shared_bytes, self._device())
         self._check(
-            self.driver.cuLaunchKernel(
-                self._function(name), *grid, *block, 0, stream, addresses, None
-            )
+            self.driver.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, addresses, None)
         )
 
     def launch_clusters(
@@ -160,10 +169,17 @@ class Cubin:
         self._check(self.driver.cuCtxGetDevice(ctypes.byref(device)))
         return device.value
 
+    def _allow_shared_bytes(self, name: str, shared_bytes: int, device: int) -> ctypes.c_void_p:
+        """The kernel, allowed to use so much shared memory."""
+        return self._allow(name, device, {_MOST_SHARED_BYTES: shared_bytes})
+
     def _allow_clusters(self, name: str, shared_bytes: int, device: int) -> ctypes.c_void_p:
         """The kernel, allowed to use so much shared memory, in clusters of more than 8 blocks."""
+        return self._allow(name, device, {_MOST_SHARED_BYTES: shared_bytes, _LARGE_CLUSTERS: 1})
+
+    def _allow(self, name: str, device: int, attributes: Mapping[int, int]) -> ctypes.c_void_p:
         kernel = self._function(name)
-        for attribute, value in ((_MOST_SHARED_BYTES, shared_bytes), (_LARGE_CLUSTERS, 1)):
+        for attribute, value in attributes.items():
             self._check(self.driver.cuKernelSetAttribute(attribute, value, kernel, device))
         return kernel
 

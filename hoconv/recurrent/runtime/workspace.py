@@ -24,6 +24,7 @@ Launcher = Callable[..., None]
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 # Steps of the longest chunk, a power of two. Smaller powers of two cover the remaining steps.
 CHUNK = 32
+_THREADS = 132 * 2048  # that an H100 runs at the same time
 
 
 def describe_call(
@@ -53,9 +54,12 @@ def run_whole(
     """Launches the kernel that runs all steps. It needs no workspace: nothing is recorded."""
     whole = source.whole
     assert whole is not None
-    scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
+    scratch_bytes = source.steps.scratch_bytes
+    # Scratch of so few blocks stays in the cache.
+    rows = min(B, -(-_THREADS // whole.threads)) if scratch_bytes else B
+    scratch = torch.empty(rows * scratch_bytes, dtype=torch.uint8, device=device)
     call = describe_call(source.steps.storage, T, B, seed, tensors, scratch)
-    launcher(whole.name, B, whole.blocks, whole.threads, as_argument(call))
+    launcher(whole.name, rows, whole.blocks, whole.threads, as_argument(call))
 
 
 class Workspace:

@@ -36,6 +36,8 @@ static struct { unsigned x, y; } threadIdx, blockIdx, blockDim, gridDim;
 namespace hoconv::recurrent {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
+constexpr int64_t WARP = 1;
+template <typename A, typename F> A warp_reduce(A value, F) { return value; }
 template <typename... A> void block_sum(A&...) {}
 template <typename... A> void block_max(A&...) {}
 }
@@ -45,7 +47,7 @@ struct Kernel { const char* name; Function function; };
 # A kernel of the driver: a function that is given the addresses of its arguments.
 _KERNEL = """
 static void launch_{name}(unsigned rows, unsigned blocks, unsigned threads, void** given) {{
-  gridDim.y = blocks, blockDim.x = {threads};
+  gridDim.x = rows, gridDim.y = blocks, blockDim.x = {threads};
   for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x)
     for (blockIdx.y = blocks; blockIdx.y-- > 0;)
       for (threadIdx.x = blockDim.x; threadIdx.x-- > 0;)

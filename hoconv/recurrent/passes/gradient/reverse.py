@@ -19,14 +19,16 @@ from hoconv.recurrent.frontend.axes import cat
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
-from hoconv.recurrent.ir.program import Op, Program, State, Value, Yield, flat
+from hoconv.recurrent.ir.program import Op, Program, Replay, State, Value, Yield, flat
 from hoconv.recurrent.passes.gradient import by_axes
 from hoconv.recurrent.passes.gradient.saved import Recompute, choose_saved, select_rematerialized
 from hoconv.recurrent.passes.rewrite import substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
-def differentiate(program: Program, recompute: Recompute = "cheap") -> tuple[Program, Program]:
+def differentiate(
+    program: Program, recompute: Recompute = "cheap", sparse: bool = False
+) -> tuple[Program, Program]:
     """The program, which also returns the saved values, and its gradient.
 
     The gradient reads the program's params and sequences, ``d_output`` (T, B, n) and what was
@@ -38,11 +40,33 @@ def differentiate(program: Program, recompute: Recompute = "cheap") -> tuple[Pro
     Args:
         program: without groups; its last op of rate ``step`` may be anything.
         recompute: what the gradient computes again, rather than read what is saved.
+        sparse: whether of the states only those at which a segment of steps begins need be saved:
+            the gradient computes the others again, from values that are saved and no state.
     """
     steps = _StepAdjoint(program)
-    needed = steps.needed()
-    saved = choose_saved(program, needed, recompute)
-    return _with_saved(program, saved), _backward(program, steps, saved, recompute)
+    saved = _choose_sparse(program, steps, recompute) if sparse else (
+        choose_saved(program, steps.needed(), recompute)
+    )  # fmt: skip
+    return _with_saved(program, saved, sparse), _backward(program, steps, saved, recompute, sparse)
+
+
+def _choose_sparse(program: Program, steps: _StepAdjoint, recompute: Recompute) -> list[Value]:
+    """Chooses what is saved, so that the next states can be computed again of what is."""
+    needed, count = steps.needed() & steps.live(), -1
+    saved: list[Value] = []
+    while count < len(needed):
+        count = len(needed)
+        saved = choose_saved(program, needed, recompute, sparse=True)
+        again = select_rematerialized(program, needed, saved)
+        read = needed.union(*(op.values for op in again))
+        saved = [v for v in saved if v in read]
+        needed |= {s.next for s in _find_replayed(program, saved)}
+    return saved
+
+
+def _find_replayed(program: Program, saved: list[Value]) -> list[State]:
+    """The saved states that a step computes."""
+    return [s for s in program.states if s.value in saved and s.next.type.rate == "step"]
 
 
 class _Adjoint:
@@ -168,6 +192,15 @@ class _StepAdjoint(_Adjoint):
         read |= {op.values[0] for op, _ in self.products}
         return {v for v in read - made if v.type.rate == "step"}
 
+    def live(self) -> set[Value]:
+        """The values of which a gradient is computed: some ops compute those of constants."""
+        found = {*self.following, *self.outside.values()}
+        found |= {v for op, g in self.products for v in (g, op.values[0])}
+        for op in reversed(self.builder.ops):
+            if op.result in found:
+                found.update(op.values)
+        return found
+
 
 class _SequenceAdjoint(_Adjoint):
     """The adjoint of the ops before the loop, on whole sequences.
@@ -198,12 +231,13 @@ class _SequenceAdjoint(_Adjoint):
             self.add(op.values[2], self.builder.apply("total", g))
 
 
-def _with_saved(program: Program, saved: list[Value]) -> Program:
+def _with_saved(program: Program, saved: list[Value], sparse: bool) -> Program:
     """The program that also returns the values that its steps save, as ``saved_<i>``."""
     yields = []
+    states = {s.value for s in _find_replayed(program, saved)} if sparse else set()
     for i, value in enumerate(saved):
         sequence = Value(replace(value.type, rate="sequence"), f"saved_{i}")
-        yields.append(Yield(f"saved_{i}", value, sequence))
+        yields.append(Yield(f"saved_{i}", value, sequence, value in states))
     # The backward steps may read what is computed before the loop as it is.
     made = [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
     return replace(
@@ -214,9 +248,12 @@ def _with_saved(program: Program, saved: list[Value]) -> Program:
 
 
 def _backward(
-    program: Program, steps: _StepAdjoint, saved: list[Value], recompute: Recompute
+    program: Program, steps: _StepAdjoint, saved: list[Value], recompute: Recompute, sparse: bool
 ) -> Program:
-    again = select_rematerialized(program, steps.needed(), saved)
+    replayed = _find_replayed(program, saved) if sparse else []
+    needed = steps.needed() & steps.live() if sparse else steps.needed()
+    needed |= {s.next for s in replayed}
+    again = select_rematerialized(program, needed, saved)
     values = {
         value: Value(replace(value.type, rate="sequence"), f"saved_{i}")
         for i, value in enumerate(saved)
@@ -273,6 +310,7 @@ def _backward(
         step=tuple(step),
         after=tuple(after.builder.ops),
         yields=tuple(yields.values()),
+        replays=tuple(Replay(values[s.value], values.get(s.next, s.next)) for s in replayed),
         results=tuple(results),
         reverse=not program.reverse,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from hoconv.recurrent.ir.axes import layout
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_cheap
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
@@ -25,13 +26,17 @@ from hoconv.recurrent.ir.program import Op, Program, Value, flat
 Recompute = Literal["cheap", "functions", "all"]
 
 
-def choose_saved(program: Program, needed: Iterable[Value], recompute: Recompute) -> list[Value]:
+def choose_saved(
+    program: Program, needed: Iterable[Value], recompute: Recompute, sparse: bool = False
+) -> list[Value]:
     """The values of the steps to save, so that the needed ones can be computed from them.
 
     Args:
         program: a forward program without groups.
         needed: values of rate ``step``, results of ops or states.
         recompute: what may be computed again.
+        sparse: whether of the states few are saved: then outer products, too, are computed again,
+            since their results are as large.
     """
     import networkx  # not at the top: it takes long to import
 
@@ -44,11 +49,15 @@ def choose_saved(program: Program, needed: Iterable[Value], recompute: Recompute
     made_by = {op.result: op for op in ops}
     alone = not any(op.kind in PRODUCTS for op in ops)
     functions = recompute == "functions" and alone
+    if sparse:
+        free |= {state.value for state in program.states}
     if recompute == "all" or functions:
         free |= {op.result for op in flat(program.before)}
 
-    def again(kind: str) -> bool:
-        return recompute == "all" or is_cheap(kind) or (functions and kind in FUNCTIONS)
+    def again(op: Op) -> bool:
+        if sparse and op.kind == "einsum" and not layout(op).reduced:
+            return True
+        return recompute == "all" or is_cheap(op.kind) or (functions and op.kind in FUNCTIONS)
 
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
         if value.type.rate == "once":
@@ -56,7 +65,7 @@ def choose_saved(program: Program, needed: Iterable[Value], recompute: Recompute
         cost = 0 if value in free else value.type.row_bytes * (1 + (alone and value in made_by))
         network.add_edge((value, "in"), (value, "out"), capacity=cost)
         op = made_by.get(value)
-        if op is None or not again(op.kind):
+        if op is None or not again(op):
             network.add_edge("forward", (value, "in"))
         else:
             network.add_edges_from(((source, "out"), (value, "in")) for source in op.values)

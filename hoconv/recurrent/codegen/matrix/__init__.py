@@ -1,0 +1,1 @@
+"""Writes loops whose states are matrices of independent columns."""
