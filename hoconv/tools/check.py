@@ -13,8 +13,8 @@ output, with the gradient of a sum, with fewer arguments that require a gradient
 where the output must be a new dense tensor.
 
 One sample of each dtype is also called from several threads at once, twenty times more, with values
-that are small at every other index of a dimension, with zeros, and with NaN. An error like
-that of a lower precision is one, whatever the tolerance, unless the reference has it, too.
+that are small at every other index of a dimension, with zeros, and with NaN. An error as large as
+that of a lower precision is a failure, whatever the tolerance, unless the reference has it, too.
 
 The exit code is 0 if all implementations that run here are right; 1 if one is not, or is broken, or
 a package of operators is, unless others were asked for; 3 if nothing but the reference could be
@@ -54,8 +54,7 @@ SMALL = (torch.float32, torch.bfloat16)
 SEVERAL = 2  # threads
 ENOUGH = 200  # numbers of an output
 ONLY_THE_REFERENCE, NOT_ALL_JUDGED = 3, 4  # exit codes
-
-
+MUCH_WORSE = 2  # times the reference's error
 # What the error of a result is at least, if its numbers had fewer digits than those of its dtype.
 LOWER = {
     torch.float64: (1e-9, "float32"),
@@ -189,7 +188,7 @@ def _judge_precision(
         reference = Row(row.operator, "reference", row.device, row.dtype, math.inf)
         for case, other in pairs:
             trials.try_all(operator, case, other, reference)
-        if error > SEVERAL * getattr(reference, f"{what}_error"):
+        if error > MUCH_WORSE * getattr(reference, f"{what}_error"):
             row.fail(f"{what}: error {error:.1e} is that of {lower}, not of {row.dtype}")
 
 

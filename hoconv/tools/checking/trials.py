@@ -110,17 +110,20 @@ def compare_changed(
     args, values = _copies(case), other.sample.args
     if [_shape(a) for a in args] != [_shape(v) for v in values]:
         return  # the operator draws shapes, too
-    first = output_and_gradients(function, args, case.sample.kwargs, case.cotangent)
-    kept = {what: t.clone() for what, t in first.items()}
-    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
-        torch.cuda._sleep(_WAIT_CYCLES)  # another stream would read the values of before
-    for a, v in zip(args, values, strict=True):
-        if isinstance(a, Tensor):
-            a.copy_(v)
     changed = f"{name}, then other values in the same tensors"
-    for what, result in output_and_gradients(
-        function, args, other.sample.kwargs, other.cotangent
-    ).items():
+    try:
+        first = output_and_gradients(function, args, case.sample.kwargs, case.cotangent)
+        kept = {what: t.clone() for what, t in first.items()}
+        if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+            torch.cuda._sleep(_WAIT_CYCLES)  # another stream would read the values of before
+        for a, v in zip(args, values, strict=True):
+            if isinstance(a, Tensor):
+                a.copy_(v)
+        results = output_and_gradients(function, args, other.sample.kwargs, other.cotangent)
+    except RAISED as error:
+        row.fail_call(changed, error)
+        return
+    for what, result in results.items():
         row.judge_error(f"{changed}: {what}", result, other.expected[what])
         if not same_bits(first[what], kept[what]):
             row.fail(f"{changed}: {what}: the result of the first call changed")
@@ -160,13 +163,18 @@ def compare_after_more_calls(
 ) -> None:
     """Calls many times more, and looks whether the first results are what they were."""
     call = case.sample.kwargs, case.cotangent
-    first = output_and_gradients(function, case.sample.args, *call)
-    kept = {what: t.clone() for what, t in first.items()}
-    for _ in range(_MORE_CALLS):
-        output_and_gradients(function, _copies(other), other.sample.kwargs, other.cotangent)
+    later = f"{name}, {_MORE_CALLS} calls later"
+    try:
+        first = output_and_gradients(function, case.sample.args, *call)
+        kept = {what: t.clone() for what, t in first.items()}
+        for _ in range(_MORE_CALLS):
+            output_and_gradients(function, _copies(other), other.sample.kwargs, other.cotangent)
+    except RAISED as error:
+        row.fail_call(later, error)
+        return
     for what, t in first.items():
         if not same_bits(t, kept[what]):
-            row.fail(f"{name}, {_MORE_CALLS} calls later: {what}: the first result changed")
+            row.fail(f"{later}: {what}: the first result changed")
 
 
 def compare_in_threads(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
