@@ -17,8 +17,9 @@ that are small at every other index of a dimension, with zeros, and with NaN. An
 that of a lower precision is a failure, whatever the tolerance, unless the reference has it, too.
 
 The exit code is 0 if all implementations that run here are right; 1 if one is not, or is broken, or
-a package of operators is, unless others were asked for; 3 if nothing but the reference could be
-checked; 4 if an implementation that was asked for by name could not.
+a package of operators is, unless others were asked for, or if there was nothing to check; 3 if
+nothing but the reference could be checked; 4 if one of the implementations that were asked for by
+name could not.
 
 For NVIDIA's compute-sanitizer, which must see every allocation::
 

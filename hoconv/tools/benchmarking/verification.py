@@ -21,9 +21,9 @@ from hoconv.tools.benchmarking.measurement import (
 from hoconv.tools.testing.comparison import is_floating
 
 METHOD = (
-    " Before every turn the values of all arguments are moved by a random number of elements. The "
-    "output and gradients of the first turn, and of others chosen at random, are compared with "
-    "those of the reference in the same dtype."
+    " Before every turn the values of floating-point arguments that are not expanded are moved by "
+    "a random number of elements. The output and gradients of the first turn, and of others chosen "
+    "at random, are compared with those of the reference in the same dtype."
 )
 # The share of the timed calls whose results are compared, in addition to the first: a contender
 # does not know which.

@@ -1,4 +1,4 @@
-"""What was found of one implementation on one device in one dtype, and how results are judged."""
+"""Notes what is wrong with one implementation on one device in one dtype, and judges results."""
 
 from __future__ import annotations
 

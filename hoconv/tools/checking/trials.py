@@ -1,4 +1,4 @@
-"""What is tried with an implementation. Each trial notes what is wrong in a row.
+"""Tries an implementation in many ways. Each trial notes what is wrong in a row.
 
 An implementation may raise anything, SystemExit too: that is its failure, not the check's.
 """

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import TextIO
 
 _VERDICT = "verdict "
@@ -35,7 +36,8 @@ def supervise(run: Callable[[], int]) -> int:
         os.close(read)
         _obey(os.fdopen(write, "w"), run)
     os.close(write)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child says that it was interrupted
+    stops = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(stop, lambda stop, _: os.kill(child, stop)) for stop in stops]
     last, code = "", None
     with os.fdopen(read) as lines:
         for line in map(str.strip, lines):
@@ -43,7 +45,8 @@ def supervise(run: Callable[[], int]) -> int:
                 code = int(line.removeprefix(_VERDICT))
             last = line
     os.waitpid(child, 0)
-    signal.signal(signal.SIGINT, before)
+    for stop, handler in zip(stops, before, strict=True):
+        signal.signal(stop, handler)
     if code is None:
         print(
             f"The process ended in {last or 'its first steps'}: somebody killed it, a kernel "
@@ -53,10 +56,17 @@ def supervise(run: Callable[[], int]) -> int:
     return 1 if code is None else code
 
 
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Ends a command: Ctrl-C reaches it from the terminal, and from the supervisor again."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _obey(supervisor: TextIO, run: Callable[[], int]) -> None:
     """Runs a command, tells the supervisor how it ended, and ends the process."""
     global _supervisor
     _supervisor, code = supervisor, 1
+    signal.signal(signal.SIGINT, _interrupt_once)
     try:
         code = run()
     except SystemExit as error:  # argparse's, after its message

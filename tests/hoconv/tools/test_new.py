@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,27 @@ def test_an_implementation_that_ends_the_process_is_not_right(end: str) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
+
+
+@pytest.mark.parametrize(("stop", "code", "said"), [
+    (signal.SIGINT, 130, "hoconv check: interrupted"),
+    (signal.SIGTERM, 1, "somebody killed it"),
+])  # fmt: skip
+def test_a_judging_command_ends_with_its_process(
+    stop: signal.Signals, code: int, said: str
+) -> None:
+    command = [sys.executable, "-m", "hoconv.tools.cli", "check", "splat", "--device", "cpu"]
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=unbuffered
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("seed")
+        process.send_signal(stop)
+        _, errors = process.communicate()  # returns when both processes have closed the pipe
+    assert process.returncode == code
+    assert said in errors
+    assert "Traceback" not in errors
 
 
 def test_an_interrupted_command_is_one_line(
