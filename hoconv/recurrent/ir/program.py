@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rate = Literal["once", "sequence", "step"]
-# Steps of a segment: of a state of 128 x 128 numbers, one in so many takes as much memory as the
-# keys, values and queries of all steps do in half precision.
+# Steps of a segment: of a state of 128 x 128 numbers, one in so many takes 1 KB a step, about as
+# much as the 768 bytes of keys, values and queries in half precision.
 SEGMENT = 64
 BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "bool": 1, "real": 4}
 
@@ -196,6 +196,15 @@ def flat(items: Iterable[Op | Group]) -> Iterator[Op]:
             yield from item.ops
         else:
             yield item
+
+
+def find_operands(ops: Iterable[Op], results: Iterable[Value]) -> set[Value]:
+    """Finds the values that some results of ops are computed from, and these."""
+    found = set(results)
+    for op in reversed([*ops]):
+        if op.result in found:
+            found.update(op.values)
+    return found
 
 
 def count_segments(T: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import BY_AXES, LAYOUT, PRODUCTS, SOURCES, is_elementwise
-from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
+from hoconv.recurrent.ir.program import Op, Program, Type, Value, find_operands, flat
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
@@ -22,7 +21,7 @@ def hoist(program: Program) -> Program:
     ops = list(flat(program.step))
     moved, rest = free, [op for op in ops if op.result not in free]
     if all(is_elementwise(op.kind) or op.kind in (*LAYOUT, *SOURCES) for op in rest):
-        moved = _find_read(ops, {op.result for op in ops if op.kind in PRODUCTS})
+        moved = find_operands(ops, {op.result for op in ops if op.kind in PRODUCTS})
     values: dict[Value, Value] = {}
     before, step = list(program.before), []
     for given in ops:
@@ -44,13 +43,4 @@ def _find_stateless(program: Program) -> set[Value]:
         waits = any(v.type.rate == "step" and v not in found for v in op.values)
         if not (op.kind in SOURCES or grows or waits):
             found.add(op.result)
-    return found
-
-
-def _find_read(ops: Sequence[Op], results: Collection[Value]) -> set[Value]:
-    """Finds results of ops, and those that they are computed from."""
-    found = set(results)
-    for op in reversed(ops):
-        if op.result in found:
-            found.update(op.values)
     return found

@@ -90,6 +90,8 @@ class CudaLoop:
         self.scan = None if scan is None else ScanLoop(scan)
         fits = recorded and not isinstance(emit_matrix(program), str)
         self.matrices = MatrixLoop(program) if fits else None
+        # No other kernel writes or reads states that are saved once a segment.
+        assert self.matrices or not (program.replays or any(y.sparse for y in program.yields))
         self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()

@@ -27,12 +27,12 @@ from hoconv.recurrent.ir.program import (
     SEGMENT,
     Program,
     Yield,
+    find_operands,
     flat,
 )
 from hoconv.recurrent.passes.matrix.columns import (
     Columns,
     find_columns,
-    find_operands,
     find_sums,
 )
 from hoconv.recurrent.passes.matrix.separate import separate

@@ -18,7 +18,7 @@ from hoconv.recurrent.passes.matrix.tiling import Tiling
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What every step reads of a sequence.
+    """A part of a sequence that every step reads.
 
     Attributes:
         value: what the steps call it.
@@ -106,7 +106,7 @@ class Steps(Values):
         return source
 
     def _of(self, ops: Sequence[Op]) -> list[Read]:
-        """What some ops read of sequences."""
+        """Lists what some ops read of sequences."""
         wanted = {v for op in ops for v in op.values}
         if ops is self.step:
             wanted |= {s.next for s in self.program.states}

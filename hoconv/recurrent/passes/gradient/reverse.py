@@ -19,7 +19,16 @@ from hoconv.recurrent.frontend.axes import cat
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
-from hoconv.recurrent.ir.program import Op, Program, Replay, State, Value, Yield, flat
+from hoconv.recurrent.ir.program import (
+    Op,
+    Program,
+    Replay,
+    State,
+    Value,
+    Yield,
+    find_operands,
+    flat,
+)
 from hoconv.recurrent.passes.gradient import by_axes
 from hoconv.recurrent.passes.gradient.saved import Recompute, choose_saved, select_rematerialized
 from hoconv.recurrent.passes.rewrite import substitute
@@ -196,10 +205,7 @@ class _StepAdjoint(_Adjoint):
         """The values of which a gradient is computed: some ops compute those of constants."""
         found = {*self.following, *self.outside.values()}
         found |= {v for op, g in self.products for v in (g, op.values[0])}
-        for op in reversed(self.builder.ops):
-            if op.result in found:
-                found.update(op.values)
-        return found
+        return find_operands(self.builder.ops, found)
 
 
 class _SequenceAdjoint(_Adjoint):

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hoconv.recurrent.ir.kinds import BY_AXES
-from hoconv.recurrent.ir.program import Op, Program, Value, flat
+from hoconv.recurrent.ir.program import Op, Program, Value, find_operands, flat
 from hoconv.recurrent.passes.matrix.axes import Axes, Axis, NoAxes, find_axes
 from hoconv.recurrent.passes.matrix.tiling import MOST_KEYS
 
@@ -110,18 +110,9 @@ def _choose(
     return min(candidates, key=lambda each: each[:3])[3] if candidates else reason
 
 
-def find_operands(ops: list[Op], results: Iterable[Value]) -> set[Value]:
-    """The values of a step that some of its results are computed from, and these."""
-    found = set(results)
-    for op in reversed(ops):
-        if op.result in found:
-            found.update(op.values)
-    return found
-
-
 def _find_late(ops: list[Op], columns: Columns, shared: Container[Value]) -> set[Value]:
-    """What is summed over columns or heads and not shared, what lies along other axes, and what is
-    computed from such."""
+    """Finds what is summed over columns or heads and not shared, what lies along other axes, and
+    what is computed from such."""
     allowed = {columns.heads, columns.keys, columns.columns}
     late: set[Value] = set()
     for op in ops:

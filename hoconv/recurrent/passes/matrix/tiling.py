@@ -45,7 +45,7 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """The threads of a block."""
         return self.warps * WARP
 
     @property
