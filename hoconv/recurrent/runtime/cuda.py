@@ -90,8 +90,10 @@ class CudaLoop:
         self.scan = None if scan is None else ScanLoop(scan)
         fits = recorded and not isinstance(emit_matrix(program), str)
         self.matrices = MatrixLoop(program) if fits else None
-        # No other kernel writes or reads states that are saved once a segment.
-        assert self.matrices or not (program.replays or any(y.sparse for y in program.yields))
+        # Kernels that are launched one by one write, and read, the states of all steps; of those
+        # recorded, this one alone writes and reads what is saved once a segment.
+        sparse = bool(program.replays) or any(y.sparse for y in program.yields)
+        assert self.matrices or not (recorded and sparse)
         self.groups: dict[Group, tuple[Program, CudaLoop]] = {
             group: (each, CudaLoop(each, recorded))
             for group, each in (make_row_programs(program) if recorded else {}).items()
