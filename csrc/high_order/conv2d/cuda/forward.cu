@@ -3,10 +3,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
-#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
@@ -62,8 +62,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
         tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
                                                                 mutable_image<T>(out), tiling);
       });
-      if (!done && p.is_dense()) apply_general<false, T>(x, weight, out, p, launch.stream);
-      if (!p.is_plain()) apply_windowed<T>(x, weight, out, p, launch.stream);
+      if (!done) apply_general<false, T>(x, weight, out, p, launch.stream);
+      if (p.repeats()) apply_border<T>(x, weight, out, p, launch.stream);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });

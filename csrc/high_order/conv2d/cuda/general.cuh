@@ -1,11 +1,14 @@
-// The kernels that take every layout, kernel size, dilation and dtype, where neighbours read
-// neighbours: Problem::is_dense. Outside the image they read zeros.
+// The kernels that take every layout, kernel size, dilation, scale and dtype of windows that are
+// one pixel apart. Outside the image they read zeros.
 //
-// A thread owns V channels of a group and P pixels of a row. The pixels are `dilation` apart, so
-// that their taps read the same columns: the P + J - 1 columns that J taps of a row read are loaded
-// once each, for P * J products of V channels. Where channels are last, neighbouring threads own
-// neighbouring channels: V of them are one load of 16 bytes, and all threads of a group read the
-// same weight. In other layouts neighbouring threads own neighbouring pixels.
+// A thread owns V channels of a group and P pixels of a row. The pixels are `dilation` apart, of an
+// output `dilation * scale`, so that their taps read the same columns: the P + J - 1 columns that J
+// taps of a row read are loaded once each, for P * J products of V channels. So each of the
+// scale x scale pixels that share a window belongs to an image of its own, as large as x, whose
+// pixels are `scale` apart in the output; the gradient of x is a sum over these images. Where
+// channels are last, neighbouring threads own neighbouring channels: V of them are one load of 16
+// bytes, and all threads of a group read the same weight. In other layouts neighbouring threads own
+// neighbouring pixels.
 //
 // An example, 8 images of 256 channels, one group, 64 x 64, k = 5, in bfloat16: the images are 34
 // MB and the weights 1.6 MB, 12 us of an H100's memory; 210 million products, 7 us of its
@@ -16,9 +19,7 @@
 // and W width.
 #pragma once
 
-#include <numeric>
-
-#include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/windows.cuh"
 
 namespace hoconv::high_order::conv2d {
 
@@ -103,68 +104,124 @@ __device__ __forceinline__ void store_channels(T* p, int64_t stride, const A (&s
   }
 }
 
+// What the first tap of a phase reads: of an output pixel, the position in x; in the adjoint, of a
+// pixel of x, the window.
+template <bool Adjoint>
+__device__ int first_read(const Line& line, int pixel, int phase) {
+  if (!Adjoint) return line.first_position(pixel) + phase * line.step;
+  const int offset = pixel + line.before - phase * line.step;
+  return line.stride == 1 ? offset : offset / line.stride;  // which the phase makes a multiple
+}
+
+// How `apply` walks over what it reads: over pixels of x by the taps of each phase in turn; with
+// `Adjoint`, over windows by the only phase that reads the pixel, for each image of the output in
+// turn. What is constant is computed here: the registers that it would take in a kernel keep loads
+// from being issued early.
+template <bool Adjoint>
+struct Walk {
+  int turns_across, turns;
+  int H, W;                                 // pixels, or windows
+  int rows_apart, columns_apart;            // of two taps of a phase
+  int step;                                 // of two pixels of a thread
+  int64_t row, column;                      // elements from one that may be read to the next
+  int64_t next_row, next_column;            // from one that is read to the next
+  int64_t weight_row, weight_column;        // as row and column, of the weights
+  int64_t tap, next_tap, next_row_of_taps;  // from one that is applied to the next
+  int64_t next_pixel;                       // of the weights, from a pixel of a thread to the next
+
+  Walk(const Windows& p, const ImageStrides& x, const WeightStrides& weight) {
+    const Line &down = p.down, &across = p.across;
+    turns_across = Adjoint ? across.scale : across.phases;
+    turns = turns_across * (Adjoint ? down.scale : down.phases);
+    H = Adjoint ? down.windows : down.in, W = Adjoint ? across.windows : across.in;
+    rows_apart = down.hop * (Adjoint ? -1 : down.stride);
+    columns_apart = across.hop * (Adjoint ? 1 : across.stride);
+    step = across.hop * (Adjoint ? across.stride : across.scale);
+    row = (Adjoint ? down.scale : 1) * x.h, column = (Adjoint ? across.scale : 1) * x.w;
+    next_row = rows_apart * row, next_column = columns_apart * column;
+    weight_row = down.scale * weight.h, weight_column = across.scale * weight.w;
+    next_pixel = across.hop * weight_column;
+    tap = across.phases * weight.tap, next_tap = Adjoint ? next_pixel - tap : tap;
+    next_row_of_taps = int64_t{down.phases} * across.taps * weight.tap;
+    if (Adjoint) next_row_of_taps += rows_apart * weight_row;
+  }
+
+  // What the first tap of a phase reads: for a pixel of the output the position in x, for a pixel
+  // of x the window.
+  static __device__ int first_read(const Line& line, int pixel, int phase) {
+    if (!Adjoint) return line.first_position(pixel) + phase * line.step;
+    const int offset = pixel + line.before - phase * line.step;
+    return line.stride == 1 ? offset : offset / line.stride;  // a multiple, by the choice of phase
+  }
+};
+
 // The output, or with `Adjoint` the gradient of x, of which `x` is then the output's gradient.
 // J taps of a row are applied at once.
 template <typename T, int V, int J, bool Last, bool Adjoint>
 __global__ void __launch_bounds__(kThreads, 4)
-    apply(Image<const T> x, Weights<const T> weight, Image<T> out, Problem p) {
+    apply(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p, Walk<Adjoint> walk) {
   using A = acc_t<T>;
   constexpr int P = kPixels;
-  const int k = p.across.taps;
-  const int H = Adjoint ? p.down.out : p.down.in, W = Adjoint ? p.across.out : p.across.in;
-  const int out_W = Adjoint ? p.across.in : p.across.out;
-  const Strip<Last> at(thread_index(), p.B, p.C / V, Adjoint ? p.down.in : p.down.out, out_W,
-                       p.across.dilation);
+  const Line &down = p.down, &across = p.across;
+  const int out_W = Adjoint ? across.in : across.out;
+  const Strip<Last> at(thread_index(), p.B, p.C / V, Adjoint ? down.in : down.out, out_W,
+                       walk.step);
   if (!at.exists) return;
-  const int c = at.part * V, g = c / static_cast<int>(p.C / p.G);
-  const int dilation = p.down.dilation, before = p.down.before;
-  // Pixel s reads column q by tap first + q - s; in the adjoint, taps run the other way, and up.
-  constexpr int sign = Adjoint ? -1 : 1;
-  const int64_t next_column = at.step * x.s.w, next_pixel = at.step * weight.s.w;
-  const int64_t next_tap = Adjoint ? next_pixel - weight.s.tap : weight.s.tap;
+  const int c = at.part * V, g = c / (p.C / p.G);
   // The weights of the pixels beside the first one's. One that does not exist has the first one's.
   int64_t beside[P];
 #pragma unroll
   for (int s = 0; s < P; ++s)
-    beside[s] = Adjoint || at.w + s * at.step < out_W ? s * next_pixel : 0;
-  int y = at.h - sign * before;
-  const T* x_row = x.at(at.b, c, y, 0);
-  const T* weight_row = weight.at(0, at.b, g, Adjoint ? y : at.h, Adjoint ? 0 : at.w);
+    beside[s] = Adjoint || at.w + s * at.step < out_W ? s * walk.next_pixel : 0;
   A sum[P][V] = {};
 #pragma unroll 1
-  for (int i = 0; i < p.down.taps; ++i, y += sign * dilation, x_row += sign * dilation * x.s.h,
-           weight_row += k * weight.s.tap - (Adjoint ? dilation * weight.s.h : 0)) {
-    const bool row = y >= 0 && y < H;
-    if (Adjoint && !row) continue;
+  for (int turn = 0; turn < walk.turns; ++turn) {
+    const int turn_h = turn / walk.turns_across, turn_w = turn - turn_h * walk.turns_across;
+    const int phase_h = Adjoint ? down.phase_of(at.h) : turn_h;
+    const int phase_w = Adjoint ? across.phase_of(at.w) : turn_w;
+    const int k = across.taps_of_phase(phase_w);
+    const int left = walk.first_read(across, at.w, phase_w);
+    int y = walk.first_read(down, at.h, phase_h);
+    const T* x_row = x.at(at.b, c, Adjoint ? turn_h : 0, Adjoint ? turn_w : 0) + y * walk.row;
+    const T* row_of_taps = weight.at(phase_h * across.taps + phase_w, at.b, g,
+                                     Adjoint ? turn_h : at.h, Adjoint ? turn_w : at.w);
+    if (Adjoint) row_of_taps += y * walk.weight_row;
 #pragma unroll 1
-    for (int first = 0; first < k; first += J) {
-      const int across = first * at.step - static_cast<int>(p.across.before);
-      const int start = Adjoint ? at.w - across - (J - 1) * at.step : at.w + across;
-      const T* columns = x_row + start * x.s.w;
-      const T* first_taps = Adjoint
-                                ? weight_row + (first + J - 1) * weight.s.tap + start * weight.s.w
-                                : weight_row + first * weight.s.tap;
-      const T* taps[P];
+    for (int i = down.taps_of_phase(phase_h); i > 0;
+         --i, y += walk.rows_apart, x_row += walk.next_row, row_of_taps += walk.next_row_of_taps) {
+      const bool row = y >= 0 && y < walk.H;
+      if (Adjoint && !row) continue;
+#pragma unroll 1
+      for (int first = 0; first < k; first += J) {
+        // Pixel s reads column q by tap first + q - s; in the adjoint, taps run the other way.
+        const int start = Adjoint ? left - (first + J - 1) * walk.columns_apart
+                                  : left + first * walk.columns_apart;
+        const T* columns = x_row + start * walk.column;
+        const T* first_taps =
+            Adjoint ? row_of_taps + (first + J - 1) * walk.tap + start * walk.weight_column
+                    : row_of_taps + first * walk.tap;
+        const T* taps[P];
 #pragma unroll
-      for (int s = 0; s < P; ++s) taps[s] = first_taps + beside[s];
+        for (int s = 0; s < P; ++s) taps[s] = first_taps + beside[s];
 #pragma unroll
-      for (int q = 0; q < P + J - 1; ++q, columns += next_column) {
-        const int z = start + q * at.step;
-        const int least = Adjoint ? J - 1 - min(q, J - 1) : max(q - P + 1, 0);  // tap that reads it
-        const bool inside = row && z >= 0 && z < W && (J != kAnyTaps || first + least < k);
-        A column[V];
-        load_channels<V, Last>(columns, x.s.c, inside, column);
+        for (int q = 0; q < P + J - 1; ++q, columns += walk.next_column) {
+          const int z = start + q * walk.columns_apart;
+          const int least = Adjoint ? J - 1 - min(q, J - 1) : max(q - P + 1, 0);  // that reads it
+          const bool inside = row && z >= 0 && z < walk.W && (J != kAnyTaps || first + least < k);
+          A column[V];
+          load_channels<V, Last>(columns, x.s.c, inside, column);
 #pragma unroll
-        for (int s = 0; s < P; ++s) {
-          if (q < s || q - s >= J) continue;
-          const int j = first + (Adjoint ? J - 1 - (q - s) : q - s);
-          const bool applies = J != kAnyTaps || j < k;  // else another pixel's column, maybe inf
-          T tap = narrow<T>(A(0));
-          if (applies && (!Adjoint || inside)) tap = __ldg(taps[s]);
-          taps[s] += next_tap;
-          if (!applies) continue;
+          for (int s = 0; s < P; ++s) {
+            if (q < s || q - s >= J) continue;
+            const int j = first + (Adjoint ? J - 1 - (q - s) : q - s);
+            const bool applies = J != kAnyTaps || j < k;  // else another pixel's column, maybe inf
+            T factor = narrow<T>(A(0));
+            if (applies && (!Adjoint || inside)) factor = __ldg(taps[s]);
+            taps[s] += walk.next_tap;
+            if (!applies) continue;
 #pragma unroll
-          for (int v = 0; v < V; ++v) sum[s][v] += widen<A>(tap) * column[v];
+            for (int v = 0; v < V; ++v) sum[s][v] += widen<A>(factor) * column[v];
+          }
         }
       }
     }
@@ -208,59 +265,67 @@ __device__ __forceinline__ int reduce(A (&sum)[P][J], int lane, int lanes) {
 // grad_weight. `lanes` neighbouring threads share the channels of a group.
 template <typename T, int V, int J, bool Last>
 __global__ void __launch_bounds__(kThreads, 4)
-    sum_products(Image<const T> grad, Image<const T> x, Weights<T> out, Problem p, int lanes) {
+    sum_products(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, int lanes) {
   using A = acc_t<T>;
   constexpr int P = kPixels;
-  const int k = p.across.taps, H = p.down.in, W = p.across.in, out_W = p.across.out;
-  const Strip<Last> at(thread_index() / lanes, p.B, p.G, p.down.out, out_W, p.across.dilation);
+  const Line &down = p.down, &across = p.across;
+  const Strip<Last> at(thread_index() / lanes, p.B, p.G, down.out, across.out,
+                       across.hop * across.scale);
   const int lane = threadIdx.x % lanes, g = at.part, n = p.C / p.G;
-  const int dilation = p.down.dilation, across = p.across.before;
-  const int64_t next_column = at.step * x.s.w, next_pixel = at.step * grad.s.w;
-  int y = at.h - static_cast<int>(p.down.before);
+  const int rows_apart = down.hop * down.stride, columns_apart = across.hop * across.stride;
+  const int64_t next_column = columns_apart * x.s.w, next_pixel = at.step * grad.s.w;
+  const int64_t next_tap = across.phases * out.s.tap;
   const T* gradients = grad.at(at.b, g * n, at.h, at.w);
-  const T* x_row = x.at(at.b, g * n, y, at.w - across);
-  T* out_row = out.at(0, at.b, g, at.h, at.w);
 #pragma unroll 1
-  for (int i = 0; i < p.down.taps;
-       ++i, y += dilation, x_row += dilation * x.s.h, out_row += k * out.s.tap) {
-    const bool row = y >= 0 && y < H;
+  for (int phase = 0; phase < down.phases * across.phases; ++phase) {
+    const int phase_h = phase / across.phases, phase_w = phase - phase_h * across.phases;
+    const int taps_h = down.taps_of_phase(phase_h), k = across.taps_of_phase(phase_w);
+    int y = Walk<false>::first_read(down, at.h, phase_h);
+    const int left = Walk<false>::first_read(across, at.w, phase_w);
+    const T* x_row = x.at(at.b, g * n, y, left);
+    T* out_row = out.at(phase_h * across.taps + phase_w, at.b, g, at.h, at.w);
 #pragma unroll 1
-    for (int first = 0; first < k; first += J) {
-      const int start = at.w + first * at.step - across;
-      A sum[P][J] = {};
+    for (int i = 0; i < taps_h; ++i, y += rows_apart, x_row += rows_apart * x.s.h,
+             out_row += down.phases * across.taps * out.s.tap) {
+      const bool row = y >= 0 && y < down.in;
 #pragma unroll 1
-      for (int part = lane * V; at.exists && part < n; part += lanes * V) {
-        A gradient[P][V];
-#pragma unroll
-        for (int s = 0; s < P; ++s) {
-          load_channels<V, Last>(gradients + part * grad.s.c + s * next_pixel, grad.s.c,
-                                 at.w + s * at.step < out_W, gradient[s]);
-        }
-        const T* columns = x_row + part * x.s.c + first * next_column;
-#pragma unroll
-        for (int q = 0; q < P + J - 1; ++q, columns += next_column) {
-          const int z = start + q * at.step;
-          A column[V];
-          load_channels<V, Last>(columns, x.s.c, row && z >= 0 && z < W, column);
+      for (int first = 0; first < k; first += J) {
+        const int start = left + first * columns_apart;
+        A sum[P][J] = {};
+#pragma unroll 1
+        for (int part = lane * V; at.exists && part < n; part += lanes * V) {
+          A gradient[P][V];
 #pragma unroll
           for (int s = 0; s < P; ++s) {
-            if (q < s || q - s >= J) continue;
+            load_channels<V, Last>(gradients + part * grad.s.c + s * next_pixel, grad.s.c,
+                                   at.w + s * at.step < across.out, gradient[s]);
+          }
+          const T* columns = x_row + part * x.s.c + first * next_column;
 #pragma unroll
-            for (int v = 0; v < V; ++v) sum[s][q - s] += gradient[s][v] * column[v];
+          for (int q = 0; q < P + J - 1; ++q, columns += next_column) {
+            const int z = start + q * columns_apart;
+            A column[V];
+            load_channels<V, Last>(columns, x.s.c, row && z >= 0 && z < across.in, column);
+#pragma unroll
+            for (int s = 0; s < P; ++s) {
+              if (q < s || q - s >= J) continue;
+#pragma unroll
+              for (int v = 0; v < V; ++v) sum[s][q - s] += gradient[s][v] * column[v];
+            }
           }
         }
-      }
-      const int mine = reduce(sum, lane, lanes);
-      const int sharing = lanes < P ? lanes : P;  // threads among which the pixels are divided
-      if (!at.exists || lane >= sharing) continue;
+        const int mine = reduce(sum, lane, lanes);
+        const int sharing = lanes < P ? lanes : P;  // threads among which the pixels are divided
+        if (!at.exists || lane >= sharing) continue;
 #pragma unroll
-      for (int s = 0; s < P; ++s) {
-        const int w = at.w + (mine + s) * at.step;
-        if (s >= P / sharing || w >= out_W) continue;
-        T* target = out_row + first * out.s.tap + (mine + s) * at.step * out.s.w;
+        for (int s = 0; s < P; ++s) {
+          const int w = at.w + (mine + s) * at.step;
+          if (s >= P / sharing || w >= across.out) continue;
+          T* target = out_row + first * next_tap + (mine + s) * at.step * out.s.w;
 #pragma unroll
-        for (int j = 0; j < J; ++j, target += out.s.tap)
-          if (J != kAnyTaps || first + j < k) *target = narrow<T>(sum[s][j]);
+          for (int j = 0; j < J; ++j, target += next_tap)
+            if (J != kAnyTaps || first + j < k) *target = narrow<T>(sum[s][j]);
+        }
       }
     }
   }
@@ -278,8 +343,10 @@ inline bool loads_channels(const Tensor& t, int64_t V) {
 // Checks that positions along an axis fit 32 bits, those of a thread's last columns, too.
 inline void check_positions(const Problem& p) {
   int64_t most = p.C;
-  for (const Axis& a : {p.down, p.across})
-    most = std::max({most, a.in + (a.taps + 2 * kPixels) * a.step(), a.out});
+  for (const Axis& a : {p.down, p.across}) {
+    const int64_t apart = a.step() * std::max(a.stride, a.scale);  // two pixels of a thread
+    most = std::max({most, a.in + (a.taps + 2 * kPixels) * apart, a.out + 2 * kPixels * apart});
+  }
   STD_TORCH_CHECK(most < int64_t{1} << 31,
                   "x: expected channels, and height and width with all dilations, below 2^31; got ",
                   most, "; use impl=reference");
@@ -309,22 +376,24 @@ void dispatch_channels(const Problem& p, std::initializer_list<const Tensor*> im
   }
 }
 
-// Calls f(V, J, Last) with the constants of a general kernel.
+// Calls f(V, J, Last, windows) with the constants of a general kernel, and its problem.
 template <typename T, typename F>
 void dispatch_general(const Problem& p, std::initializer_list<const Tensor*> images, F&& f) {
   using std::integral_constant;
   dispatch_channels<T>(p, images, [&](auto V, auto last) {
-    const int64_t k = p.across.taps;
+    const Windows windows(p);
+    const Line& across = windows.across;
+    const int k = across.taps % across.phases ? kAnyTaps : across.taps / across.phases;
     if (k % 7 == 0)
-      f(V, integral_constant<int, 7>{}, last);
+      f(V, integral_constant<int, 7>{}, last, windows);
     else if (k % 5 == 0)
-      f(V, integral_constant<int, 5>{}, last);
+      f(V, integral_constant<int, 5>{}, last, windows);
     else if (k % 3 == 0)
-      f(V, integral_constant<int, 3>{}, last);
+      f(V, integral_constant<int, 3>{}, last, windows);
     else if (k == 1)
-      f(V, integral_constant<int, 1>{}, last);
+      f(V, integral_constant<int, 1>{}, last, windows);
     else
-      f(V, integral_constant<int, kAnyTaps>{}, last);
+      f(V, integral_constant<int, kAnyTaps>{}, last, windows);
   });
 }
 
@@ -337,22 +406,17 @@ inline int sharing_lanes(const Problem& p, int V, bool last, int64_t owners) {
   return lanes;
 }
 
-// The problem as the general kernels take it, whose threads own pixels that are a dilation apart.
-inline Problem with_steps(Problem p) {
-  p.down.dilation = p.down.step(), p.across.dilation = p.across.step();
-  return p;
-}
-
 // Launches `apply`.
 template <bool Adjoint, typename T>
 void apply_general(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
                    cudaStream_t stream) {
-  dispatch_general<T>(p, {&x, &out}, [&](auto V, auto J, auto last) {
+  dispatch_general<T>(p, {&x, &out}, [&](auto V, auto J, auto last, const Windows& windows) {
+    const Walk<Adjoint> walk(windows, image_strides(x), weight_strides(weight));
     const int64_t H = Adjoint ? p.down.in : p.down.out;
     const int64_t W = Adjoint ? p.across.in : p.across.out;
-    const int64_t threads = Strip<last>::threads(p.B, p.C / V, H, W, p.across.step());
+    const int64_t threads = Strip<last>::threads(p.B, p.C / V, H, W, walk.step);
     apply<T, V, J, last, Adjoint><<<blocks_for(threads), kThreads, 0, stream>>>(
-        image<T>(x), weights<T>(weight), mutable_image<T>(out), with_steps(p));
+        image<T>(x), weights<T>(weight), mutable_image<T>(out), windows, walk);
   });
 }
 
@@ -360,12 +424,12 @@ void apply_general(const Tensor& x, const Tensor& weight, Tensor& out, const Pro
 template <typename T>
 void sum_general(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                  cudaStream_t stream) {
-  dispatch_general<T>(p, {&x, &grad}, [&](auto V, auto J, auto last) {
-    const int64_t owners =
-        Strip<last>::threads(p.B, p.G, p.down.out, p.across.out, p.across.step());
+  dispatch_general<T>(p, {&x, &grad}, [&](auto V, auto J, auto last, const Windows& windows) {
+    const int64_t step = windows.across.hop * windows.across.scale;
+    const int64_t owners = Strip<last>::threads(p.B, p.G, p.down.out, p.across.out, step);
     const int lanes = sharing_lanes(p, V, last, owners);
     sum_products<T, V, J, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
-        image<T>(grad), image<T>(x), mutable_weights<T>(out), with_steps(p), lanes);
+        image<T>(grad), image<T>(x), mutable_weights<T>(out), windows, lanes);
   });
 }
 

@@ -9,10 +9,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
-#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
@@ -89,8 +89,8 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
              tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
                  image<T>(grad), weights<T>(weight), mutable_image<T>(out), tiling);
            });
-    if (!done && p.is_dense()) apply_general<true, T>(grad, weight, out, p, launch.stream);
-    if (!p.is_plain()) gather_windowed<T>(grad, weight, out, p, launch.stream);
+    if (!done) apply_general<true, T>(grad, weight, out, p, launch.stream);
+    if (p.repeats()) gather_border<T>(grad, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

@@ -6,10 +6,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
-#include "high_order/conv2d/cuda/windowed.cuh"
 
 namespace hoconv::high_order::conv2d {
 namespace {
@@ -68,8 +68,8 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
             tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
                 image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
           });
-      if (!done && p.is_dense()) sum_general<T>(grad, x, out, p, launch.stream);
-      if (!p.is_plain()) sum_windowed<T>(grad, x, out, p, launch.stream);
+      if (!done) sum_general<T>(grad, x, out, p, launch.stream);
+      if (p.repeats()) sum_border<T>(grad, x, out, p, launch.stream);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });

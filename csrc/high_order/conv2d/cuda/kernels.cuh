@@ -3,8 +3,8 @@
 //
 // The `tuned` kernels take square windows of odd sizes from 3 to 11, padded with zeros, of
 // dilation, stride and scale 1, contiguous rows, and all dtypes but float64. general.cuh has the
-// kernels for the rest of what Problem::is_dense names, windowed.cuh those for every other window.
-// A border that repeats pixels is zeros for the first two; windowed.cuh then writes what reads it.
+// kernels for everything else. A border that repeats pixels is zeros for both; border.cuh then
+// writes what reads it.
 // At C = 3 and k = 5 four fifths of all bytes are weights, so a tuned kernel reads them as well as
 // it can: a thread owns V neighbouring pixels of a row, loads a row of their weights, 16 bytes at a
 // time, and applies it to N channels, whose pixels come from the L1 cache and whose sums stay in

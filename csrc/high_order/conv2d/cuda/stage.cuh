@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "high_order/conv2d/cuda/windowed.cuh"
+#include "high_order/conv2d/cuda/general.cuh"
 
 namespace hoconv::high_order::conv2d {
 

@@ -1,22 +1,12 @@
-// The kernels for the windows that general.cuh does not take: windows that are a stride apart, that
-// `scale` output pixels share, or that read the border's pixels again outside the image. Of windows
-// that are neither a stride apart nor shared they compute only a frame, which reads the border
-// again.
+// The kernels of what reads the border's pixels again outside the image: of the output a frame, as
+// wide as windows reach over the border, and of the gradient of x the pixels that are read so. The
+// other kernels take what is outside for zeros; these write the same elements afterwards.
 //
 // A thread owns V channels of one pixel of what it writes: of the output; of the gradient of x, for
 // which it gathers what every output pixel that reads the pixel has; or of the weights' gradient,
-// of which a few threads share the channels. Where the scale across is even it owns two pixels of
-// the output, which read the same pixels. As in general.cuh, neighbouring threads own neighbouring
-// channels where these are last, and neighbouring pixels elsewhere.
-//
-// An example, CARAFE: 8 images of 256 channels, 64 x 64, one group, scale 2, k = 5, in bfloat16. x
-// is 17 MB, the output 67 MB and the weights 7 MB, 27 us of an H100's memory; 840 million products,
-// 25 us of its arithmetic. A tap loads 16 bytes of a pixel and two weights for 16 products in a
-// thread: 0.8 GB, 30 us of the L1 caches at 128 bytes a clock. It takes 158 us. What binds it is
-// the instructions: 50 a tap as compiled for sm_90 are 90 us where every scheduler issues one a
-// clock; one pixel a thread would take 47 for 8 products. Positions are 32-bit, and a row's pixels
-// are reached by adding: 64-bit products, and a branch for every position, took half as many
-// instructions again.
+// of which a few threads share the channels. As in general.cuh, neighbouring threads own
+// neighbouring channels where these are last, and neighbouring pixels elsewhere. Positions are
+// 32-bit, and a row's pixels are reached by adding.
 //
 // B batch, C channels, G groups of channels.
 #pragma once
@@ -27,82 +17,6 @@ namespace hoconv::high_order::conv2d {
 
 constexpr int kTapsAtOnce = 4;  // that a load of the output's gradient is multiplied for
 
-// An axis in 32 bits. Window m, of the output pixels m * scale ... m * scale + scale - 1, has its
-// first tap at the position m * stride - before; positions outside 0 ... in - 1 are padding.
-struct Line {
-  int in, out, windows, taps, step, stride, scale, before, after;
-  Padding padding;
-
-  explicit Line(const Axis& a)
-      : in(a.in),
-        out(a.out),
-        windows(a.out / a.scale),
-        taps(a.taps),
-        step(a.step()),
-        stride(a.stride),
-        scale(a.scale),
-        before(a.before),
-        after(a.after()),
-        padding(a.padding) {}
-
-  __device__ int first_position(int o) const { return o / scale * stride - before; }
-
-  __device__ bool is_inside(int position) const {
-    return static_cast<unsigned>(position) < static_cast<unsigned>(in);
-  }
-  __device__ bool repeats() const { return padding > Padding::valid; }
-
-  // As Axis::pixel_at.
-  __device__ int pixel_at(int position) const {
-    if (is_inside(position)) return position;
-    if (padding == Padding::replicate) return position < 0 ? 0 : in - 1;
-    if (padding == Padding::reflect) return position < 0 ? -position : in - 1 - (position - in + 1);
-    return -1;
-  }
-
-  // Calls f(i, o) for every tap i and output pixel o that reads a pixel.
-  template <typename F>
-  __device__ void for_each_reader(int pixel, F&& f) const {
-    const int last = in - 1;
-    int low = pixel, high = pixel;  // positions of the pixel and of what replicates it
-    if (padding == Padding::replicate) {
-      if (pixel == 0) low = -before;
-      if (pixel == last) high = last + after;
-    }
-    for (int position = low; position <= high; ++position) for_each_reader_at(position, f);
-    if (padding != Padding::reflect) return;
-    if (pixel > 0 && pixel <= before) for_each_reader_at(-pixel, f);
-    if (pixel < last && last - pixel <= after) for_each_reader_at(last + (last - pixel), f);
-  }
-
- private:
-  // Of the windows that cover a position, one reads it by each `stride`th of its pixels.
-  template <typename F>
-  __device__ void for_each_reader_at(int position, F&& f) const {
-    const int reach = (taps - 1) * step;
-    const int to_first = position + before - reach;  // where the first such window would begin
-    const int first = to_first <= 0 ? 0 : divide(to_first + stride - 1, stride);
-    const int last = min(divide(position + before, stride), windows - 1);
-    int offset = position + before - first * stride;  // of the position in its window
-    for (int window = first; window <= last; ++window, offset -= stride) {
-      const int i = divide(offset, step);
-      if (i * step != offset) continue;
-      for (int o = window * scale; o < (window + 1) * scale; ++o) f(i, o);
-    }
-  }
-  // There is no instruction for it.
-  __device__ static int divide(int a, int b) { return b == 1 ? a : a / b; }
-};
-
-// A problem in 32 bits.
-struct Windows {
-  int64_t B;
-  int C, G;
-  Line down, across;
-
-  explicit Windows(const Problem& p) : B(p.B), C(p.C), G(p.G), down(p.down), across(p.across) {}
-};
-
 // The pixels of an image, P of them together, that are less than some rows or columns from an edge.
 struct Frame {
   int H, W, top, bottom, left, right;
@@ -111,16 +25,19 @@ struct Frame {
     return int64_t{top + bottom} * W + int64_t{H - top - bottom} * (left + right);
   }
 
-  // The output pixels that read outside; all, of windows that general.cuh does not take.
-  static Frame of_output(const Problem& p, int P) {
-    const Axis &down = p.down, &across = p.across;
-    if (!p.is_dense()) return all(down.out, across.out / P);
-    return Frame(down.out, across.out, down.before, down.after(), across.before, across.after());
+  // The output pixels that read outside.
+  static Frame of_output(const Problem& p) {
+    const auto first = [](const Axis& a) { return (a.before + a.stride - 1) / a.stride * a.scale; };
+    const auto last = [](const Axis& a) {
+      const int64_t begins = a.in - a.after();  // of these pixels of x, windows end inside
+      return a.out - (begins <= 0 ? 0 : ((begins - 1) / a.stride + 1) * a.scale);
+    };
+    return Frame(p.down.out, p.across.out, first(p.down), last(p.down), first(p.across),
+                 last(p.across));
   }
   // The pixels of x that are read outside, and those between them and the edge.
   static Frame of_input(const Problem& p) {
     const Axis &down = p.down, &across = p.across;
-    if (!p.is_dense()) return all(down.in, across.in);
     const bool edge = down.padding == Padding::replicate;
     const auto within = [&](int64_t pixels) { return pixels == 0 ? 0 : edge ? 1 : pixels + 1; };
     return Frame(down.in, across.in, within(down.before), within(down.after()),
@@ -128,7 +45,6 @@ struct Frame {
   }
 
  private:
-  static Frame all(int64_t H, int64_t W) { return Frame(H, W, H, 0, 0, 0); }
   Frame(int64_t H, int64_t W, int64_t top, int64_t bottom, int64_t left, int64_t right)
       : H(H),
         W(W),
@@ -139,7 +55,7 @@ struct Frame {
 };
 
 // The nth thread's pixel of a frame, and which of the `parts` of its channels it computes.
-template <bool Last, int P = 1>
+template <bool Last>
 struct FramePixel {
   int64_t b;
   int h, w, part;
@@ -164,24 +80,22 @@ struct FramePixel {
       h += frame.top;
       if (w >= frame.left) w += frame.W - columns;
     }
-    w *= P;
   }
 };
 
-// A thread owns P neighbouring output pixels of a window, which read the same pixels.
-template <typename T, int V, int P, bool Last>
+template <typename T, int V, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    apply_windows(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p, Frame frame,
-                  int64_t pixels) {
+    apply_at_border(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p, Frame frame,
+                    int64_t pixels) {
   using A = acc_t<T>;
-  const FramePixel<Last, P> at(thread_index(), p.B, p.C / V, frame, pixels);
+  const FramePixel<Last> at(thread_index(), p.B, p.C / V, frame, pixels);
   if (!at.exists) return;
   const int c = at.part * V, g = c / (p.C / p.G);
   const int left = p.across.first_position(at.w);
   const int64_t next_column = p.across.step * x.s.w;
   const T* image = x.at(at.b, c, 0, 0);
   const T* taps = weight.at(0, at.b, g, at.h, at.w);
-  A sum[P][V] = {};
+  A sum[V] = {};
   int y = p.down.first_position(at.h);
   for (int i = 0; i < p.down.taps; ++i, y += p.down.step) {
     const int h = p.down.pixel_at(y);
@@ -194,23 +108,18 @@ __global__ void __launch_bounds__(kThreads, 6)
       const T* pixel = inside || !repeats ? column : row + p.across.pixel_at(z) * x.s.w;
       A channels[V];
       load_channels<V, Last>(pixel, x.s.c, h >= 0 && (inside || repeats), channels);
+      const A tap = widen<A>(__ldg(taps));
 #pragma unroll
-      for (int s = 0; s < P; ++s) {
-        const A tap = widen<A>(__ldg(taps + s * weight.s.w));
-#pragma unroll
-        for (int v = 0; v < V; ++v) sum[s][v] += tap * channels[v];
-      }
+      for (int v = 0; v < V; ++v) sum[v] += tap * channels[v];
     }
   }
-#pragma unroll
-  for (int s = 0; s < P; ++s)
-    store_channels<Last>(out.at(at.b, c, at.h, at.w + s), out.s.c, sum[s]);
+  store_channels<Last>(out.at(at.b, c, at.h, at.w), out.s.c, sum);
 }
 
 template <typename T, int V, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    gather_windows(Image<const T> grad, Weights<const T> weight, Image<T> out, Windows p,
-                   Frame frame, int64_t pixels) {
+    gather_at_border(Image<const T> grad, Weights<const T> weight, Image<T> out, Windows p,
+                     Frame frame, int64_t pixels) {
   using A = acc_t<T>;
   const FramePixel<Last> at(thread_index(), p.B, p.C / V, frame, pixels);
   if (!at.exists) return;
@@ -233,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, 6)
 // `lanes` neighbouring threads share the channels of a group.
 template <typename T, int V, bool Last>
 __global__ void __launch_bounds__(kThreads, 6)
-    sum_windows(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, Frame frame,
-                int64_t pixels, int lanes) {
+    sum_at_border(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, Frame frame,
+                  int64_t pixels, int lanes) {
   using A = acc_t<T>;
   constexpr int N = kTapsAtOnce;
   const FramePixel<Last> at(thread_index() / lanes, p.B, p.G, frame, pixels);
@@ -281,44 +190,38 @@ __global__ void __launch_bounds__(kThreads, 6)
 }
 
 template <typename T>
-void apply_windowed(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
-                    cudaStream_t stream) {
-  const auto launch = [&](auto V, auto P, auto last) {
-    const Frame frame = Frame::of_output(p, P);
+void apply_border(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
+                  cudaStream_t stream) {
+  dispatch_channels<T>(p, {&x, &out}, [&](auto V, auto last) {
+    const Frame frame = Frame::of_output(p);
     const int64_t pixels = frame.pixels();
     if (pixels == 0) return;
-    apply_windows<T, V, P, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
+    apply_at_border<T, V, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
         image<T>(x), weights<T>(weight), mutable_image<T>(out), Windows(p), frame, pixels);
-  };
-  dispatch_channels<T>(p, {&x, &out}, [&](auto V, auto last) {
-    if (p.across.scale % 2 == 0)
-      launch(V, std::integral_constant<int, 2>{}, last);
-    else
-      launch(V, std::integral_constant<int, 1>{}, last);
   });
 }
 
 template <typename T>
-void gather_windowed(const Tensor& grad, const Tensor& weight, Tensor& out, const Problem& p,
-                     cudaStream_t stream) {
+void gather_border(const Tensor& grad, const Tensor& weight, Tensor& out, const Problem& p,
+                   cudaStream_t stream) {
   dispatch_channels<T>(p, {&grad, &out}, [&](auto V, auto last) {
     const Frame frame = Frame::of_input(p);
     const int64_t pixels = frame.pixels();
     if (pixels == 0) return;
-    gather_windows<T, V, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
+    gather_at_border<T, V, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
         image<T>(grad), weights<T>(weight), mutable_image<T>(out), Windows(p), frame, pixels);
   });
 }
 
 template <typename T>
-void sum_windowed(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
-                  cudaStream_t stream) {
+void sum_border(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
+                cudaStream_t stream) {
   dispatch_channels<T>(p, {&x, &grad}, [&](auto V, auto last) {
-    const Frame frame = Frame::of_output(p, 1);
+    const Frame frame = Frame::of_output(p);
     const int64_t pixels = frame.pixels(), owners = p.B * p.G * pixels;
     if (pixels == 0) return;
     const int lanes = sharing_lanes(p, V, last, owners);
-    sum_windows<T, V, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
+    sum_at_border<T, V, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
         image<T>(grad), image<T>(x), mutable_weights<T>(out), Windows(p), frame, pixels, lanes);
   });
 }
