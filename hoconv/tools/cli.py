@@ -52,6 +52,12 @@ def _test(argv: list[str]) -> int:
     return run.main(argv)
 
 
+def _judge(argv: list[str]) -> int:
+    from hoconv.tools.judging import command
+
+    return command.main(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from hoconv.tools import doctor
 
@@ -79,6 +85,7 @@ COMMANDS = {
     "test": Command(
         "[OPERATOR ...]", "gradients, torch.compile, export, threads, ...", _test, True
     ),
+    "judge": Command("DEFINITION CANDIDATE", "judge a kernel that you do not trust", _judge),
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
     "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
     "build": Command("[cpu|cuda] [--arch X.Y]", "compile ahead of the first use", _build),

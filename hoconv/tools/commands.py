@@ -51,11 +51,12 @@ def report_broken_packages() -> bool:
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", nargs="+", type=_device, default=doctor.devices(),
+    parser.add_argument("--device", nargs="+", type=device, default=doctor.devices(),
                         metavar="cpu|cuda", help="default: those of this machine")  # fmt: skip
 
 
-def _device(name: str) -> str:
+def device(name: str) -> str:
+    """Parses a device that this machine has."""
     if name not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {name!r}")
     if name not in doctor.devices():

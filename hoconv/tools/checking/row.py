@@ -103,6 +103,17 @@ class Row:
                 )
                 return
 
+    def judge_special(self, what: str, result: Tensor, exact: Tensor) -> None:
+        """Notes a missing NaN, and an error of what is finite, of a result for special values."""
+        if not exact.is_floating_point():
+            return
+        result, exact = result.cpu().double(), exact.cpu().double()
+        if (exact.isnan() & ~result.isnan()).any():
+            self.fail(f"{what}: a NaN of the reference is missing")
+            return
+        finite = exact.isfinite()
+        self.judge_error(what, result[finite], exact[finite])
+
 
 def _worse(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

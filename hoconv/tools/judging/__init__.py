@@ -1,0 +1,1 @@
+"""Judging a kernel that one does not trust: what `hoconv judge` does."""

@@ -1,0 +1,109 @@
+"""What a candidate calls, and which functions it replaces, as seen from its own process.
+
+A candidate shares that process, and can hide what it calls. This is provenance, and no part of the
+judgement of its numbers and times, for which nothing that its process says is believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+# Modules whose functions a timer, a comparison or a judge may use.
+_WATCHED = (
+    "builtins", "time", "timeit", "math", "random", "gc", "os", "json", "signal", "pickle", "torch",
+    "torch.Tensor", "torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.testing",
+    "torch.autograd", "torch.linalg", "torch.nn.functional", "torch.utils._pytree",
+    "hoconv.tools.testing.comparison", "hoconv.tools.judging.worker",
+    "hoconv.tools.judging.exchange", "multiprocessing.connection.Connection",
+)  # fmt: skip
+# ATen's operations that compute nothing: they make, copy, convert or view tensors.
+_MEMORY = {
+    "alias", "as_strided", "clone", "contiguous", "copy_", "_to_copy", "to", "empty", "empty_like",
+    "empty_strided", "expand", "expand_as", "fill_", "flatten", "lift_fresh", "detach", "detach_",
+    "item", "_local_scalar_dense", "narrow", "new_empty", "new_zeros", "ones", "ones_like",
+    "permute", "requires_grad_", "reshape", "resize_", "resolve_conj", "resolve_neg", "select",
+    "set_", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze",
+    "view", "_unsafe_view", "zero_", "zeros", "zeros_like", "is_nonzero", "_reshape_alias",
+    "result_type", "scalar_tensor", "full", "full_like", "mT", "numpy_T", "new_empty_strided",
+    "output_nr", "is_leaf", "_version", "equal", "pin_memory", "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+
+
+def functions() -> dict[str, Any]:
+    """Returns the functions of the modules and classes that are watched, by name."""
+    found = {}
+    for name in _WATCHED:
+        owner = _find(name)
+        for attribute, value in list(vars(owner).items()) if owner else ():
+            if callable(value) and not isinstance(value, ModuleType):
+                found[f"{name}.{attribute}"] = value
+    return found
+
+
+def replaced(before: dict[str, Any]) -> list[str]:
+    """Names functions that are no longer what :func:`functions` found."""
+    now = functions()
+    return sorted(name for name, value in before.items() if now.get(name) is not value)
+
+
+@contextmanager
+def traced(definition: CodeType | None) -> Iterator[list[str]]:
+    """Notes in a list what is called meanwhile: operations of PyTorch, those that compiled code
+    calls included, kernels on a GPU, and the definition itself.
+
+    Args:
+        definition: the code of the definition's function, where this process has it.
+    """
+    calls: list[str] = []
+
+    def notice(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code is definition and event == "call" and "its definition" not in calls:
+            calls.append("its definition")
+
+    gpu = torch.cuda.is_initialized()
+    profiler = profile(use_device="cuda" if gpu else None, use_kineto=gpu)
+    with _profiled(notice), profiler:
+        yield calls
+    for event in profiler.function_events or ():
+        kernel = "CUDA" in str(event.device_type)
+        name = f"kernel {event.name}" if kernel else event.name
+        if name not in calls and (kernel or _computes(name)):
+            calls.append(name)
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Returns the code of a Python function under decorators and partial applications."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None)
+
+
+def _find(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return sys.modules.get(name) or getattr(sys.modules.get(module), attribute, None)
+
+
+def _computes(name: str) -> bool:
+    space, _, operation = name.partition("::")
+    known = space in ("autograd", "profiler", "torch") or (space == "aten" and operation in _MEMORY)
+    return bool(operation) and not known
+
+
+@contextmanager
+def _profiled(notice: Callable[..., None]) -> Iterator[None]:
+    sys.setprofile(notice)
+    threading.setprofile(notice)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # pyright: ignore[reportArgumentType]

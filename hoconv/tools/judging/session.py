@@ -1,0 +1,250 @@
+"""The judge's side of a worker: starts it, asks it, stops it while nothing is asked, ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hoconv.tools.judging.exchange import (
+    UNWRITTEN,
+    Again,
+    Call,
+    Load,
+    Placed,
+    place_like,
+    put,
+    shared_memory,
+)
+from hoconv.tools.judging.isolation import descendants, signal_all
+from hoconv.tools.testing.comparison import same_bits
+
+_LOAD_SECONDS = 900  # a candidate may compile its code
+_LONGEST_ANSWER = 1 << 20  # bytes; numbers are in the memory
+_LAST_LINES = 5
+
+
+class Misbehaved(Exception):
+    """A worker gave no answer, or none that can be one; `name` says how."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(f"{name}: {detail}")
+        self.name, self.detail = name, detail
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one call.
+
+    Attributes:
+        nonce: by which its results are asked for again.
+        results: copies that are this process's alone.
+        seconds: from the request until there were such copies.
+        calls: what the worker says was called, where that was asked for.
+        changed: arguments whose memory has other values than before the call.
+    """
+
+    nonce: str
+    results: dict[str, Tensor]
+    seconds: float
+    calls: list[str]
+    changed: list[int]
+
+
+class Starter:
+    """A process that imports PyTorch once and forks workers."""
+
+    def __enter__(self) -> Starter:
+        self._socket, theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory()
+        command = [sys.executable, "-P", "-m", "hoconv.tools.judging.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], cwd=self._folder.name, start_new_session=True
+        )
+        theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def start(self, device: str, hidden: Sequence[Path]) -> Worker:
+        return Worker(self._socket, device, [str(path.resolve()) for path in hidden])
+
+
+class Worker:
+    """An isolated process with a candidate.
+
+    Attributes:
+        isolated: which of ``network``, ``files`` and ``processes`` the kernel keeps from it.
+    """
+
+    def __init__(self, starter: socket.socket, device: str, hidden: Sequence[str]) -> None:
+        self.device = device
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the worker)
+        (self.inputs, inputs), (self.results, results) = (shared_memory(device) for _ in range(2))
+        self._connection, theirs = Pipe()
+        none = self._printed.fileno()
+        given = [theirs.fileno(), *(none if d is None else d for d in (inputs, results)), none]
+        message = json.dumps({"hidden": hidden, "device": device}).encode()
+        socket.send_fds(starter, [message], given)
+        theirs.close()
+        for descriptor in (inputs, results):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._extent = 0  # bytes of the results' memory that were written
+        answers = self._receive(_LOAD_SECONDS) | self._receive(_LOAD_SECONDS)
+        self._process: int = answers["process"]
+        self.isolated: list[str] = answers["isolated"]
+
+    def load(self, load: Load, state: dict[str, Tensor]) -> str | None:
+        """Loads a candidate; returns why it could not, or None."""
+        end, places = 0, {}
+        for name, t in state.items():
+            places[name], end = put(t, self.inputs, end)
+        shared = None
+        if self.device != "cpu":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            shared = [reduce_tensor(t) for t in (self.inputs, self.results)]
+        self._send(replace(load, state=places, shared=shared))
+        return self._receive(_LOAD_SECONDS).get("error")
+
+    def call(
+        self, args: Any, kwargs: Any, cotangent: Any, seconds: float, *, timed: bool = False,
+        **options: Any,
+    ) -> Reply:  # fmt: skip
+        """Asks for one call.
+
+        Args:
+            seconds: to wait for the answer.
+            timed: whether the worker stands still until the clock runs.
+            options: of :class:`Call`.
+
+        Raises:
+            Misbehaved: there is no such answer.
+        """
+        stopped = descendants(self._process) if timed else []
+        signal_all(stopped, signal.SIGSTOP)
+        end = 0
+
+        def place(value: Any) -> Any:
+            nonlocal end
+            if not isinstance(value, Tensor):
+                return value
+            placed, end = put(value, self.inputs, end)
+            return placed
+
+        placed = tree_map(place, (args, kwargs, cotangent))
+        self.results[: self._extent].fill_(UNWRITTEN)
+        self._synchronize()
+        request = Call(secrets.token_hex(8), *placed, **options)
+        answer, results, elapsed = self._ask(request, seconds, stopped)
+        changed = [
+            i
+            for i, (where, t) in enumerate(zip(request.args, args, strict=True))
+            if isinstance(where, Placed) and not same_bits(where.view(self.inputs), t)
+        ]
+        calls = [str(each) for each in answer.get("calls") or ()]
+        return Reply(request.nonce, results, elapsed, calls, changed)
+
+    def again(self, nonce: str, seconds: float) -> dict[str, Tensor]:
+        """Returns the results of an earlier call, as they are now."""
+        _, results, _ = self._ask(Again(secrets.token_hex(8), nonce), seconds, [])
+        return results
+
+    def ask(self, request: Any, seconds: float) -> dict[str, Any]:
+        """Sends a request that moves no tensors; returns the answer."""
+        self._send(request)
+        return self._receive(seconds)
+
+    def processes(self) -> int:
+        """Counts the processes that the candidate has started and not ended."""
+        return len(descendants(self._process)) - 1
+
+    def close(self) -> None:
+        """Ends the worker, and all that it started."""
+        signal_all(descendants(self._process), signal.SIGKILL)
+        self._connection.close()
+        self._printed.close()
+
+    def printed(self) -> str:
+        """Returns the last lines that the candidate printed."""
+        self._printed.seek(0)
+        text = self._printed.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+    def _ask(
+        self, request: Call | Again, seconds: float, stopped: list[int]
+    ) -> tuple[dict[str, Any], dict[str, Tensor], float]:
+        began = time.perf_counter()
+        self._send(request)
+        signal_all(stopped, signal.SIGCONT)
+        answer = self._receive(seconds)
+        if "error" in answer:
+            raise Misbehaved("error", str(answer["error"]))
+        if answer.get("nonce") != request.nonce:
+            raise Misbehaved("forged answer", "it is not an answer to the request")
+        results = self._copies(answer.get("results"))
+        elapsed = time.perf_counter() - began
+        return answer, results, elapsed
+
+    def _copies(self, described: Any) -> dict[str, Tensor]:
+        try:
+            named = {
+                str(name): (tuple(map(int, shape)), getattr(torch, dtype.removeprefix("torch.")))
+                for name, shape, dtype in described
+            }
+            places = place_like(named.values())
+            copies = [place.view(self.results).clone() for place in places]
+            results = dict(zip(named, copies, strict=True))
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise Misbehaved("forged answer", f"it describes no results: {error}") from error
+        self._synchronize()
+        self._extent = max([self._extent, *(p.offset + t.nbytes for p, t in zip(places, copies))])
+        return results
+
+    def _synchronize(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def _send(self, request: Any) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        try:
+            if not self._connection.poll(seconds):
+                raise Misbehaved("no answer", f"in {seconds:g} s")
+            answer = json.loads(self._connection.recv_bytes(_LONGEST_ANSWER))
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        except ValueError as error:
+            raise Misbehaved("forged answer", "it is not JSON") from error
+        if not isinstance(answer, dict):
+            raise Misbehaved("forged answer", "it is not a JSON object")
+        return answer
+
+    def _ended(self) -> Misbehaved:
+        printed = self.printed()
+        detail = f"the candidate ended its process{f': {printed}' if printed else ''}"
+        return Misbehaved("ended process", detail)

@@ -1,0 +1,88 @@
+"""Times a candidate by the judge's clock, with values that are new in every call.
+
+A time is that of wall time between a request and private copies of its results, which a candidate
+can neither shorten nor answer late. The worker stands still while the values are written. The
+reference is timed alike, in a worker of its own, before there is a candidate and after it is gone,
+so that none can slow it down. CUDA's events of one process cannot time the work of another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from hoconv.dispatch.declaration import Sample
+from hoconv.tools.judging.definition import Definition
+from hoconv.tools.judging.exchange import Load
+from hoconv.tools.judging.session import Starter
+from hoconv.tools.judging.trial import Ended, Trial
+
+_NEW, _AGAIN = 9, 5  # calls with new values, and with values of before
+_COMPARED = 1 / 3  # of the timed calls, and the first
+_SECONDS_OF_A_CALL = 600.0  # at most, of the reference
+_SECONDS = 20.0  # after which no further call is timed
+# A call with values of before takes less than this share of one with new ones, and so much less.
+_REMEMBERS, _NOTICED = 0.5, 3e-4
+
+
+def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> dict[str, float]:
+    """Times forward calls, and those with gradients where the candidate promises them.
+
+    Returns:
+        ``forward`` and ``both`` -> the median of the calls with new values, in milliseconds.
+    """
+    row = trial._row(dtype)
+    times = {}
+    for what in ("forward", "both") if trial.gradients else ("forward",):
+        new: list[float] = []
+        again: list[float] = []
+        kept: list[tuple[Sample, Any]] = []
+        order = [True] * (_NEW - 1) + [False] * _AGAIN
+        trial.random.shuffle(order)
+        end = time.monotonic() + _SECONDS
+        for fresh in [True, *order]:
+            if time.monotonic() > end and new:
+                break
+            torch.manual_seed(trial.random.getrandbits(60))
+            if fresh:
+                sample = _sample(trial.definition, trial.worker.device, dtype)
+                wanted = trial._cotangent(sample) if what == "both" else None
+                kept = [*kept, (sample, wanted)][-2:]
+            sample, wanted = kept[-1 if fresh else trial.random.randrange(len(kept))]
+            wants = compared and (not new or trial.random.random() < _COMPARED)
+            reply = trial.ask("timed", row, sample, wanted, compared=wants, timed=True)
+            if reply is None:
+                raise Ended
+            (new if fresh else again).append(reply.seconds)
+        times[what] = 1e3 * statistics.median(new)
+        if compared and len(again) >= _AGAIN:
+            before, after = statistics.median(new), statistics.median(again)
+            if after < _REMEMBERS * before and before - after > _NOTICED:
+                trial.find("remembers values", f"timed calls, {what}",
+                           f"{1e3 * after:.3g} ms with values that it has seen, {1e3 * before:.3g} "
+                           f"ms with new ones")  # fmt: skip
+    return times
+
+
+def time_reference(
+    definition: Definition, starter: Starter, device: str, dtype: torch.dtype, gradients: bool
+) -> dict[str, float]:
+    """Times the reference as a candidate, in a worker of its own that may read the definition."""
+    worker = starter.start(device, ())
+    try:
+        load = Load("", definition.operator.name, definition.name, (), torch.get_num_threads(),
+                    seed=definition.seed)  # fmt: skip
+        if failure := worker.load(load, {}):
+            raise RuntimeError(failure)
+        trial = Trial(definition, worker, 0, gradients, _SECONDS_OF_A_CALL)
+        return time_candidate(trial, dtype, compared=False)
+    finally:
+        worker.close()
+
+
+def _sample(definition: Definition, device: str, dtype: torch.dtype) -> Sample:
+    benchmark = definition.operator.benchmark
+    return benchmark.sample(benchmark.sizes[0], torch.device(device), dtype)
