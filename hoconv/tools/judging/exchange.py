@@ -19,6 +19,8 @@ _ALIGNMENT = 64  # bytes
 _ADDRESSES = 1 << 36  # bytes on a CPU: a page is taken when something is written to it
 _SHARE = 4  # of a GPU's free memory, for each of the two memories
 UNWRITTEN = 0xFF  # a byte of NaN
+# What an error of a worker says.
+NOT_DENSE, THE_DEFINITION = "expected a dense torch.Tensor", "is the definition of this kernel"
 
 
 @dataclass(frozen=True)

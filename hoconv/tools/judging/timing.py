@@ -18,7 +18,7 @@ from hoconv.dispatch.declaration import Sample
 from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.exchange import Load
 from hoconv.tools.judging.session import Starter
-from hoconv.tools.judging.trial import Ended, Trial
+from hoconv.tools.judging.trial import Asked, Ended, Trial
 
 _NEW, _AGAIN = 9, 5  # calls with new values, and with values of before
 _COMPARED = 1 / 3  # of the timed calls, and the first
@@ -34,7 +34,6 @@ def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> d
     Returns:
         ``forward`` and ``both`` -> the median of the calls with new values, in milliseconds.
     """
-    row = trial._row(dtype)
     times = {}
     for what in ("forward", "both") if trial.gradients else ("forward",):
         new: list[float] = []
@@ -49,11 +48,11 @@ def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> d
             torch.manual_seed(trial.random.getrandbits(60))
             if fresh:
                 sample = _sample(trial.definition, trial.worker.device, dtype)
-                wanted = trial._cotangent(sample) if what == "both" else None
+                wanted = trial.cotangent(sample) if what == "both" else None
                 kept = [*kept, (sample, wanted)][-2:]
             sample, wanted = kept[-1 if fresh else trial.random.randrange(len(kept))]
             wants = compared and (not new or trial.random.random() < _COMPARED)
-            reply = trial.ask("timed", row, sample, wanted, compared=wants, timed=True)
+            reply = trial.ask(Asked("timed", dtype, sample, wanted), compared=wants, timed=True)
             if reply is None:
                 raise Ended
             (new if fresh else again).append(reply.seconds)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import random
+import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +24,13 @@ from hoconv.dispatch.declaration import Sample
 from hoconv.tools.check import ENOUGH, LOWER, MUCH_WORSE
 from hoconv.tools.checking.row import Row
 from hoconv.tools.commands import dtype_name
+from hoconv.tools.judging import exchange
 from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.session import Misbehaved, Reply, Worker
 from hoconv.tools.judging.values import huge, of_another_size
 from hoconv.tools.testing.call_forms import forms
 from hoconv.tools.testing.cases import of_other_scales, of_special_values
 from hoconv.tools.testing.comparison import (
-    is_floating,
     named,
     on_cpu,
     output_and_gradients,
@@ -37,7 +39,10 @@ from hoconv.tools.testing.comparison import (
 )
 
 _REPEATED = 1 / 4  # of the calls come again, with the same values
-_KEPT = 8  # results of each dtype that are looked at again
+_DIFFERENTIATED = 2 / 3  # of the calls, where gradients are promised
+_KEPT = 8  # results of each dtype are looked at again
+_VALUES = 8  # of the sample that is called often
+_MORE = 20  # calls of one sample, longer than a ring of buffers that somebody may reuse
 _SIZES = 6  # that are not among the samples, for each dtype
 _ENOUGH_FINDINGS = 12
 # The name of a result that is wrong in a call of each kind.
@@ -51,6 +56,13 @@ WRONG = {
     "timed": "wrong in a timed call",
 }
 
+# What an error of a worker says, and the name of that.
+_ERRORS = {
+    exchange.NOT_DENSE: "lazy result",
+    exchange.THE_DEFINITION: "calls its definition",
+}
+_VARIED = "size", "form", "special", "scale"  # kinds that no definition vouches for
+
 
 class Ended(Exception):
     """Nothing more can be asked, or need be."""
@@ -63,6 +75,24 @@ class Finding:
     name: str
     call: str
     detail: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call: its kind, of those in `WRONG`, its dtype, and what is passed.
+
+    Attributes:
+        cotangent: the gradient of the output; None where no gradient is wanted.
+        positions: of the arguments that are differentiated; None means all.
+        seed: of PyTorch's random numbers, for a definition that may draw some.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    sample: Sample
+    cotangent: Any = None
+    positions: tuple[int, ...] | None = None
+    seed: int | None = None
 
 
 @dataclass
@@ -102,55 +132,46 @@ class Trial:
         self.reference = functools.partial(self.operator.function, impl="reference")
         self.random = random.Random(seed)
         self.record = Record()
-        self._outputs: dict[Any, Any] = {}  # what a call is like -> its output, without values
+        self._outputs: dict[str, Any] = {}  # what a call is like -> its output, without values
         self._expected: dict[tuple[int, bool], tuple[Sample, dict[str, Tensor]]] = {}
         self._seen: dict[bytes, tuple[str, weakref.ref[Sample]]] = {}
 
     def judge(self, dtype: torch.dtype) -> None:
         """Judges the results of all samples in a dtype; raises :class:`Ended` where it is over."""
-        row = self._row(dtype)
-        draws = [self.draw(dtype) for _ in range(2)]
-        pairs = [*zip(*draws, strict=True)]
         self._expected.clear()
+        self.record.errors[dtype_name(dtype)] = {
+            "output": 0.0, "gradient": 0.0, "tolerance": self.operator.tolerances[dtype]
+        }  # fmt: skip
+        pairs = [*zip(self.draw(dtype), self.draw(dtype), strict=True)]
+        typical = self._typical(pairs)
         plan = [*pairs, *(pair[:1] for pair in pairs if self.random.random() < _REPEATED)]
         self.random.shuffle(plan)
-        typical = self._typical(pairs)
-        plan = [typical, *plan, typical[:1]]
-        cotangents = {id(s): self._cotangent(s) for pair in pairs for s in pair}
-        kept: list[tuple[str, Reply]] = []
-        for i, sample in enumerate(s for pair in plan for s in pair):
-            wanted = self.gradients and (i == 0 or self.random.random() < 0.7)
-            cotangent = cotangents[id(sample)] if wanted else None
-            keep = len(kept) < _KEPT and (i < 2 or self.random.random() < 0.2)
-            reply = self.ask("sample", row, sample, cotangent, keep=keep, traced=i == 0)
-            if reply and keep:
-                kept.append((sample.name, reply))
-        for name, reply in kept:
-            again = self._again(reply)
-            if any(not same_bits(t, again[what]) for what, t in reply.results.items()):
-                self.find("changed result", f"{row.dtype}: {name}",
-                          "a result is not what it was: later calls write to its memory, or it is "
-                          "in the memory of an argument")  # fmt: skip
+        # The results of the first are kept, and looked at after the others.
+        order = [(s, self.gradients) for s in typical] + [(s, False) for s in typical]
+        order += [(s, self.random.random() < _DIFFERENTIATED) for pair in plan for s in pair]
+        order += [(self.random.choice(typical), False) for _ in range(_MORE)]
+        cotangents = {id(s): self.cotangent(s) for pair in pairs for s in pair}
+        kept: list[tuple[Asked, Reply]] = []
+        for i, (sample, differentiated) in enumerate(order):
+            cotangent = cotangents[id(sample)] if differentiated and self.gradients else None
+            asked = Asked("sample", dtype, sample, cotangent)
+            reply = self.ask(asked, keep=i < _KEPT, traced=i == 0)
+            if reply and i < _KEPT:
+                kept.append((asked, reply))
+        for asked, reply in kept:
+            self._look_again(asked, reply)
         if self.definition.own and not self.record.findings:
-            self._vary(row, typical[0], pairs, cotangents[id(typical[0])])
-            self._judge_precision(row, dtype, typical[0])
-        name = dtype_name(dtype)
-        self.record.errors[name] = {
-            "output": row.output_error,
-            "gradient": row.gradient_error,
-            "tolerance": self.operator.tolerances[dtype],
-        }
+            self._judge_precision(dtype, typical[0])
+            for asked in self._variants(dtype, typical[0], [pair[0] for pair in pairs]):
+                self.ask(asked)
 
     def call_often(self, dtype: torch.dtype, times: int, seconds: float) -> None:
         """Calls one sample many times, with a few values in random order, to find rare faults."""
-        import time
-
-        row, end = self._row(dtype), time.monotonic() + seconds
-        drawn = [self.draw(dtype) for _ in range(8)]
+        end = time.monotonic() + seconds
+        drawn = [self.draw(dtype) for _ in range(_VALUES)]
         place = min(range(len(drawn[0])), key=lambda i: (not self._size(drawn[0][i]), i))
         while self.record.more < times and time.monotonic() < end:
-            sample = self.random.choice(drawn)[place]
-            if self.ask("more", row, sample) is None:
+            if self.ask(Asked("more", dtype, self.random.choice(drawn)[place])) is None:
                 return
             self.record.more += 1
 
@@ -159,22 +180,29 @@ class Trial:
         torch.manual_seed(self.random.getrandbits(60))
         return list(self.operator.samples(torch.device(self.worker.device), dtype))
 
-    def ask(
-        self, kind: str, row: Row, sample: Sample, cotangent: Any = None, *,
-        positions: tuple[int, ...] | None = None, compared: bool = True, **options: Any,
-    ) -> Reply | None:  # fmt: skip
+    def cotangent(self, sample: Sample) -> Any:
+        """Draws a gradient of the output."""
+
+        def draw(t: Tensor) -> Tensor:
+            return torch.randn(t.shape, dtype=torch.float64).to(self.worker.device, t.dtype)
+
+        return tree_map(draw, self._output(sample))
+
+    def ask(self, asked: Asked, *, compared: bool = True, **options: Any) -> Reply | None:
         """Asks for one call and judges the results; returns None where there are none."""
         self.record.calls += 1
-        where = f"call {self.record.calls}, {row.dtype}: {sample.name}"
-        seed = None if self.definition.own else self.random.getrandbits(31)
+        sample = asked.sample
+        where = f"call {self.record.calls}, {dtype_name(asked.dtype)}: {sample.name}"
+        if not self.definition.own:
+            asked = replace(asked, seed=self.random.getrandbits(31))
         try:
             reply = self.worker.call(
-                sample.args, dict(sample.kwargs), cotangent, self.seconds, seed=seed,
-                positions=positions, **options,
+                sample.args, dict(sample.kwargs), asked.cotangent, self.seconds, seed=asked.seed,
+                positions=asked.positions, **options,
             )  # fmt: skip
         except Misbehaved as error:
-            name = "lazy result" if "dense torch.Tensor" in error.detail else error.name
-            self.find(name, where, error.detail)
+            known = (name for said, name in _ERRORS.items() if said in error.detail)
+            self.find(next(known, error.name), where, error.detail)
             if error.name != "error":
                 raise Ended from error
             return None
@@ -183,7 +211,7 @@ class Trial:
             self.find("changed input", where, f"argument {i} is not what it was before the call")
         if compared:
             self.record.compared += 1
-            self._compare(kind, where, row, sample, cotangent, positions, seed, reply)
+            self._compare(asked, where, reply.results)
         return reply
 
     def find(self, name: str, where: str, detail: str) -> None:
@@ -192,121 +220,123 @@ class Trial:
         if len(self.record.findings) >= _ENOUGH_FINDINGS:
             raise Ended
 
-    def expect(
-        self, sample: Sample, cotangent: Any = None, positions: Any = None, seed: int | None = None
-    ) -> dict[str, Tensor]:
-        """Computes the reference's results for a call."""
-        call = sample.args, dict(sample.kwargs)
+    def _compute(self, asked: Asked, exactly: bool) -> dict[str, Tensor]:
+        """Computes the reference's results, of an operator of hoconv's kind exactly or not."""
+        call = asked.sample.args, dict(asked.sample.kwargs)
         if self.definition.own:
-            call = on_cpu(call, in_float64=not self.operator.bitwise)
-        if seed is not None:
-            torch.manual_seed(seed)
-        if cotangent is None:
-            with torch.no_grad():
-                return named(self.reference(*call[0], **call[1]))
+            call = on_cpu(call, in_float64=exactly and not self.operator.bitwise)
+        if asked.seed is not None:
+            torch.manual_seed(asked.seed)
         args, kwargs = call
-        return output_and_gradients(self.reference, args, kwargs, cotangent, positions=positions)
+        if asked.cotangent is not None:
+            wanted = asked.cotangent, torch.float64, asked.positions
+            return output_and_gradients(self.reference, args, kwargs, *wanted)
+        with torch.no_grad():
+            return named(self.reference(*args, **kwargs))
 
-    def _compare(
-        self, kind: str, where: str, row: Row, sample: Sample, cotangent: Any, positions: Any,
-        seed: int | None, reply: Reply,
-    ) -> None:  # fmt: skip
-        kept, expected = self._expected.get((id(sample), cotangent is None), (None, {}))
-        if kept is not sample or seed is not None:
-            expected = self.expect(sample, cotangent, positions, seed)
-            if kind in ("sample", "more"):  # which come again
-                self._expected[id(sample), cotangent is None] = sample, expected
-        dtypes = {name: t.dtype for name, t in named(self._output(sample)).items()}
-        if reply.results.keys() != expected.keys():
-            self.find("wrong structure", where, f"expected {[*expected]}, got {[*reply.results]}")
+    def _compare(self, asked: Asked, where: str, results: dict[str, Tensor]) -> None:
+        sample = asked.sample
+        kept, expected = self._expected.get((id(sample), asked.cotangent is None), (None, {}))
+        if kept is not sample or asked.seed is not None:
+            expected = self._compute(asked, exactly=True)
+            if asked.kind in ("sample", "more"):  # which come again
+                self._expected[id(sample), asked.cotangent is None] = sample, expected
+        if results.keys() != expected.keys():
+            self.find("wrong structure", where, f"expected {[*expected]}, got {[*results]}")
             return
+        dtypes = {name: t.dtype for name, t in named(self._output(sample)).items()}
         for what, exact in expected.items():
-            result = reply.results[what]
+            result = results[what]
             wanted = tuple(exact.shape), dtypes.get(what, result.dtype)
             if (given := (tuple(result.shape), result.dtype)) != wanted:
-                self.find("wrong shape or dtype", where, f"{what}: expected {wanted}, got {given}")
+                self.find("wrong shape", where, f"{what}: expected {wanted}, got {given}")
                 return
-            self._judge(kind, where, row, what, result, exact, sample)
-
-    def _judge(
-        self,
-        kind: str,
-        where: str,
-        row: Row,
-        what: str,
-        result: Tensor,
-        exact: Tensor,
-        sample: Sample,
-    ) -> None:
-        before = len(row.failures)
-        if kind == "special":
-            row.judge_special(what, result, exact)
-        elif kind == "scale":
-            row.judge_parts(what, result, exact)
-        else:
-            error = relative_error(result, exact)
-            attribute = "output_error" if what.startswith("output") else "gradient_error"
-            worst = getattr(row, attribute)
-            setattr(row, attribute, error if math.isnan(error) else max(worst, error))
-            row.judge_error(what, result, exact)
-        print_of = _hash(result)
-        earlier, of_sample = self._seen.setdefault(print_of, (where, weakref.ref(sample)))
-        for failure in row.failures[before:]:
-            if of_sample() is not sample and result.numel() > 1:
-                self.find("result of an earlier call", where, f"{failure}; it is that of {earlier}")
+            failure = self._failure(asked, what, result, exact)
+            earlier, of_sample = self._seen.setdefault(_hash(result), (where, weakref.ref(sample)))
+            if not failure or (asked.kind in _VARIED and self._is_missed(asked, what, exact)):
+                continue
+            if of_sample() is not sample and bool((result != result.flatten()[0]).any()):
+                name, failure = "result of an earlier call", f"{failure}; it is that of {earlier}"
             else:
-                self.find(WRONG[kind], where, failure)
+                name = WRONG[asked.kind]
+            self.find(name, where, failure)
 
-    def _vary(self, row: Row, typical: Sample, pairs: list[Any], cotangent: Any) -> None:
-        """Calls in other forms, with other sizes, and with values that random ones never are."""
-        for sample in self._of_other_sizes([pair[0] for pair in pairs]):
-            self.ask("size", row, sample, self._cotangent(sample) if self.gradients else None)
-        for form in forms(typical, cotangent):
-            sample = Sample(form.args, typical.kwargs, f"{typical.name}, {form.name}")
-            wanted = form.cotangent if self.gradients and form.positions else None
-            self.ask("form", row, sample, wanted, positions=form.positions)
-        if row.dtype != "float16":  # which has not the range
-            for sample in of_other_scales(typical):
-                wanted = self._cotangent(sample) if self.gradients else None
-                self.ask("scale", row, sample, wanted)
-            self.ask("special", row, huge(typical))
-        for sample in of_special_values(typical):
-            self.ask("special", row, sample)
+    def _failure(self, asked: Asked, what: str, result: Tensor, exact: Tensor) -> str | None:
+        """Returns what is wrong with a result."""
+        name, tolerance = dtype_name(asked.dtype), self.operator.tolerances[asked.dtype]
+        row = Row(self.operator.name, "candidate", self.worker.device, name, tolerance)
+        judges = {"special": row.judge_special, "scale": row.judge_parts}
+        judges.get(asked.kind, row.judge_error)(what, result, exact)
+        if asked.kind == "sample":
+            errors, kind = self.record.errors[name], what.partition(" ")[0].partition("[")[0]
+            error = relative_error(result, exact)
+            errors[kind] = error if math.isnan(error) else max(errors[kind], error)
+        return row.failures[0] if row.failures else None
 
-    def _of_other_sizes(self, samples: list[Sample]) -> Iterator[Sample]:
-        found = 0
-        for _ in range(4 * _SIZES):
-            sample = of_another_size(self.random.choice(samples), self.random)
-            if found < _SIZES and sample is not None and self._is_defined(sample):
-                found += 1
-                yield sample
+    def _is_missed(self, asked: Asked, what: str, exact: Tensor) -> bool:
+        """Returns whether the definition itself, in the dtype of the call, fails so: such a call is
+        ill-conditioned."""
+        return bool(self._failure(asked, what, self._compute(asked, exactly=False)[what], exact))
 
-    def _is_defined(self, sample: Sample) -> bool:
-        try:
-            return any(t.numel() for t in tree_leaves(self._output(sample)))
-        except Exception:  # the definition refuses such sizes
-            return False
-
-    def _judge_precision(self, row: Row, dtype: torch.dtype, typical: Sample) -> None:
-        """Notes errors as large as a lower precision's, which the reference does not have."""
-        least, lower = LOWER.get(dtype, (math.inf, ""))
-        if self.record.findings or row.output_error < least:
-            return
-        exact = self.expect(typical)
-        with torch.no_grad():
-            rounded = named(self.reference(*typical.args, **typical.kwargs))
-        of_reference = max(relative_error(rounded[what], t) for what, t in exact.items())
-        if row.output_error > MUCH_WORSE * of_reference:
-            said = f"the error {row.output_error:.1e} is that of {lower}, not of {row.dtype}"
-            self.find("lower precision", f"{row.dtype}: all samples", said)
-
-    def _again(self, reply: Reply) -> dict[str, Tensor]:
+    def _look_again(self, asked: Asked, reply: Reply) -> None:
+        where = f"{dtype_name(asked.dtype)}: {asked.sample.name}"
         try:
             again = self.worker.again(reply.nonce, self.seconds)
         except Misbehaved as error:
-            self.find(error.name, "an earlier result", error.detail)
+            self.find(error.name, where, error.detail)
             raise Ended from error
-        return again if again.keys() == reply.results.keys() else dict(reply.results)
+        if any(
+            what in again and not same_bits(t, again[what]) for what, t in reply.results.items()
+        ):
+            self.find("changed result", where, "a result is not what it was: later calls write to "
+                      "its memory, or it is in the memory of an argument")  # fmt: skip
+
+    def _variants(
+        self, dtype: torch.dtype, typical: Sample, samples: list[Sample]
+    ) -> Iterator[Asked]:
+        """Yields calls with other sizes, in other forms, and with values that random ones never
+        are."""
+
+        def wanted(sample: Sample) -> Any:
+            return self.cotangent(sample) if self.gradients else None
+
+        for sample in self._of_other_sizes(samples):
+            yield Asked("size", dtype, sample, wanted(sample))
+        for form in forms(typical, self.cotangent(typical)):
+            sample = Sample(form.args, typical.kwargs, f"{typical.name}, {form.name}")
+            cotangent = form.cotangent if self.gradients and form.positions else None
+            yield Asked("form", dtype, sample, cotangent, form.positions)
+        if dtype != torch.float16:  # which has not the range
+            for sample in of_other_scales(typical):
+                yield Asked("scale", dtype, sample, wanted(sample))
+            yield Asked("special", dtype, huge(typical))
+        for sample in of_special_values(typical):
+            yield Asked("special", dtype, sample)
+
+    def _of_other_sizes(self, samples: list[Sample]) -> Iterator[Sample]:
+        drawn = (
+            of_another_size(self.random.choice(samples), self.random) for _ in range(4 * _SIZES)
+        )
+        defined = (sample for sample in drawn if sample is not None and self._is_defined(sample))
+        return itertools.islice(defined, _SIZES)
+
+    def _is_defined(self, sample: Sample) -> bool:
+        try:
+            return self._size(sample) > 0
+        except Exception:  # the definition refuses such sizes
+            return False
+
+    def _judge_precision(self, dtype: torch.dtype, typical: Sample) -> None:
+        """Notes errors as large as a lower precision's, which the reference does not have."""
+        (least, lower), name = LOWER.get(dtype, (math.inf, "")), dtype_name(dtype)
+        error, asked = self.record.errors[name]["output"], Asked("sample", dtype, typical)
+        if error < least:
+            return
+        exact, rounded = (self._compute(asked, exactly) for exactly in (True, False))
+        of_reference = max(relative_error(rounded[what], t) for what, t in exact.items())
+        if error > MUCH_WORSE * of_reference:
+            said = f"the error {error:.1e} is that of {lower}, not of {name}"
+            self.find("lower precision", f"{name}: all samples", said)
 
     def _typical(self, pairs: list[tuple[Sample, ...]]) -> tuple[Sample, ...]:
         """Returns the smallest samples with enough numbers to judge parts of them, or else the
@@ -319,33 +349,16 @@ class Trial:
 
     def _output(self, sample: Sample) -> Any:
         """Returns the output of the reference for such a call, without values."""
-        key = _likeness((sample.args, dict(sample.kwargs)))
+        call = sample.args, dict(sample.kwargs)
+        key = repr(tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, Tensor) else v, call))
         if key not in self._outputs:
-            call = sample.args, dict(sample.kwargs)
             args, kwargs = on_cpu(call, in_float64=False) if self.definition.own else call
             with torch.no_grad():
                 output = self.reference(*args, **kwargs)
             self._outputs[key] = tree_map(lambda t: t.new_empty(()).expand(t.shape), output)
         return self._outputs[key]
 
-    def _cotangent(self, sample: Sample) -> Any:
-        def draw(t: Tensor) -> Tensor:
-            return torch.randn(t.shape, dtype=torch.float64).to(self.worker.device, t.dtype)
-
-        return tree_map(draw, self._output(sample))
-
-    def _row(self, dtype: torch.dtype) -> Row:
-        tolerance = self.operator.tolerances[dtype]
-        return Row(
-            self.operator.name, "candidate", self.worker.device, dtype_name(dtype), tolerance
-        )
-
-
-def _likeness(values: Mapping[str, Any] | Any) -> str:
-    """Returns what a call is like, without the values of its tensors."""
-    return repr(tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, Tensor) else v, values))
-
 
 def _hash(t: Tensor) -> bytes:
-    flat = t.detach().cpu().contiguous().flatten()
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().data).digest() if is_floating(t) else b""
+    flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data).digest()

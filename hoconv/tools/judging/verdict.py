@@ -98,6 +98,10 @@ class Verdict:
             for what, taken in self.times["candidate"].items()
         }
 
+    def rarest(self) -> float:
+        """Returns the share of calls with a fault that would have been seen with 95%."""
+        return 1 - 0.05 ** (1 / self.record.more) if self.record.more else 1.0
+
     def provenance(self) -> list[str]:
         """Says in a few words where the results come from."""
         called = self.record.operations
@@ -111,7 +115,8 @@ class Verdict:
             said.append(f"calls {', '.join(ops[:_SHOWN])}")
         if aten and not others:
             said.append("no kernel of its own was seen")
-        return said or ["calls nothing that PyTorch computes"]
+        said = said or ["calls nothing that PyTorch computes"]
+        return said + [f"leaves processes running: {self.processes}"] * bool(self.processes)
 
     def show(self) -> None:
         """Prints the verdict on one page."""
@@ -126,8 +131,6 @@ class Verdict:
         print_line(f"  the kernel keeps from it: {kept}", indent=4)
         if "network" not in self.isolated:
             print_line("  its network is blocked in Python alone", indent=4)
-        if self.processes:
-            print(f"  it leaves {self.processes} processes running")
         print(f"seed        {self.seed}")
 
     def _show_merit(self) -> None:
@@ -146,5 +149,4 @@ class Verdict:
             print(f"  {'forward' if what == 'forward' else 'forward and gradients'}: {taken:.3g} "
                   f"ms, {ratio:.3g} times as fast as the reference")  # fmt: skip
         if record.more:
-            rare = 1 - 0.05 ** (1 / record.more)
-            print(f"  a fault in one call of {1 / rare:.0f} would have been seen with 95%")
+            print(f"  a fault in one call of {1 / self.rarest():.0f} would have been seen with 95%")

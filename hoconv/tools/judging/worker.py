@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hoconv.dispatch.declaration import Operator
-from hoconv.tools.judging import definition, isolation, provenance
+from hoconv.tools.judging import definition, exchange, isolation, provenance
 from hoconv.tools.judging.exchange import (
     Again,
     Call,
@@ -76,6 +76,7 @@ def _isolate(descriptors: Sequence[int], hidden: Sequence[str], device: str) -> 
             os.waitpid(child, 0)
         finally:
             os._exit(0)
+    os.setsid()  # what it sends to its group reaches no other process
     isolation.give_up(entered, hidden)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -176,7 +177,7 @@ class _Worker:
             )
         for name, t in results.items():
             if type(t) is not Tensor or t.layout is not torch.strided:
-                raise TypeError(f"{name}: expected a dense torch.Tensor, got {type(t).__name__}")
+                raise TypeError(f"{name}: {exchange.NOT_DENSE}, got {type(t).__name__}")
         return results
 
 
@@ -188,16 +189,19 @@ class _Refusal(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname in self.names:
-            raise ImportError(f"{fullname} is the definition, which a candidate must not import")
+            raise ImportError(f"{fullname} {exchange.THE_DEFINITION}")
 
 
 def _definition_of(operator: Operator) -> Any:
     """Returns the code of an installed operator's definition: the function of its name in its
-    ``reference.py``, or else the function of its reference."""
+    ``reference.py``, or else that of its reference, unless other implementations share it."""
     folder = operator.function.__module__.rpartition(".")[0]
     module = sys.modules.get(f"{folder}.reference")
-    function = getattr(module, operator.name, None)
-    return provenance.code_of(function or operator.implementations["reference"].function)
+    if function := getattr(module, operator.name, None):
+        return provenance.code_of(function)
+    codes = {n: provenance.code_of(i.function) for n, i in operator.implementations.items()}
+    code = codes.pop("reference")
+    return None if code in codes.values() else code
 
 
 def _import_file(path: Path) -> ModuleType:
