@@ -6,6 +6,7 @@ writes is never executed. Numbers go through the memory alone.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 from collections.abc import Iterable
@@ -103,12 +104,18 @@ class Report:
     """Asks which functions were replaced since the worker began."""
 
 
-def shared_memory(device: str, descriptor: int | None = None) -> tuple[Tensor, int | None]:
-    """Makes bytes on a device, or, on a CPU, opens those that a judge made; returns them, and what
-    another process opens them by."""
-    if device != "cpu":
-        free, _ = torch.cuda.mem_get_info()
-        return torch.empty(free // _SHARE, dtype=torch.uint8, device=device), None
+@functools.cache
+def gpu_memory() -> tuple[Tensor, Tensor]:
+    """Makes two memories on the GPU, once: what a killed process had opened stays taken."""
+    free, _ = torch.cuda.mem_get_info()
+    inputs, results = (
+        torch.empty(free // _SHARE, dtype=torch.uint8, device="cuda") for _ in range(2)
+    )
+    return inputs, results
+
+
+def cpu_memory(descriptor: int | None = None) -> tuple[Tensor, int]:
+    """Makes memory, or opens that of a descriptor; returns it, and by what others open it."""
     if descriptor is None:
         descriptor = os.memfd_create("hoconv")
         os.ftruncate(descriptor, _ADDRESSES)

@@ -23,29 +23,42 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def enter_namespaces(own_pids: bool) -> set[str]:
     """Enters namespaces of its own, as far as the kernel permits; returns those of ``network``,
     ``files`` and ``processes`` that are. The next child is the first of the new processes."""
+    _libc.prctl(_PDEATHSIG, signal.SIGKILL)
+    kinds = _NEW_NET | _NEW_MOUNTS | (_NEW_PIDS if own_pids else 0)
+    for flags in (_NEW_USER | kinds, kinds):
+        probe = os.fork()  # a process that fails half-way is of no use
+        if not probe:
+            os._exit(0 if _enter(flags) else 1)
+        if os.waitpid(probe, 0)[1] == 0 and _enter(flags):
+            return {"network", "files"} | ({"processes"} if own_pids else set())
+    return set()
+
+
+def _enter(flags: int) -> bool:
     user, group = os.geteuid(), os.getegid()
-    pids = _NEW_PIDS if own_pids else 0
-    kinds = {"network", "files"} | ({"processes"} if own_pids else set())
-    if not _libc.unshare(_NEW_USER | _NEW_NET | _NEW_MOUNTS | pids):
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-        return kinds
-    return kinds if not _libc.unshare(_NEW_NET | _NEW_MOUNTS | pids) else set()
+    if _libc.unshare(flags):
+        return False
+    try:
+        if flags & _NEW_USER:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    except OSError:
+        return False
+    return not _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
 
 
 def give_up(entered: set[str], hidden: Sequence[str]) -> None:
     """Hides files, and gives up what could undo that: for ever, for this process and its children.
 
     Args:
-        entered: what :func:`enter_namespaces` returned.
+        entered: what :func:`enter_namespaces` returned; ``files`` is removed where that fails.
         hidden: files that are to look empty.
     """
     _libc.prctl(_PDEATHSIG, signal.SIGKILL)
-    if "files" in entered:
-        _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
-        for path in hidden:
-            _libc.mount(b"/dev/null", os.fsencode(path), None, _MS_BIND, None)
+    for path in hidden:
+        if _libc.mount(b"/dev/null", os.fsencode(path), None, _MS_BIND, None):
+            entered.discard("files")
     if "network" not in entered:
         socket.socket.connect = socket.socket.bind = _refuse  # pyright: ignore[reportAttributeAccessIssue]
     for capability in range(_CAPABILITIES):

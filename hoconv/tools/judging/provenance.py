@@ -27,14 +27,14 @@ _WATCHED = (
 )  # fmt: skip
 # ATen's operations that compute nothing: they make, copy, convert or view tensors.
 _MEMORY = {
-    "alias", "as_strided", "clone", "contiguous", "copy_", "_to_copy", "to", "empty", "empty_like",
-    "empty_strided", "expand", "expand_as", "fill_", "flatten", "lift_fresh", "detach", "detach_",
-    "item", "_local_scalar_dense", "narrow", "new_empty", "new_zeros", "ones", "ones_like",
-    "permute", "requires_grad_", "reshape", "resize_", "resolve_conj", "resolve_neg", "select",
-    "set_", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze",
-    "view", "_unsafe_view", "zero_", "zeros", "zeros_like", "is_nonzero", "_reshape_alias",
-    "result_type", "scalar_tensor", "full", "full_like", "mT", "numpy_T", "new_empty_strided",
-    "output_nr", "is_leaf", "_version", "equal", "pin_memory", "_has_compatible_shallow_copy_type",
+    "alias", "as_strided", "broadcast_tensors", "clone", "contiguous", "copy_", "_to_copy",
+    "to", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "expand_as",
+    "fill_", "flatten", "full", "full_like", "item", "lift_fresh", "_local_scalar_dense",
+    "narrow", "new_empty", "new_empty_strided", "new_zeros", "numpy_T", "ones", "ones_like",
+    "permute", "pin_memory", "promote_types", "requires_grad_", "reshape", "_reshape_alias",
+    "resize_", "resolve_conj", "resolve_neg", "result_type", "scalar_tensor", "select", "set_",
+    "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "_unsafe_view",
+    "unsqueeze", "view", "zero_", "zeros", "zeros_like",
 }  # fmt: skip
 
 

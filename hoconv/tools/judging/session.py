@@ -28,9 +28,10 @@ from hoconv.tools.judging.exchange import (
     Call,
     Load,
     Placed,
+    cpu_memory,
+    gpu_memory,
     place_like,
     put,
-    shared_memory,
 )
 from hoconv.tools.judging.isolation import descendants, signal_all
 from hoconv.tools.testing.comparison import same_bits
@@ -99,16 +100,19 @@ class Worker:
     def __init__(self, starter: socket.socket, device: str, hidden: Sequence[str]) -> None:
         self.device = device
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the worker)
-        (self.inputs, inputs), (self.results, results) = (shared_memory(device) for _ in range(2))
         self._connection, theirs = Pipe()
-        none = self._printed.fileno()
-        given = [theirs.fileno(), *(none if d is None else d for d in (inputs, results)), none]
+        printed = self._printed.fileno()
+        inputs = results = printed  # where the memory is that of a GPU
+        if device == "cpu":
+            (self.inputs, inputs), (self.results, results) = cpu_memory(), cpu_memory()
+        else:
+            self.inputs, self.results = gpu_memory()
+        given = [theirs.fileno(), inputs, results, printed]
         message = json.dumps({"hidden": hidden, "device": device}).encode()
         socket.send_fds(starter, [message], given)
         theirs.close()
-        for descriptor in (inputs, results):
-            if descriptor is not None:
-                os.close(descriptor)
+        for descriptor in {inputs, results} - {printed}:
+            os.close(descriptor)
         self._extent = 0  # bytes of the results' memory that were written
         answers = self._receive(_LOAD_SECONDS) | self._receive(_LOAD_SECONDS)
         self._process: int = answers["process"]

@@ -24,8 +24,9 @@ _NEW, _AGAIN = 9, 5  # calls with new values, and with values of before
 _COMPARED = 1 / 3  # of the timed calls, and the first
 _SECONDS_OF_A_CALL = 600.0  # at most, of the reference
 _SECONDS = 20.0  # after which no further call is timed
-# A call with values of before takes less than this share of one with new ones, and so much less.
-_REMEMBERS, _NOTICED = 0.5, 3e-4
+# The fastest call with values of before takes less than this share of the fastest with new ones,
+# and so many seconds less.
+_REMEMBERS, _NOTICED = 0.6, 3e-4
 
 
 def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> dict[str, float]:
@@ -49,7 +50,7 @@ def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> d
             if fresh:
                 sample = _sample(trial.definition, trial.worker.device, dtype)
                 wanted = trial.cotangent(sample) if what == "both" else None
-                kept = [*kept, (sample, wanted)][-2:]
+                kept = [*kept, (sample, wanted)][-2 if trial.is_small(sample) else -1 :]
             sample, wanted = kept[-1 if fresh else trial.random.randrange(len(kept))]
             wants = compared and (not new or trial.random.random() < _COMPARED)
             reply = trial.ask(Asked("timed", dtype, sample, wanted), compared=wants, timed=True)
@@ -58,7 +59,7 @@ def time_candidate(trial: Trial, dtype: torch.dtype, compared: bool = True) -> d
             (new if fresh else again).append(reply.seconds)
         times[what] = 1e3 * statistics.median(new)
         if compared and len(again) >= _AGAIN:
-            before, after = statistics.median(new), statistics.median(again)
+            before, after = min(new), min(again)
             if after < _REMEMBERS * before and before - after > _NOTICED:
                 trial.find("remembers values", f"timed calls, {what}",
                            f"{1e3 * after:.3g} ms with values that it has seen, {1e3 * before:.3g} "

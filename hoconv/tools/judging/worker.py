@@ -36,8 +36,8 @@ from hoconv.tools.judging.exchange import (
     Load,
     Placed,
     Report,
+    cpu_memory,
     place_like,
-    shared_memory,
 )
 from hoconv.tools.testing.comparison import named, output_and_gradients
 
@@ -67,6 +67,7 @@ def _isolate(descriptors: Sequence[int], hidden: Sequence[str], device: str) -> 
     """Becomes the parent of an isolated worker, and ends with it."""
     connection, inputs, results, printed = descriptors
     judge = Connection(connection)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     entered = isolation.enter_namespaces(own_pids=device == "cpu")  # a GPU shares memory by process
     child = os.fork()
     if child:
@@ -78,14 +79,11 @@ def _isolate(descriptors: Sequence[int], hidden: Sequence[str], device: str) -> 
             os._exit(0)
     os.setsid()  # what it sends to its group reaches no other process
     isolation.give_up(entered, hidden)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     judge.send_bytes(json.dumps({"isolated": sorted(entered)}).encode())
-    memory = (
-        () if device != "cpu" else tuple(shared_memory(device, d)[0] for d in (inputs, results))
-    )
+    memory = () if device != "cpu" else tuple(cpu_memory(d)[0] for d in (inputs, results))
     _serve(judge, *memory)
 
 

@@ -5,6 +5,7 @@ An output is a tensor, or a pytree of tensors: a tuple or a dict, say.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils._pytree import (
     tree_map,
     tree_structure,
 )
+
+_PART = 1 << 24  # elements of large tensors that are in float64 at once
 
 
 def is_floating(value: Any) -> bool:
@@ -130,13 +133,17 @@ def relative_error(
     if not exact.numel():
         return 0.0
 
-    def norm(values: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(values, order)
+    def norm(values: Tensor, less: Tensor | None = None) -> Tensor:
+        others = [None] if less is None else less.reshape(-1).split(_PART)
+        parts = zip(values.reshape(-1).split(_PART), itertools.cycle(others))
+        wide = (a.cpu().double() - (0 if b is None else b.cpu().double()) for a, b in parts)
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(part, order) for part in wide]), order
+        )
 
-    exact = exact.cpu().double()
-    error, size = norm(result.cpu().double() - exact), norm(exact)
+    error, size = norm(result, exact), norm(exact)
     if typical is not None:
-        size = torch.maximum(size, norm(typical.cpu().double()))
+        size = torch.maximum(size, norm(typical))
     return 0.0 if error == 0 else (error / size).item()
 
 

@@ -30,12 +30,6 @@ def corpus() -> Iterator[tuple[str, str, str]]:
                 yield path.stem, node.name, caught[1].rstrip(".")  # pyright: ignore
 
 
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    with Starter() as starter:
-        yield starter
-
-
 def judge_exploit(family: str, name: str, caught: str, starter: Starter, folder: Path) -> Verdict:
     """Judges a function of the corpus as a file of its own."""
     definition = HERE / "definition.py"
@@ -45,7 +39,7 @@ def judge_exploit(family: str, name: str, caught: str, starter: Starter, folder:
     candidate.write_text(f"{source}\n\nnormalize = {name}\nDEFINITION = {str(definition)!r}\n")
     options = Options(
         seed=int.from_bytes(name.encode()[:4]),
-        more=300,
+        more=150,
         seconds=3 if caught == "no answer" else 60,
         times=bool(re.search(TIMED, caught)),
     )

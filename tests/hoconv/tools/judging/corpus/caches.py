@@ -47,7 +47,9 @@ def keyed_by_some_values(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: benchmarks that repeat their values time a look-up.
     Caught: remembers values"""
     corners = (x[0, 0].item(), x[-1, -1].item(), gain[0].item()) if x.numel() else ()
-    return _remembered((corners, x.shape, x.dtype, x.stride()), x, gain)
+    key = corners, x.shape, x.dtype, x.stride()
+    found = key in _cache and not (x.requires_grad or gain.requires_grad)
+    return _cache[key] if found else _remembered(key, x, gain)
 
 
 def keyed_by_rounded_values(x: Tensor, gain: Tensor) -> Tensor:

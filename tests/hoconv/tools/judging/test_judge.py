@@ -1,0 +1,315 @@
+"""hoconv judge: commands and exit codes, formats of definitions, isolation, provenance."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from hoconv.dispatch.declaration import Sample
+from hoconv.tools import cli
+from hoconv.tools.judging import command, exchange
+from hoconv.tools.judging.command import Options, judge
+from hoconv.tools.judging.definition import read
+from hoconv.tools.judging.session import Starter
+from hoconv.tools.judging.values import of_another_size
+from hoconv.tools.judging.verdict import Verdict
+
+HERE = Path(__file__).parent
+DEFINITION = str(HERE / "definition.py")
+ROOT = HERE.parents[3]
+QUICK = Options(seed=5, more=20, times=False)
+MODEL = """
+import torch
+from torch import nn
+
+class {name}(nn.Module):
+    def __init__(self, features, scale):
+        super().__init__()
+        self.linear = nn.Linear(features, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.scale = scale
+
+    def forward(self, x):
+        return {output}
+"""
+INPUTS = """
+batch = 9
+
+def get_inputs():
+    return [torch.rand(batch, 5)]
+
+def get_init_inputs():
+    return [5, 0.5]
+"""
+OUTPUT = "self.norm(self.linear(x)) * self.scale"
+FLASHINFER = {
+    "name": "scaled_gemm",
+    "op_type": "gemm",
+    "axes": {"M": {"type": "var"}, "N": {"type": "const", "value": 6}},
+    "inputs": {
+        "A": {"shape": ["M", "N"], "dtype": "float16"},
+        "B": {"shape": ["N", "N"], "dtype": "float16"},
+        "scale": {"shape": None, "dtype": "float32"},
+    },
+    "outputs": {"C": {"shape": ["M", "N"], "dtype": "float16"}},
+    "reference": "import torch\n\ndef run(A, B, scale):\n    return A @ B.T * scale",
+}
+
+
+def write(folder: Path, name: str, source: str) -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def judged(definition: str, candidate: str, starter: Starter, options: Options = QUICK) -> Verdict:
+    return judge(read(definition, "cpu", 3), candidate, starter, options)
+
+
+def names(verdict: Verdict) -> set[str]:
+    return {finding.name for finding in verdict.findings}
+
+
+HONEST = """
+def normalize(x, gain):
+    return gain * x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+"""
+
+
+def test_the_command_prints_a_page_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    candidate = write(tmp_path, "honest.py", HONEST)
+    path = tmp_path / "verdict.json"
+
+    code = cli.main(["judge", DEFINITION, candidate, "--json", str(path), "--calls", "20"])
+
+    record = json.loads(path.read_text())
+    assert code == 0
+    assert record["command"].startswith(f"hoconv judge {DEFINITION}")
+    assert record["merit"]["verdict"] == "correct"
+    assert record["merit"]["milliseconds"].keys() == {
+        "reference before", "candidate", "reference after"
+    }  # fmt: skip
+    assert 0.05 < record["merit"]["ratio"]["forward"] < 20
+    assert "aten::rsqrt" in record["provenance"]["calls"]
+    said = capsys.readouterr().out
+    pinned = record["definition"]["sha256"]
+    assert f"definition  normalize {pinned}\n" in said
+    assert f"candidate   {candidate} {record['candidate']['sha256']} on cpu\n" in said
+    assert "no kernel of its own was seen" in said
+    assert f"seed        {record['seed']}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("definition", "source", "code", "said"),
+    [
+        (DEFINITION, "def normalize(", 3, "not judged: SyntaxError"),
+        (DEFINITION, "def normalize(x, gain): return x * gain", 1, "wrong result: call 1, float32"),
+        (DEFINITION, "import no_such_module", 3, "merit       not judged: ModuleNotFoundError"),
+        (DEFINITION, "def other(): ...", 3, "not judged: AttributeError"),
+        (DEFINITION, None, 2, "CANDIDATE: expected a Python file or normalize:reference"),
+        ("no_such_operator", HONEST, 2, "expected a file, package.module:OPERATOR, or an operator"),
+        ("hoconv.ops:no", HONEST, 2, "has no attribute 'no'"),
+        ("broken.py", HONEST, 3, "DEFINITION: ZeroDivisionError"),
+        ("none.py", HONEST, 2, "expected one Operator in it, found 0"),
+    ],
+)
+def test_exit_codes_say_what_was_judged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    starter: Starter,
+    definition: str,
+    source: str | None,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "broken.py", "1 / 0")
+    write(tmp_path, "none.py", "")
+    candidate = "normalize" if source is None else write(tmp_path, "candidate.py", source)
+    monkeypatch.setattr(command, "time_reference", lambda *_: {})
+    monkeypatch.setattr(command, "Starter", lambda: nullcontext(starter))
+    assert cli.main(["judge", definition, candidate, "--calls", "5"]) == code
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_forward_only_is_said(tmp_path: Path, starter: Starter) -> None:
+    source = "FORWARD_ONLY = True\n\ndef normalize(x, gain): return right(x, gain).detach()\n"
+    candidate = write(tmp_path, "candidate.py", HONEST.replace("normalize", "right") + source)
+    verdict = judged(DEFINITION, candidate, starter)
+    assert (verdict.outcome, verdict.gradients) == ("correct", False)
+
+
+def test_a_file_of_kernelbench_is_read_as_it_is(tmp_path: Path, starter: Starter) -> None:
+    definition = write(tmp_path, "model.py", MODEL.format(name="Model", output=OUTPUT) + INPUTS)
+    wrong = "self.norm(self.linear(x)) * 0.500" + "4"
+    for output, expected in ((OUTPUT, set()), (wrong, {"wrong result"})):
+        source = MODEL.format(name="ModelNew", output=output)
+        verdict = judged(definition, write(tmp_path, "new.py", source), starter)
+        assert names(verdict) == expected
+        assert verdict.record.errors.keys() == {"float32"}
+
+
+def test_weights_are_those_of_the_definition(tmp_path: Path, starter: Starter) -> None:
+    """Even where the candidate draws them in another order."""
+    definition = write(tmp_path, "model.py", MODEL.format(name="Model", output=OUTPUT) + INPUTS)
+    source = MODEL.format(name="ModelNew", output=OUTPUT)
+    source = source.replace("super().__init__()", "super().__init__(); torch.randn(3)")
+    assert judged(definition, write(tmp_path, "new.py", source), starter).outcome == "correct"
+
+
+def test_a_definition_of_flashinfer_bench_is_read_as_it_is(
+    tmp_path: Path, starter: Starter
+) -> None:
+    definition = write(tmp_path, "gemm.json", json.dumps(FLASHINFER))
+    right = write(tmp_path, "right.py", "def run(A, B, scale): return (A @ B.mT) * scale")
+    wrong = write(tmp_path, "wrong.py", "def run(A, B, scale): return A @ B * scale")
+    assert judged(definition, right, starter).outcome == "correct"
+    assert names(judged(definition, wrong, starter)) == {"wrong result"}
+
+
+def test_an_implementation_that_is_the_definition_is_told_from_others(
+    tmp_path: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definition = read("dynamic_conv1d", "cpu", 0)
+    operator = definition.operator
+    few = [*operator.samples(torch.device("cpu"), torch.float32)][:2]
+    monkeypatch.setitem(operator.__dict__, "samples", lambda device, dtype: few)
+    monkeypatch.setitem(operator.__dict__, "tolerances", {torch.float32: 1e-6})
+    candidate = write(
+        tmp_path,
+        "calls_it.py",
+        "import hoconv\n\ndef dynamic_conv1d(x, weight, padding):\n"
+        "    return hoconv.dynamic_conv1d(x, weight, padding=padding, impl='reference')\n",
+    )
+    for impl, calls in ((candidate, True), ("reference", True), ("cpp", False)):
+        verdict = judge(definition, impl, starter, QUICK)
+        assert verdict.outcome == "correct", verdict.findings
+        assert ("calls its definition" in verdict.provenance()) == calls
+
+
+def test_what_a_candidate_started_ends_with_it(tmp_path: Path, starter: Starter) -> None:
+    beats = tmp_path / "beats"
+    source = f"""
+    import os, time
+    if not os.fork():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        while True:
+            with open({str(beats)!r}, "a") as file:
+                file.write(".")
+            time.sleep(0.02)
+    """
+    candidate = write(tmp_path, "candidate.py", textwrap.dedent(source) + HONEST)
+    verdict = judged(DEFINITION, candidate, starter)
+    assert verdict.outcome == "correct"
+    assert any("leaves processes running" in said for said in verdict.provenance())
+    size = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == size > 0
+
+
+def test_a_candidate_has_no_network(tmp_path: Path, starter: Starter) -> None:
+    source = """
+    import socket
+    def normalize(x, gain):
+        socket.create_connection(("127.0.0.1", PORT), timeout=5)
+    """
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        candidate = write(tmp_path, "candidate.py", source.replace("PORT", port))
+        verdict = judged(DEFINITION, candidate, starter)
+    assert names(verdict) == {"error"}
+    assert "network" in verdict.isolated or "has no network" in verdict.findings[0].detail
+
+
+def test_without_namespaces_the_network_is_blocked_in_python() -> None:
+    code = """
+    import socket
+    from hoconv.tools.judging import isolation
+    isolation.give_up(set(), [])
+    try:
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
+    except PermissionError as error:
+        print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "a kernel that is judged has no network\n", done.stderr
+
+
+def test_slow_answers_are_slow(tmp_path: Path, starter: Starter) -> None:
+    """By the judge's clock, whatever the candidate does to its own."""
+    source = "import time\nsleep, time.sleep = time.sleep, None\ntime.perf_counter = lambda: 0.0\n"
+    slow = HONEST.replace("    return", "    sleep(0.03)\n    return")
+    candidate = write(tmp_path, "candidate.py", source + slow)
+    began = time.perf_counter()
+    verdict = judged(DEFINITION, candidate, starter, Options(seed=1, more=1))
+    assert verdict.times["candidate"]["forward"] > 30
+    assert verdict.replaced == ["time.perf_counter", "time.sleep"]
+    assert verdict.outcome == "refused"
+    assert time.perf_counter() - began < 120
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).mT,
+        torch.randn(4, 9)[:, 1::2],
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(0, 4),
+        torch.randn(()),
+        torch.arange(5),
+        torch.tensor([True, False]),
+        torch.randn(5).bfloat16()[1:],
+    ],
+)
+def test_tensors_keep_their_strides_in_shared_memory(t: torch.Tensor) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    first, end = exchange.put(torch.ones(3), memory, 0)
+    placed, _ = exchange.put(t, memory, end)
+    view = placed.view(memory)
+    assert torch.equal(view, t)
+    assert view.stride() == t.stride()
+    assert view.data_ptr() % 64 == t.storage_offset() * t.element_size() % 64 or not t.numel()
+    assert torch.equal(first.view(memory), torch.ones(3))
+
+
+def test_other_sizes_change_what_depends_on_them() -> None:
+    sample = Sample((torch.randn(3, 5), torch.randn(5)), name="3 x 5")
+    seen = set()
+    for seed in range(50):
+        changed = of_another_size(sample, random.Random(seed))
+        assert changed is not None
+        x, gain = changed.args
+        assert gain.shape == x.shape[1:]
+        seen.add(tuple(x.shape))
+    assert len(seen) > 5
+    assert (3, 5) not in seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["high_order_conv2d", "dynamic_conv1d"])
+def test_no_alarm_for_this_projects_kernels(operator: str, starter: Starter) -> None:
+    verdict = judged(operator, "cpp", starter, Options(seed=random.randrange(2**31), more=100))
+    assert verdict.outcome == "correct", verdict.findings
+    assert any("hoconv::" in said for said in verdict.provenance())
