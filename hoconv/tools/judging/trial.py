@@ -12,7 +12,6 @@ import math
 import random
 import secrets
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,7 +136,7 @@ class Trial:
         self.record = Record()
         self._outputs: dict[str, Any] = {}  # what a call is like -> its output, without values
         self._expected: dict[tuple[int, bool], tuple[Sample, dict[str, Tensor]]] = {}
-        self._seen: dict[bytes, tuple[str, weakref.ref[Sample]]] = {}
+        self._seen: dict[bytes, tuple[str, list[bytes]]] = {}
 
     def judge(self, dtype: torch.dtype) -> None:
         """Judges the results of all samples in a dtype; raises :class:`Ended` where it is over."""
@@ -270,6 +269,7 @@ class Trial:
             self.find("wrong structure", where, f"expected {[*expected]}, got {[*results]}")
             return
         dtypes = {name: t.dtype for name, t in named(self._output(sample)).items()}
+        inputs = [_hash(t) for t in tree_leaves(sample.args) if isinstance(t, Tensor)]
         for what, exact in expected.items():
             result = results[what]
             wanted = tuple(exact.shape), dtypes.get(what, result.dtype)
@@ -279,12 +279,12 @@ class Trial:
             if same_bits(result, exact):
                 continue
             failure = self._failure(asked, what, result, exact)
-            earlier, of_sample = self._seen.setdefault(_hash(result), (where, weakref.ref(sample)))
+            earlier, of_inputs = self._seen.setdefault(_hash(result), (where, inputs))
             if not failure or (
                 asked.kind in _VARIED and self._is_ill_conditioned(asked, what, result, exact)
             ):
                 continue
-            if of_sample() is not sample and bool((result != result.flatten()[0]).any()):
+            if of_inputs != inputs and bool((result != result.flatten()[0]).any()):
                 name, failure = "result of an earlier call", f"{failure}; it is that of {earlier}"
             else:
                 name = WRONG[asked.kind]
