@@ -24,7 +24,7 @@ class Verdict:
         isolated: what the kernel kept from the worker.
         replaced: functions that the candidate replaced in its process.
         processes: how many the candidate had started and not ended.
-        changed: files of the definition that were changed meanwhile.
+        digests: of the definition before the candidate was loaded, and of the candidate's file.
     """
 
     definition: Definition

@@ -5,8 +5,7 @@ An output is a tensor, or a pytree of tensors: a tuple or a dict, say.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -133,17 +132,18 @@ def relative_error(
     if not exact.numel():
         return 0.0
 
-    def norm(values: Tensor, less: Tensor | None = None) -> Tensor:
-        others = [None] if less is None else less.reshape(-1).split(_PART)
-        parts = zip(values.reshape(-1).split(_PART), itertools.cycle(others))
-        wide = (a.cpu().double() - (0 if b is None else b.cpu().double()) for a, b in parts)
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(part, order) for part in wide]), order
-        )
+    def parts_of(t: Tensor) -> Iterator[Tensor]:
+        return (part.cpu().double() for part in t.reshape(-1).split(_PART))
 
-    error, size = norm(result, exact), norm(exact)
+    def norm(parts: Iterable[Tensor]) -> Tensor:
+        norms = [torch.linalg.vector_norm(part, order) for part in parts]
+        return torch.linalg.vector_norm(torch.stack(norms), order)
+
+    same_shape = torch.broadcast_tensors(result.cpu(), exact.cpu())
+    pairs = zip(*map(parts_of, same_shape), strict=True)
+    error, size = norm(a - b for a, b in pairs), norm(parts_of(exact))
     if typical is not None:
-        size = torch.maximum(size, norm(typical))
+        size = torch.maximum(size, norm(parts_of(typical)))
     return 0.0 if error == 0 else (error / size).item()
 
 
