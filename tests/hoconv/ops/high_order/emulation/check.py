@@ -5,6 +5,8 @@ A process of its own: what it registers for tensors of a CPU stays.
 
 from __future__ import annotations
 
+import math
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +21,7 @@ from hoconv.ops.high_order.conv2d.window import Window
 from tests.hoconv.ops.high_order.support import CHANNELS_LAST, generated_last, is_close
 
 _CPU = torch.device("cpu")
+_RANDOM = 60  # calls of each dtype
 
 
 def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any]]]:
@@ -27,6 +30,26 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, dict[str, 
         yield sample.name, x, weight, dict(sample.kwargs)
     for call in CHANNELS_LAST:
         yield str(call), *generated_last(call, _CPU, dtype)
+    for _ in range(_RANDOM):
+        yield _random_call(dtype)
+
+
+def _random_call(dtype: torch.dtype) -> tuple[str, Tensor, Tensor, dict[str, Any]]:
+    """Draws a window with any stride, scale, dilation and padding, and layouts."""
+    options: dict[str, Any] = {
+        name: (random.randint(1, most), random.randint(1, most))
+        for name, most in (("kernel_size", 8), ("stride", 4), ("scale", 3), ("dilation", 4))
+    }
+    options["padding"] = random.choice(["zeros", "replicate"])
+    taps = math.prod(options["kernel_size"])
+    window = Window.of(taps, **options)
+    G, size = random.randint(1, 3), (random.randint(1, 12), random.randint(1, 18))
+    x = torch.randn(2, G * random.choice([1, 2, 3, 4, 8, 16]), *size, dtype=dtype)
+    weight = torch.randn(2, taps * G, *window.output_size(*size), dtype=dtype)
+    layouts = [torch.contiguous_format, torch.channels_last]
+    x, weight = (t.contiguous(memory_format=random.choice(layouts)) for t in (x, weight))
+    name = f"{tuple(x.shape)} in {G}, strides {x.stride()} and {weight.stride()}, {options}"
+    return name, x, weight.unflatten(1, (taps, G)).transpose(0, 1), options
 
 
 def _differences(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Iterator[str]:
@@ -54,6 +77,7 @@ def main() -> int:
     for library in sys.argv[1:]:
         torch.ops.load_library(library)
     torch.manual_seed(0)
+    random.seed(0)
     failed = 0
     for dtype in OPERATOR.tolerances:
         for name, x, weight, options in _calls(dtype):
