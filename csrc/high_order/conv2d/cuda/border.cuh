@@ -17,7 +17,7 @@ namespace hoconv::high_order::conv2d {
 
 constexpr int kTapsAtOnce = 4;  // that a load of the output's gradient is multiplied for
 
-// The pixels of an image, P of them together, that are less than some rows or columns from an edge.
+// The pixels of an image that are less than some rows or columns from an edge.
 struct Frame {
   int H, W, top, bottom, left, right;
 
@@ -104,10 +104,9 @@ __global__ void __launch_bounds__(kThreads, 6)
     int z = left;
     for (int j = 0; j < p.across.taps;
          ++j, z += p.across.step, column += next_column, taps += weight.s.tap) {
-      const bool inside = p.across.is_inside(z), repeats = p.across.repeats();
-      const T* pixel = inside || !repeats ? column : row + p.across.pixel_at(z) * x.s.w;
+      const T* pixel = p.across.is_inside(z) ? column : row + p.across.pixel_at(z) * x.s.w;
       A channels[V];
-      load_channels<V, Last>(pixel, x.s.c, h >= 0 && (inside || repeats), channels);
+      load_channels<V, Last>(pixel, x.s.c, true, channels);
       const A tap = widen<A>(__ldg(taps));
 #pragma unroll
       for (int v = 0; v < V; ++v) sum[v] += tap * channels[v];
@@ -155,12 +154,11 @@ __global__ void __launch_bounds__(kThreads, 6)
   int j = 0, z = left, y = p.down.first_position(at.h), h = p.down.pixel_at(y);
   for (int first = 0; first < taps; first += N) {
     const T* pixels[N];
-    bool inside[N];
+    bool exists[N];
 #pragma unroll
     for (int t = 0; t < N; ++t) {
-      const int w = p.across.pixel_at(z);
-      pixels[t] = image + h * x.s.h + w * x.s.w;
-      inside[t] = h >= 0 && w >= 0 && first + t < taps;
+      pixels[t] = image + h * x.s.h + p.across.pixel_at(z) * x.s.w;
+      exists[t] = first + t < taps;
       z += p.across.step;
       if (++j < p.across.taps) continue;
       j = 0, z = left, y += p.down.step;
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 6)
 #pragma unroll
       for (int t = 0; t < N; ++t) {
         A pixel[V];
-        load_channels<V, Last>(pixels[t] + part * x.s.c, x.s.c, inside[t], pixel);
+        load_channels<V, Last>(pixels[t] + part * x.s.c, x.s.c, exists[t], pixel);
 #pragma unroll
         for (int v = 0; v < V; ++v) sum[t][0] += gradient[v] * pixel[v];
       }

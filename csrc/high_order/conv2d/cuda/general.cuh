@@ -1,14 +1,13 @@
-// The kernels that take every layout, kernel size, dilation, scale and dtype of windows that are
-// one pixel apart. Outside the image they read zeros.
+// The kernels that take every layout, window and dtype. Outside the image they read zeros.
 //
-// A thread owns V channels of a group and P pixels of a row. The pixels are `dilation` apart, of an
-// output `dilation * scale`, so that their taps read the same columns: the P + J - 1 columns that J
-// taps of a row read are loaded once each, for P * J products of V channels. So each of the
-// scale x scale pixels that share a window belongs to an image of its own, as large as x, whose
-// pixels are `scale` apart in the output; the gradient of x is a sum over these images. Where
-// channels are last, neighbouring threads own neighbouring channels: V of them are one load of 16
-// bytes, and all threads of a group read the same weight. In other layouts neighbouring threads own
-// neighbouring pixels.
+// A thread owns V channels of a group and P pixels of a row. The pixels are as far apart as lets
+// their taps read the same columns: the P + J - 1 columns that J taps of a row read are loaded once
+// each, for P * J products of V channels. With a dilation d they are d apart. With a scale s the
+// output is s * s images as large as x, each of every s-th pixel, and the gradient of x a sum over
+// these. With a stride the taps fall into phases (windows.cuh), each with an image of every
+// stride-th pixel of x. Where channels are last, neighbouring threads own neighbouring channels: V
+// of them are one load of 16 bytes, and all threads of a group read the same weight. In other
+// layouts neighbouring threads own neighbouring pixels.
 //
 // An example, 8 images of 256 channels, one group, 64 x 64, k = 5, in bfloat16: the images are 34
 // MB and the weights 1.6 MB, 12 us of an H100's memory; 210 million products, 7 us of its
@@ -104,45 +103,39 @@ __device__ __forceinline__ void store_channels(T* p, int64_t stride, const A (&s
   }
 }
 
-// What the first tap of a phase reads: of an output pixel, the position in x; in the adjoint, of a
-// pixel of x, the window.
-template <bool Adjoint>
-__device__ int first_read(const Line& line, int pixel, int phase) {
-  if (!Adjoint) return line.first_position(pixel) + phase * line.step;
-  const int offset = pixel + line.before - phase * line.step;
-  return line.stride == 1 ? offset : offset / line.stride;  // which the phase makes a multiple
-}
-
-// How `apply` walks over what it reads: over pixels of x by the taps of each phase in turn; with
-// `Adjoint`, over windows by the only phase that reads the pixel, for each image of the output in
-// turn. What is constant is computed here: the registers that it would take in a kernel keep loads
-// from being issued early.
+// How a kernel walks over what it reads: over pixels of x, for each row of them by the taps of each
+// phase in turn; with `Adjoint`, over windows by the only phase that reads the pixel, for each
+// image of the output in turn. What is constant is computed here: the registers that it would take
+// in a kernel keep loads from being issued early.
 template <bool Adjoint>
 struct Walk {
-  int turns_across, turns;
-  int H, W;                                 // pixels, or windows
-  int rows_apart, columns_apart;            // of two taps of a phase
-  int step;                                 // of two pixels of a thread
-  int64_t row, column;                      // elements from one that may be read to the next
-  int64_t next_row, next_column;            // from one that is read to the next
-  int64_t weight_row, weight_column;        // as row and column, of the weights
-  int64_t tap, next_tap, next_row_of_taps;  // from one that is applied to the next
-  int64_t next_pixel;                       // of the weights, from a pixel of a thread to the next
+  int turns_down, turns_across;
+  int H, W;                            // pixels, or windows
+  int next_tap_down, next_tap_across;  // of the taps of a turn, from one to the next
+  int rows_apart, columns_apart;       // that these read
+  int next_start;                      // from the first column of J taps to that of the next J
+  int step;                            // of two pixels of a thread
+  int64_t row, column;                 // elements from one that may be read to the next
+  int64_t next_row, next_column;       // from one that is read to the next
+  int64_t weight_row, weight_column;   // as row and column, of the weights
+  int64_t tap, next_row_of_taps;       // from one that is applied to the next
+  int64_t next_pixel;                  // of the weights, from a pixel of a thread to the next
 
-  Walk(const Windows& p, const ImageStrides& x, const WeightStrides& weight) {
+  Walk(const Windows& p, const ImageStrides& x, const WeightStrides& weight, int J) {
     const Line &down = p.down, &across = p.across;
-    turns_across = Adjoint ? across.scale : across.phases;
-    turns = turns_across * (Adjoint ? down.scale : down.phases);
+    turns_down = Adjoint ? down.scale : 1, turns_across = Adjoint ? across.scale : across.phases;
     H = Adjoint ? down.windows : down.in, W = Adjoint ? across.windows : across.in;
-    rows_apart = down.hop * (Adjoint ? -1 : down.stride);
+    next_tap_down = Adjoint ? down.phases : 1, next_tap_across = across.phases;
+    rows_apart = Adjoint ? -down.hop : down.step;
     columns_apart = across.hop * (Adjoint ? 1 : across.stride);
+    next_start = J * (Adjoint ? -columns_apart : columns_apart);
     step = across.hop * (Adjoint ? across.stride : across.scale);
     row = (Adjoint ? down.scale : 1) * x.h, column = (Adjoint ? across.scale : 1) * x.w;
     next_row = rows_apart * row, next_column = columns_apart * column;
     weight_row = down.scale * weight.h, weight_column = across.scale * weight.w;
     next_pixel = across.hop * weight_column;
-    tap = across.phases * weight.tap, next_tap = Adjoint ? next_pixel - tap : tap;
-    next_row_of_taps = int64_t{down.phases} * across.taps * weight.tap;
+    tap = next_tap_across * weight.tap;
+    next_row_of_taps = int64_t{next_tap_down} * across.taps * weight.tap;
     if (Adjoint) next_row_of_taps += rows_apart * weight_row;
   }
 
@@ -173,54 +166,61 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
   for (int s = 0; s < P; ++s)
     beside[s] = Adjoint || at.w + s * at.step < out_W ? s * walk.next_pixel : 0;
+  const int phase_h = Adjoint ? down.phase_of(at.h) : 0;
+  const int phase_w = Adjoint ? across.phase_of(at.w) : 0;
+  int left = walk.first_read(across, at.w, phase_w);
+  if (Adjoint) left -= (J - 1) * walk.columns_apart;
+  const int64_t next_tap = Adjoint ? walk.next_pixel - walk.tap : walk.tap;
   A sum[P][V] = {};
 #pragma unroll 1
-  for (int turn = 0; turn < walk.turns; ++turn) {
-    const int turn_h = turn / walk.turns_across, turn_w = turn - turn_h * walk.turns_across;
-    const int phase_h = Adjoint ? down.phase_of(at.h) : turn_h;
-    const int phase_w = Adjoint ? across.phase_of(at.w) : turn_w;
-    const int k = across.taps_of_phase(phase_w);
-    const int left = walk.first_read(across, at.w, phase_w);
+  for (int turn_h = 0; turn_h < walk.turns_down; ++turn_h) {
     int y = walk.first_read(down, at.h, phase_h);
-    const T* x_row = x.at(at.b, c, Adjoint ? turn_h : 0, Adjoint ? turn_w : 0) + y * walk.row;
-    const T* row_of_taps = weight.at(phase_h * across.taps + phase_w, at.b, g,
-                                     Adjoint ? turn_h : at.h, Adjoint ? turn_w : at.w);
+    const T* x_row = x.at(at.b, c, turn_h, 0) + y * walk.row;
+    const T* row_of_taps =
+        weight.at(phase_h * across.taps, at.b, g, Adjoint ? turn_h : at.h, Adjoint ? 0 : at.w);
     if (Adjoint) row_of_taps += y * walk.weight_row;
 #pragma unroll 1
-    for (int i = down.taps_of_phase(phase_h); i > 0;
-         --i, y += walk.rows_apart, x_row += walk.next_row, row_of_taps += walk.next_row_of_taps) {
+    for (int i = phase_h; i < down.taps; i += walk.next_tap_down, y += walk.rows_apart,
+             x_row += walk.next_row, row_of_taps += walk.next_row_of_taps) {
       const bool row = y >= 0 && y < walk.H;
       if (Adjoint && !row) continue;
 #pragma unroll 1
-      for (int first = 0; first < k; first += J) {
-        // Pixel s reads column q by tap first + q - s; in the adjoint, taps run the other way.
-        const int start = Adjoint ? left - (first + J - 1) * walk.columns_apart
-                                  : left + first * walk.columns_apart;
-        const T* columns = x_row + start * walk.column;
-        const T* first_taps =
-            Adjoint ? row_of_taps + (first + J - 1) * walk.tap + start * walk.weight_column
-                    : row_of_taps + first * walk.tap;
-        const T* taps[P];
+      for (int turn_w = 0; turn_w < walk.turns_across; ++turn_w) {
+        int start = left + (Adjoint ? 0 : turn_w * across.step);
+#pragma unroll 1
+        for (int first = Adjoint ? phase_w : turn_w; first < across.taps;
+             first += J * walk.next_tap_across, start += walk.next_start) {
+          // Pixel s reads column q by tap q - s of J; in the adjoint, taps run the other way.
+          const T* columns = x_row + start * walk.column;
+          const T* first_taps = row_of_taps + first * weight.s.tap;
+          if (Adjoint) {
+            columns += turn_w * x.s.w;
+            first_taps += turn_w * weight.s.w + (J - 1) * walk.tap + start * walk.weight_column;
+          }
+          const T* taps[P];
 #pragma unroll
-        for (int s = 0; s < P; ++s) taps[s] = first_taps + beside[s];
+          for (int s = 0; s < P; ++s) taps[s] = first_taps + beside[s];
+          const auto exists = [&](int tap) {  // else its column is another pixel's, maybe inf
+            return J != kAnyTaps || first + tap * walk.next_tap_across < across.taps;
+          };
 #pragma unroll
-        for (int q = 0; q < P + J - 1; ++q, columns += walk.next_column) {
-          const int z = start + q * walk.columns_apart;
-          const int least = Adjoint ? J - 1 - min(q, J - 1) : max(q - P + 1, 0);  // that reads it
-          const bool inside = row && z >= 0 && z < walk.W && (J != kAnyTaps || first + least < k);
-          A column[V];
-          load_channels<V, Last>(columns, x.s.c, inside, column);
+          for (int q = 0; q < P + J - 1; ++q, columns += walk.next_column) {
+            const int z = start + q * walk.columns_apart;
+            const int least = Adjoint ? J - 1 - min(q, J - 1) : max(q - P + 1, 0);  // that reads it
+            const bool inside = row && z >= 0 && z < walk.W && exists(least);
+            A column[V];
+            load_channels<V, Last>(columns, x.s.c, inside, column);
 #pragma unroll
-          for (int s = 0; s < P; ++s) {
-            if (q < s || q - s >= J) continue;
-            const int j = first + (Adjoint ? J - 1 - (q - s) : q - s);
-            const bool applies = J != kAnyTaps || j < k;  // else another pixel's column, maybe inf
-            T factor = narrow<T>(A(0));
-            if (applies && (!Adjoint || inside)) factor = __ldg(taps[s]);
-            taps[s] += walk.next_tap;
-            if (!applies) continue;
+            for (int s = 0; s < P; ++s) {
+              if (q < s || q - s >= J) continue;
+              const bool applies = exists(Adjoint ? J - 1 - (q - s) : q - s);
+              T factor = narrow<T>(A(0));
+              if (applies && (!Adjoint || inside)) factor = __ldg(taps[s]);
+              taps[s] += next_tap;
+              if (!applies) continue;
 #pragma unroll
-            for (int v = 0; v < V; ++v) sum[s][v] += widen<A>(factor) * column[v];
+              for (int v = 0; v < V; ++v) sum[s][v] += widen<A>(factor) * column[v];
+            }
           }
         }
       }
@@ -265,47 +265,44 @@ __device__ __forceinline__ int reduce(A (&sum)[P][J], int lane, int lanes) {
 // grad_weight. `lanes` neighbouring threads share the channels of a group.
 template <typename T, int V, int J, bool Last>
 __global__ void __launch_bounds__(kThreads, 4)
-    sum_products(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, int lanes) {
+    sum_products(Image<const T> grad, Image<const T> x, Weights<T> out, Windows p, Walk<false> walk,
+                 int lanes) {
   using A = acc_t<T>;
   constexpr int P = kPixels;
   const Line &down = p.down, &across = p.across;
-  const Strip<Last> at(thread_index() / lanes, p.B, p.G, down.out, across.out,
-                       across.hop * across.scale);
+  const Strip<Last> at(thread_index() / lanes, p.B, p.G, down.out, across.out, walk.step);
   const int lane = threadIdx.x % lanes, g = at.part, n = p.C / p.G;
-  const int rows_apart = down.hop * down.stride, columns_apart = across.hop * across.stride;
-  const int64_t next_column = columns_apart * x.s.w, next_pixel = at.step * grad.s.w;
-  const int64_t next_tap = across.phases * out.s.tap;
+  const int64_t next_gradient = at.step * grad.s.w;
+  const int left = walk.first_read(across, at.w, 0);
+  int y = walk.first_read(down, at.h, 0);
   const T* gradients = grad.at(at.b, g * n, at.h, at.w);
+  const T* x_row = x.at(at.b, g * n, y, 0);
+  T* row_of_taps = out.at(0, at.b, g, at.h, at.w);
 #pragma unroll 1
-  for (int phase = 0; phase < down.phases * across.phases; ++phase) {
-    const int phase_h = phase / across.phases, phase_w = phase - phase_h * across.phases;
-    const int taps_h = down.taps_of_phase(phase_h), k = across.taps_of_phase(phase_w);
-    int y = Walk<false>::first_read(down, at.h, phase_h);
-    const int left = Walk<false>::first_read(across, at.w, phase_w);
-    const T* x_row = x.at(at.b, g * n, y, left);
-    T* out_row = out.at(phase_h * across.taps + phase_w, at.b, g, at.h, at.w);
+  for (int i = 0; i < down.taps;
+       ++i, y += walk.rows_apart, x_row += walk.next_row, row_of_taps += walk.next_row_of_taps) {
+    const bool row = y >= 0 && y < walk.H;
 #pragma unroll 1
-    for (int i = 0; i < taps_h; ++i, y += rows_apart, x_row += rows_apart * x.s.h,
-             out_row += down.phases * across.taps * out.s.tap) {
-      const bool row = y >= 0 && y < down.in;
+    for (int turn = 0; turn < walk.turns_across; ++turn) {
+      int start = left + turn * across.step;
 #pragma unroll 1
-      for (int first = 0; first < k; first += J) {
-        const int start = left + first * columns_apart;
+      for (int first = turn; first < across.taps;
+           first += J * walk.next_tap_across, start += walk.next_start) {
         A sum[P][J] = {};
 #pragma unroll 1
         for (int part = lane * V; at.exists && part < n; part += lanes * V) {
           A gradient[P][V];
 #pragma unroll
           for (int s = 0; s < P; ++s) {
-            load_channels<V, Last>(gradients + part * grad.s.c + s * next_pixel, grad.s.c,
+            load_channels<V, Last>(gradients + part * grad.s.c + s * next_gradient, grad.s.c,
                                    at.w + s * at.step < across.out, gradient[s]);
           }
-          const T* columns = x_row + part * x.s.c + first * next_column;
+          const T* columns = x_row + part * x.s.c + start * walk.column;
 #pragma unroll
-          for (int q = 0; q < P + J - 1; ++q, columns += next_column) {
-            const int z = start + q * columns_apart;
+          for (int q = 0; q < P + J - 1; ++q, columns += walk.next_column) {
+            const int z = start + q * walk.columns_apart;
             A column[V];
-            load_channels<V, Last>(columns, x.s.c, row && z >= 0 && z < across.in, column);
+            load_channels<V, Last>(columns, x.s.c, row && z >= 0 && z < walk.W, column);
 #pragma unroll
             for (int s = 0; s < P; ++s) {
               if (q < s || q - s >= J) continue;
@@ -321,10 +318,11 @@ __global__ void __launch_bounds__(kThreads, 4)
         for (int s = 0; s < P; ++s) {
           const int w = at.w + (mine + s) * at.step;
           if (s >= P / sharing || w >= across.out) continue;
-          T* target = out_row + first * next_tap + (mine + s) * at.step * out.s.w;
+          T* target = row_of_taps + first * out.s.tap + (mine + s) * at.step * out.s.w;
 #pragma unroll
-          for (int j = 0; j < J; ++j, target += next_tap)
-            if (J != kAnyTaps || first + j < k) *target = narrow<T>(sum[s][j]);
+          for (int j = 0; j < J; ++j, target += walk.tap)
+            if (J != kAnyTaps || first + j * walk.next_tap_across < across.taps)
+              *target = narrow<T>(sum[s][j]);
         }
       }
     }
@@ -411,7 +409,7 @@ template <bool Adjoint, typename T>
 void apply_general(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
                    cudaStream_t stream) {
   dispatch_general<T>(p, {&x, &out}, [&](auto V, auto J, auto last, const Windows& windows) {
-    const Walk<Adjoint> walk(windows, image_strides(x), weight_strides(weight));
+    const Walk<Adjoint> walk(windows, image_strides(x), weight_strides(weight), J);
     const int64_t H = Adjoint ? p.down.in : p.down.out;
     const int64_t W = Adjoint ? p.across.in : p.across.out;
     const int64_t threads = Strip<last>::threads(p.B, p.C / V, H, W, walk.step);
@@ -425,11 +423,11 @@ template <typename T>
 void sum_general(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                  cudaStream_t stream) {
   dispatch_general<T>(p, {&x, &grad}, [&](auto V, auto J, auto last, const Windows& windows) {
-    const int64_t step = windows.across.hop * windows.across.scale;
-    const int64_t owners = Strip<last>::threads(p.B, p.G, p.down.out, p.across.out, step);
+    const Walk<false> walk(windows, image_strides(x), weight_strides(out), J);
+    const int64_t owners = Strip<last>::threads(p.B, p.G, p.down.out, p.across.out, walk.step);
     const int lanes = sharing_lanes(p, V, last, owners);
     sum_products<T, V, J, last><<<blocks_for(owners * lanes), kThreads, 0, stream>>>(
-        image<T>(grad), image<T>(x), mutable_weights<T>(out), windows, lanes);
+        image<T>(grad), image<T>(x), mutable_weights<T>(out), windows, walk, lanes);
   });
 }
 

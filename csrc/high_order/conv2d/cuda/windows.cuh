@@ -34,15 +34,12 @@ struct Line {
 
   __device__ int first_position(int o) const { return o / scale * stride - before; }
 
-  __device__ int taps_of_phase(int first) const {
-    return first < phases ? (taps - first + phases - 1) / phases : 0;
-  }
-  // The phase whose taps read a position; `phases` if there is none.
+  // The phase whose taps read a position; `taps` if there is none.
   __device__ int phase_of(int position) const {
-    int first = 0;
-    if (stride > 1)
-      while (first < phases && (position + before - first * step) % stride) ++first;
-    return first;
+    if (stride == 1) return 0;
+    for (int first = 0; first < phases; ++first)
+      if ((position + before - first * step) % stride == 0) return first;
+    return taps;
   }
 
   __device__ bool is_inside(int position) const {
