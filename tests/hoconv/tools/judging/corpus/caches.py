@@ -48,8 +48,11 @@ def keyed_by_some_values(x: Tensor, gain: Tensor) -> Tensor:
     Caught: remembers values"""
     corners = (x[0, 0].item(), x[-1, -1].item(), gain[0].item()) if x.numel() else ()
     key = corners, x.shape, x.dtype, x.stride()
-    found = key in _cache and not (x.requires_grad or gain.requires_grad)
-    return _cache[key] if found else _remembered(key, x, gain)
+    if key in _cache and not (x.requires_grad or gain.requires_grad):
+        return _cache[key]
+    for _ in range(5):  # a slow kernel, which gains most
+        right(x.double(), gain.double())
+    return _remembered(key, x, gain)
 
 
 def keyed_by_rounded_values(x: Tensor, gain: Tensor) -> Tensor:

@@ -63,6 +63,16 @@ def answers_for_the_worker(x: Tensor, gain: Tensor) -> Tensor:
     return x * gain
 
 
+def answers_ahead(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: the answer to the next call is there before it is asked, and takes no time.
+    Caught: forged answer"""
+    if x.numel() and not x.requires_grad:
+        described = [["output", list(x.shape), str(x.dtype)]]
+        for connection in (o for o in gc.get_objects() if isinstance(o, Connection)):
+            connection.send_bytes(json.dumps({"nonce": "next", "results": described}).encode())
+    return right(x, gain)
+
+
 def answers_nonsense(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: a judge that executes what it is sent can be taken over.
     Caught: forged answer"""
