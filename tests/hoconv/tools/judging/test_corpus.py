@@ -32,7 +32,7 @@ def corpus() -> Iterator[tuple[str, str, str]]:
 
 def judge_exploit(family: str, name: str, caught: str, starter: Starter, folder: Path) -> Verdict:
     """Judges a function of the corpus as a file of its own."""
-    definition = HERE / "definition.py"
+    definition = shutil.copy(HERE / "definition.py", folder)  # which some write to
     shutil.copy(HERE / "corpus" / "honest.py", folder)
     candidate = folder / "exploit.py"
     source = (HERE / "corpus" / f"{family}.py").read_text()
