@@ -30,9 +30,10 @@ from hoconv.tools import commands
 from hoconv.tools.judging.definition import Definition, UnknownDefinitionError, digest, read
 from hoconv.tools.judging.exchange import Load, Report
 from hoconv.tools.judging.isolation import unreadable
+from hoconv.tools.judging.record import Ended, Finding, Record
 from hoconv.tools.judging.session import Misbehaved, Starter, Worker
 from hoconv.tools.judging.timing import time_candidate, time_reference
-from hoconv.tools.judging.trial import Ended, Finding, Record, Trial
+from hoconv.tools.judging.trial import Trial
 from hoconv.tools.judging.verdict import EXIT_CODES, Verdict
 
 

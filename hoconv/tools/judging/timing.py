@@ -17,8 +17,9 @@ import torch
 from hoconv.dispatch.declaration import Sample
 from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.exchange import Load
+from hoconv.tools.judging.record import Asked, Ended
 from hoconv.tools.judging.session import Starter
-from hoconv.tools.judging.trial import Asked, Ended, Trial
+from hoconv.tools.judging.trial import Trial
 
 _NEW, _AGAIN = 9, 5  # calls with new values, and with values of before
 _COMPARED = 1 / 3  # of the timed calls, and the first

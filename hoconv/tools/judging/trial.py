@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hoconv.tools.checking.row import Row
 from hoconv.tools.commands import dtype_name
 from hoconv.tools.judging import exchange
 from hoconv.tools.judging.definition import Definition
+from hoconv.tools.judging.record import WRONG, Asked, Ended, Finding, Record
 from hoconv.tools.judging.session import Misbehaved, Reply, Worker
 from hoconv.tools.judging.values import huge, of_another_size
 from hoconv.tools.testing.call_forms import forms
@@ -47,73 +48,12 @@ _SIZES = 6  # that are not among the samples, for each dtype
 _SMALL = 1 << 26  # bytes of the tensors of a call, or of one of them
 _ENOUGH_FINDINGS = 12
 _AS_THE_REFERENCE = 8  # times its error a result may have where no definition vouches for a call
-# The name of a result that is wrong in a call of each kind.
-WRONG = {
-    "sample": "wrong result",
-    "size": "wrong at another size",
-    "form": "wrong with other strides",
-    "special": "wrong for special values",
-    "scale": "wrong for small values",
-    "more": "wrong in one of many calls",
-    "timed": "wrong in a timed call",
-}
-
 # What an error of a worker says, and the name of that.
 _ERRORS = {
     exchange.NOT_DENSE: "lazy result",
     exchange.THE_DEFINITION: "calls its definition",
 }
 _VARIED = "size", "form", "special", "scale"  # kinds that no definition vouches for
-
-
-class Ended(Exception):
-    """Nothing more can be asked, or need be."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong: its name, the call that shows it, and the details."""
-
-    name: str
-    call: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A call: its kind, of those in `WRONG`, its dtype, and what is passed.
-
-    Attributes:
-        cotangent: the gradient of the output; None where no gradient is wanted.
-        positions: of the arguments that are differentiated; None means all.
-        seed: of PyTorch's random numbers, for a definition that may draw some.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    sample: Sample
-    cotangent: Any = None
-    positions: tuple[int, ...] | None = None
-    seed: int | None = None
-
-
-@dataclass
-class Record:
-    """What a trial found.
-
-    Attributes:
-        calls, compared: how many there were, and how many of them were compared.
-        errors: dtype -> ``output``, ``gradient`` and ``tolerance``, relative.
-        more: how many calls were made of one sample, to find rare faults.
-        operations: what was called, as the worker says.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    calls: int = 0
-    compared: int = 0
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    more: int = 0
-    operations: list[str] = field(default_factory=list)
 
 
 class Trial:

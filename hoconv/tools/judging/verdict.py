@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hoconv.tools.judging.definition import Definition
-from hoconv.tools.judging.trial import Finding, Record
+from hoconv.tools.judging.record import Finding, Record
 from hoconv.tools.tables import print_line
 
 CORRECT, WRONG, REFUSED, NOT_JUDGED = "correct", "wrong", "refused", "not judged"
