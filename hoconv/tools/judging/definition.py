@@ -29,7 +29,7 @@ class UnknownDefinitionError(ValueError):
 
 @dataclass(frozen=True)
 class Definition:
-    """What a candidate is to compute.
+    """An operator that a candidate must compute, and how it was read.
 
     Attributes:
         name: by which it was read.

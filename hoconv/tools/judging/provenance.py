@@ -1,4 +1,4 @@
-"""What a candidate calls, and which functions it replaces, as seen from its own process.
+"""Notes what a candidate calls, and which functions it replaces, from its own process.
 
 A candidate shares that process, and can hide what it calls. This is provenance, and no part of the
 judgement of its numbers and times, for which nothing that its process says is believed.

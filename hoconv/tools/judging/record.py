@@ -1,4 +1,4 @@
-"""What a trial asks for, and what it found."""
+"""The calls and the findings of a trial."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong: its name, the call that shows it, and the details."""
+    """A fault: its name, the call that shows it, and the details."""
 
     name: str
     call: str
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass
 class Record:
-    """What a trial found.
+    """The findings, counts and errors of a trial.
 
     Attributes:
         calls, compared: how many there were, and how many of them were compared.

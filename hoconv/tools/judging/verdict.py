@@ -16,7 +16,7 @@ _SHOWN = 12  # operations on the page
 
 @dataclass
 class Verdict:
-    """What is known of a candidate.
+    """The judgement of a candidate: merit and provenance.
 
     Attributes:
         why: why it was refused or not judged, or empty.

@@ -29,8 +29,9 @@ struct Frame {
   static Frame of_output(const Problem& p) {
     const auto first = [](const Axis& a) { return (a.before + a.stride - 1) / a.stride * a.scale; };
     const auto last = [](const Axis& a) {
-      const int64_t begins = a.in - a.after();  // of these pixels of x, windows end inside
-      return a.out - (begins <= 0 ? 0 : ((begins - 1) / a.stride + 1) * a.scale);
+      // A window that belongs to one of the first so many pixels of x ends inside the image.
+      const int64_t pixels = a.in - a.after();
+      return a.out - (pixels <= 0 ? 0 : ((pixels - 1) / a.stride + 1) * a.scale);
     };
     return Frame(p.down.out, p.across.out, first(p.down), last(p.down), first(p.across),
                  last(p.across));
