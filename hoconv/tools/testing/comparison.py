@@ -123,6 +123,7 @@ def relative_error(
     """Returns ``|result - exact| / |exact|``, Euclidean norms in float64.
 
     It is NaN if either has a NaN, 0 if they are equal, and infinite if only `exact` is all zeros.
+    Either may be sparse.
 
     Args:
         typical: takes the place of `exact` in the denominator where it is larger: errors may cancel
@@ -139,7 +140,8 @@ def relative_error(
         norms = [torch.linalg.vector_norm(part, order) for part in parts]
         return torch.linalg.vector_norm(torch.stack(norms), order)
 
-    same_shape = torch.broadcast_tensors(result.cpu(), exact.cpu())
+    exact = exact.to_dense()
+    same_shape = torch.broadcast_tensors(result.cpu().to_dense(), exact.cpu())
     pairs = zip(*map(parts_of, same_shape), strict=True)
     error, size = norm(a - b for a, b in pairs), norm(parts_of(exact))
     if typical is not None:
