@@ -36,9 +36,11 @@ def operator_name(name: str) -> str:
     """
     declared = [operator.name for operator in operators()]
     if name not in declared:
+        cure = "if it is in a package of yours, install that: pip install -e FOLDER"
+        broken = [f"the package {package} is broken: {why}"
+                  for package, why in broken_packages().items()]  # fmt: skip
         raise argparse.ArgumentTypeError(
-            f"expected {', '.join(declared)}; got {name!r}; if it is in a package of yours, "
-            f"install that: pip install -e FOLDER"
+            f"expected {', '.join(declared)}; got {name!r}; {'; '.join(broken) or cure}"
         )
     return name
 

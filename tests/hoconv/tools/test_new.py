@@ -4,6 +4,7 @@ and what is broken in it is found."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,6 +87,26 @@ def test_what_is_broken_is_found_and_named(
     done = hoconv(broken, "check", "tone_curve", "--device", "cpu")
     assert done.returncode == 1, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_an_implementation_is_one_entry(site: Path, tmp_path: Path) -> None:
+    less = tmp_path / "site"
+    shutil.copytree(site, less)
+    path = less / "src/tone_curve/operator.py"
+    text = path.read_text()
+    for impl in ("triton", "cuda"):
+        text, deleted = re.subn(
+            rf'^ +"{impl}": \w+\(.*?^(?= {{8,12}}["}}])', "", text, flags=re.M | re.S
+        )
+        assert deleted == 1
+    path.write_text(text)
+    for kernel in ("kernels/tone_curve.cu", "triton_kernel.py"):
+        (path.parent / kernel).unlink()
+    done = hoconv(less, "check", "tone_curve", "--device", "cpu", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tone_curve: cuda" not in done.stdout
 
 
 @pytest.mark.slow
@@ -176,6 +197,16 @@ def test_an_operator_that_is_unknown_is_named(
 ) -> None:
     assert cli.main([command, "mine"]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_package_that_cannot_be_imported_is_named(site: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    path = broken / "src/tone_curve/operator.py"
+    path.write_text(path.read_text().replace("import torch\n", "import tortch\n", 1))
+    done = hoconv(broken, "check", "tone_curve", "--device", "cpu")
+    assert done.returncode == 2
+    assert "tone_curve is broken: ModuleNotFoundError: No module named 'tortch'" in done.stderr
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "os.kill(os.getpid(), 9)"])

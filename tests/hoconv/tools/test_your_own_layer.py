@@ -138,7 +138,7 @@ def test_a_kernel_of_load_inline_is_an_implementation(tmp_path: Path) -> None:
     operator = folder / "src" / "soft_clip" / "operator.py"
     text = operator.read_text()
     for before, added in (
-        ("\n\ndef _samples", registered), ('            "cpp": compiled', declared)
+        ("\n\ndef _samples", registered), ('            "cpp": _compiled', declared)
     ):  # fmt: skip
         assert text.count(before) == 1
         text = text.replace(before, added + before)

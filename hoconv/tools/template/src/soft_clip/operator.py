@@ -23,13 +23,8 @@ from hoconv.dispatch.registration import (
     register_gradient,
 )
 from hoconv.jit import Library, triton
-from soft_clip import triton_kernel
 
 KERNELS = Path(__file__).parent / "kernels"
-CODE = {
-    "cpp": Library("soft_clip", [KERNELS / "soft_clip.cpp"]),
-    "cuda": Library("soft_clip", [KERNELS / "soft_clip.cu"], device="cuda"),
-}
 _library = torch.library.Library("soft_clip", "FRAGMENT")
 _TOLERANCES = {
     torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2
@@ -75,12 +70,23 @@ def _per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(-1, *[1] * (x.dim() - 2))
 
 
-def _register(impl: str) -> Any:
+def _register(impl: str, code: Library | None = None) -> Any:
     """Registers the op soft_clip::soft_clip.<impl>; compiled code comes with its first call."""
-    op = define(_library, "soft_clip", impl, "(Tensor x, Tensor limit) -> Tensor", _fake,
-                CODE.get(impl))  # fmt: skip
+    op = define(_library, "soft_clip", impl, "(Tensor x, Tensor limit) -> Tensor", _fake, code)
     register_gradient(_library, op, _differentiate, _save)
     return op
+
+
+def _compiled(impl: str, code: Library) -> Implementation:
+    return compiled(_register(impl, code), (code.device,), code)
+
+
+def _in_triton() -> Implementation:
+    from soft_clip import triton_kernel
+
+    op = _register("triton")
+    _library.impl("soft_clip.triton", triton_kernel.soft_clip, "CUDA")
+    return Implementation(op, ("cuda",), load=triton.load, obstacle=triton.obstacle)
 
 
 def _fake(x: Tensor, limit: Tensor) -> Tensor:
@@ -101,10 +107,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     others = [d for d in range(x.dim()) if d != 1]
     d_limit = (grad * (output - scaled * slope)).sum(others)
     return (grad * slope).to(x.dtype), d_limit.to(x.dtype)
-
-
-_cpp, _triton, _cuda = (_register(impl) for impl in ("cpp", "triton", "cuda"))
-_library.impl("soft_clip.triton", triton_kernel.soft_clip, "CUDA")
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -139,13 +141,14 @@ OPERATOR = declare(
     Operator(
         name="soft_clip",
         function=soft_clip,
-        implementations={  # from the slowest to the fastest
+        # From the slowest to the fastest. To do without one, delete its entry.
+        implementations={
             "reference": Implementation(reference),
-            "cpp": compiled(_cpp, ("cpu",), CODE["cpp"]),
-            "triton": Implementation(
-                _triton, ("cuda",), load=triton.load, obstacle=triton.obstacle
+            "cpp": _compiled("cpp", Library("soft_clip", [KERNELS / "soft_clip.cpp"])),
+            "triton": _in_triton(),
+            "cuda": _compiled(
+                "cuda", Library("soft_clip", [KERNELS / "soft_clip.cu"], device="cuda")
             ),
-            "cuda": compiled(_cuda, ("cuda",), CODE["cuda"]),
         },
         samples=_samples,
         tolerances=_TOLERANCES,
