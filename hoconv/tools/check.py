@@ -12,9 +12,11 @@ sample is called in other forms, too: with other strides of each argument and of
 output, with the gradient of a sum, with fewer arguments that require a gradient, and with none,
 where the output must be a new dense tensor.
 
-One sample of each dtype is also called from several threads at once, twenty times more, with values
-that are small at every other index of a dimension, with zeros, and with NaN. An error as large as
-that of a lower precision is a failure, whatever the tolerance, unless the reference has it, too.
+One sample of each dtype, with ``--thorough`` each, is also called from several threads at once,
+twenty times more, with values that are small at every other index of a dimension, with zeros, huge
+values and NaN. Some calls have a size that no sample has; the reference says whether there is such
+a call. An error as large as that of a lower precision is a failure, whatever the tolerance, unless
+the reference has it, too.
 
 The exit code is 0 if all implementations that run here are right; 1 if one is not, or is broken, or
 a package of operators is, unless others were asked for, or if there was nothing to check; 3 if
@@ -49,11 +51,17 @@ from hoconv.tools.checking.row import Row
 from hoconv.tools.commands import dtype_name
 from hoconv.tools.tables import print_line
 from hoconv.tools.testing import supervision
-from hoconv.tools.testing.cases import BrokenDefinitionError, Case, make_cases
+from hoconv.tools.testing.cases import (
+    BrokenDefinitionError,
+    Case,
+    make_cases,
+    make_cases_of_other_sizes,
+)
 
 SMALL = (torch.float32, torch.bfloat16)
 SEVERAL = 2  # threads
 ENOUGH = 200  # numbers of an output
+SIZES, MANY_SIZES = 4, 100  # that are not among the samples, for each dtype
 ONLY_THE_REFERENCE, NOT_ALL_JUDGED = 3, 4  # exit codes
 MUCH_WORSE = 2  # times the reference's error
 # What the error of a result is at least, if its numbers had fewer digits than those of its dtype.
@@ -151,6 +159,10 @@ def check(
             rows.append(row)
             continue
         pairs = [*zip(cases, others_of, strict=True)]
+        sized = make_cases_of_other_sizes(
+            operator, device, [case.sample for case in cases],
+            MANY_SIZES if arguments.thorough else SIZES, random.Random(arguments.seed),
+        )  # fmt: skip
         for impl in runnable:
             row = Row(operator.name, impl, device, name, tolerance)
             where = f"{operator.name}: {name} on {device}, {impl}"
@@ -161,7 +173,9 @@ def check(
                 row.fail("the operator has no samples")
             elif not row.failures:
                 say(f"{where}, in threads, with other values")
-                trials.try_more(operator, *_typical(pairs), row)
+                for pair in pairs if arguments.thorough else [_typical(pairs)]:
+                    trials.try_more(operator, *pair, row)
+                trials.try_sizes(operator, sized, row)
                 _judge_precision(operator, dtype, pairs, row)
             rows.append(row)
     return rows + others
@@ -255,6 +269,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--impl", nargs="+", choices=impls, help="default: all that run here")
     commands.add_device_option(parser)
     parser.add_argument("--small", action="store_true", help="float32 and bfloat16 only")
+    parser.add_argument("--thorough", action="store_true",
+                        help="all samples in the ways that take long, many sizes")  # fmt: skip
     parser.add_argument("--seed", type=int, default=random.randrange(2**31),
                         help="of the random values; default: a new one, printed")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here too")

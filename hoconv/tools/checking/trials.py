@@ -17,14 +17,9 @@ from torch import Tensor
 
 from hoconv.dispatch.declaration import Operator
 from hoconv.tools.checking.row import Row
-from hoconv.tools.testing.cases import (
-    Case,
-    address,
-    make_case,
-    of_other_scales,
-    of_special_values,
-)
+from hoconv.tools.testing.cases import Case, address, make_case
 from hoconv.tools.testing.comparison import named, on_cpu, output_and_gradients, same_bits
+from hoconv.tools.testing.variations import of_other_scales, of_special_values
 
 RAISED = Exception, SystemExit
 # For so many cycles a GPU's stream waits before inputs change: some milliseconds.
@@ -57,6 +52,13 @@ def try_more(operator: Operator, case: Case, other: Case, row: Row) -> None:
     if len(row.failures) == failures:
         compare_scales(operator, case, row)
         compare_special_values(operator, case, row)
+
+
+def try_sizes(operator: Operator, cases: Sequence[Case], row: Row) -> None:
+    """Tries cases whose sizes no sample has."""
+    function = functools.partial(operator.function, impl=row.impl)
+    for case in cases:
+        compare(function, case.sample.name, case, row)
 
 
 def compare(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:

@@ -28,9 +28,7 @@ from hoconv.tools.judging import exchange
 from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.record import WRONG, Asked, Ended, Finding, Record
 from hoconv.tools.judging.session import Misbehaved, Reply, Worker
-from hoconv.tools.judging.values import huge, of_another_size
 from hoconv.tools.testing.call_forms import forms
-from hoconv.tools.testing.cases import of_other_scales, of_special_values
 from hoconv.tools.testing.comparison import (
     named,
     on_cpu,
@@ -38,6 +36,7 @@ from hoconv.tools.testing.comparison import (
     relative_error,
     same_bits,
 )
+from hoconv.tools.testing.variations import of_another_size, of_other_scales, of_special_values
 
 _REPEATED = 1 / 4  # of the calls come again, with the same values
 _DIFFERENTIATED = 2 / 3  # of the calls, where gradients are promised
@@ -282,7 +281,6 @@ class Trial:
         if dtype != torch.float16:  # which has not the range
             for sample in of_other_scales(typical):
                 yield Asked("scale", dtype, sample, wanted(sample))
-            yield Asked("special", dtype, huge(typical))
         for sample in of_special_values(typical):
             yield Asked("special", dtype, sample)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator
+import random
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,10 @@ from torch.utils._pytree import tree_map
 
 from hoconv.dispatch.declaration import Operator, Sample
 from hoconv.tools.testing.call_forms import Form, forms
-from hoconv.tools.testing.comparison import (
-    is_floating,
-    named,
-    on_cpu,
-    output_and_gradients,
-)
+from hoconv.tools.testing.comparison import named, on_cpu, output_and_gradients
+from hoconv.tools.testing.variations import of_another_size
 
-_SMALL = 2.0**-10  # times the other values; exact in every dtype
+_TRIES = 4  # for each case of another size
 
 
 class BrokenDefinitionError(Exception):
@@ -90,33 +87,20 @@ def make_case(operator: Operator, device: str, sample: Sample, with_forms: bool 
     return Case(sample, on_device, dtypes, expected, others, shares_memory)
 
 
-def of_other_scales(sample: Sample) -> Iterator[Sample]:
-    """Yields a call for each dimension, in which every other index of it has small values: an error
-    there is small beside the other values, not beside its own."""
-    tensors = [a for a in sample.args if is_floating(a)]
-    for dim in range(max((t.dim() for t in tensors), default=0)):
-        args = [_scaled(a, dim) if is_floating(a) else a for a in sample.args]
-        name = f"{sample.name}, small values at every other index of dimension {dim}"
-        yield Sample(tuple(args), sample.kwargs, name)
-
-
-def of_special_values(sample: Sample) -> Iterator[Sample]:
-    """Yields calls whose values random ones never are: zeros everywhere, and NaN everywhere in one
-    argument. A single NaN may be multiplied by a zero outside an image, or left out there."""
-    zeros = tuple(torch.zeros_like(a) if is_floating(a) else a for a in sample.args)
-    yield Sample(zeros, sample.kwargs, f"{sample.name}, zeros everywhere")
-    for i, a in enumerate(sample.args):
-        if is_floating(a):
-            args = (*sample.args[:i], torch.full_like(a, math.nan), *sample.args[i + 1 :])
-            yield Sample(args, sample.kwargs, f"{sample.name}, NaN in all of argument {i}")
-
-
-def _scaled(t: Tensor, dim: int) -> Tensor:
-    if dim >= t.dim():
-        return t
-    factors = torch.ones(t.shape[dim], dtype=t.dtype, device=t.device)
-    factors[1::2] = _SMALL
-    return t * factors.view(-1, *[1] * (t.dim() - dim - 1))
+def make_cases_of_other_sizes(
+    operator: Operator, device: str, samples: Sequence[Sample], count: int, draws: random.Random
+) -> list[Case]:
+    """Computes so many cases, or fewer, with a size that the sample has not. Whether there is such
+    a call, the reference says."""
+    cases: list[Case] = []
+    for _ in range(_TRIES * count if samples else 0):
+        sample = of_another_size(draws.choice(samples), draws)
+        if len(cases) == count:
+            break
+        if sample is not None:
+            with suppress(Exception):  # the reference's, of a size that it refuses
+                cases.append(make_case(operator, device, sample, with_forms=False))
+    return cases
 
 
 def address(t: Tensor) -> int:

@@ -351,6 +351,29 @@ def test_exported_equals_eager(variant: Variant) -> None:
         assert all(e <= tolerance for e in errors(result, exact)), sample.name
 
 
+def test_vmap_gives_what_the_calls_give_one_by_one(variant: Variant) -> None:
+    """Of all arguments that are tensors, and of each alone."""
+    for sample in a_few_samples(variant, torch.float32):
+        call = functools.partial(variant.call, **sample.kwargs)
+        positions = tensor_positions(sample)
+        for batched in dict.fromkeys([(*positions,), *((i,) for i in positions)]):
+            calls = [
+                [a.roll(moved) if i in batched else a for i, a in enumerate(sample.args)]
+                for moved in (0, 1)
+            ]
+            together = [
+                torch.stack(pair) if i in batched else pair[0]
+                for i, pair in enumerate(zip(*calls, strict=True))
+            ]
+            in_dims = tuple(0 if i in batched else None for i in range(len(together)))
+            result = refused_or(functools.partial(torch.func.vmap(call, in_dims), *together))
+            if isinstance(result, str):
+                continue
+            exact = tree_map(lambda *each: torch.stack(each), *(call(*args) for args in calls))
+            for e in errors(result, exact):
+                assert e <= 2 * variant.operator.tolerances[torch.float32], sample.name
+
+
 def test_fake_tensors_get_the_real_shape_dtype_and_strides(variant: Variant) -> None:
     for sample in itertools.islice(variant.samples(torch.float32), 0, None, 3):
         real = variant.call(*sample.args, **sample.kwargs)

@@ -213,6 +213,7 @@ def test_what_is_missing_is_skipped(outcomes: dict[str, dict[str, set[str]]]) ->
         ("untraceable", "test_exported_equals_eager"),
         ("fake_with_wrong_shape", "test_torch_library_finds_no_fault"),
         ("fake_with_wrong_shape", "test_meta_tensors_get_the_shape_and_dtype"),
+        ("wrong_rule_for_vmap", "test_vmap_gives_what_the_calls_give_one_by_one"),
         ("fake_with_wrong_strides", "test_fake_tensors_get_the_real_shape_dtype_and_strides"),
     ],
 )

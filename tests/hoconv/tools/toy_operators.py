@@ -99,14 +99,23 @@ registered.register_autograd(_differentiate, setup_context=_save)
 _library = torch.library.Library("hoconv_toy", "FRAGMENT")
 
 
-def op_with_fake(name: str, fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
-    """Registers the right function with a fake that is wrong."""
+def op_with(
+    name: str, fake: Callable[..., Tensor] = _fake, vmap: Callable[..., Any] | None = None
+) -> torch._ops.OpOverload:
+    """Registers the right function with a fake or a rule for vmap that is wrong."""
     _library.define(f"{name}(Tensor a, Tensor b, float scale) -> Tensor")
     _library.impl(name, multiply, "CompositeExplicitAutograd")
     _library.impl(name, fake, "Meta")
     qualified = f"hoconv_toy::{name}"
     torch.library.register_autograd(qualified, _differentiate, setup_context=_save)
+    if vmap:
+        torch.library.register_vmap(qualified, vmap)
     return getattr(torch.ops.hoconv_toy, name).default
+
+
+def first_of_all(info: Any, in_dims: Any, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, int]:
+    out = multiply(a, b, scale)
+    return out[:1].expand_as(out), 0
 
 
 def wrong_output(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -342,12 +351,11 @@ FAULTY = toy(
         "never_twice_the_same": never_twice_the_same,
         "depends_on_threads": depends_on_threads,
         "untraceable": untraceable,
-        "fake_with_wrong_strides": op_with_fake(
+        "fake_with_wrong_strides": op_with(
             "strides", lambda a, b, scale: a.new_empty(a.mT.shape).mT
         ),
-        "fake_with_wrong_shape": op_with_fake(
-            "shape", lambda a, b, scale: a.new_empty(a.shape[:1])
-        ),
+        "fake_with_wrong_shape": op_with("shape", lambda a, b, scale: a.new_empty(a.shape[:1])),
+        "wrong_rule_for_vmap": op_with("vmap", vmap=first_of_all),
     },
     {
         "does_not_compile": Implementation(multiply, ("cpu",), lambda: "t.cpp:7: error"),
