@@ -127,7 +127,7 @@ def plan(overrides: Sequence[str], out: Path, config_dir: Path | None = None) ->
     jobs = []
     for impl in impls:
         folder = out / "shares" / _name(impl)
-        target = "+callbacks.shares._target_=training.callbacks.measuring.shares.LayerShares"
+        target = "+callbacks.shares._target_=hoconv.lightning.LayerShares"
         path = f"+callbacks.shares.path={folder / SHARES}"
         settings = [f"impl={impl}", f"seed={seeds[0]}", *common, *SHORT, target, path]
         name = f"{_name(impl)}, share of the layers"

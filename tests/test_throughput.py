@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-import hoconv.lightning
-from hoconv.lightning import Throughput, batch_size, leave_out_step
+import hoconv.lightning.throughput
+from hoconv.lightning.throughput import Throughput, batch_size, leave_out_step
 
 # Seconds of each.
 FETCH, STEP, BEFORE_VALIDATION, VALIDATION, EPOCH_END = 0.25, 0.75, 4.0, 8.0, 16.0
@@ -31,7 +31,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(hoconv.lightning, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(
+        hoconv.lightning.throughput, "time", SimpleNamespace(perf_counter=lambda: clock.now)
+    )
     return clock
 
 

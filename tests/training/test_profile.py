@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.callbacks.measuring.profile import NAME_WIDTH, shorten_name
+from training.callbacks.profile import NAME_WIDTH, shorten_name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-TARGET = "+callbacks.shares._target_=training.callbacks.measuring.shares.LayerShares"
+TARGET = "+callbacks.shares._target_=hoconv.lightning.LayerShares"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

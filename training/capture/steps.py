@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor
 
-from hoconv.lightning import leave_out_step
+from hoconv.lightning.throughput import leave_out_step
 from training import console
 from training.capture.fit import Fit
 from training.capture.gpu import Gpu

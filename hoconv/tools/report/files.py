@@ -84,10 +84,18 @@ def _read(path: Path, found: Found) -> str | None:
             return None  # made to measure its layers, not to be compared
         found.runs.append(runs.read(path))
     elif kind == "shares":
-        found.shares.append((contents, runs.read(path.with_name(RESULTS)).settings))
+        found.shares.append((contents, _settings(path.parent)))
     elif kind:
         getattr(found, kind).append(contents)
     return kind
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Returns the settings of a run that was made to measure its layers: without a results.json,
+    those of the runs that Lightning's CSVLogger keeps in the same folder."""
+    if (folder / RESULTS).exists():
+        return runs.read(folder).settings
+    return {"impl": folder.name, "data": "", "model": ""}
 
 
 def _kind(contents: dict[str, Any]) -> str | None:

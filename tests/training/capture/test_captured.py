@@ -29,7 +29,7 @@ from tests.training.capture.support import (
     check_eager,
     same,
 )
-from training.callbacks.measuring.profile import Profile
+from training.callbacks.profile import Profile
 from training.capture import steps as capture
 from training.capture.steps import CapturedSteps
 

@@ -114,11 +114,11 @@ class Files:
             "copy_gb_per_s": 9.0, "unavailable": {"cuda": "it runs on a GPU"}, "rows": rows,
         })  # fmt: skip
 
-    def report(self, *options: str, code: int = 0) -> dict[str, Any]:
+    def report(self, *options: str, code: int = 0, operator: str = OPERATOR) -> dict[str, Any]:
         """Runs ``hoconv report`` over the folder; returns what its JSON says."""
-        command = ["report", OPERATOR, str(self.folder), "--out", str(self.out), *options]
+        command = ["report", operator, str(self.folder), "--out", str(self.out), *options]
         assert main(command) == code
-        return {} if code else json.loads((self.out / f"report_{OPERATOR}.json").read_text())
+        return {} if code else json.loads((self.out / f"report_{operator}.json").read_text())
 
     @property
     def page(self) -> Path:

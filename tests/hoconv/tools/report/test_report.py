@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -9,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import hoconv
 from hoconv.tools.cli import main
 
-RESULTS = Path(__file__).parents[4] / "docs" / "results"
+DOCS = Path(__file__).parents[4] / "docs"
+RESULTS, PAGE = DOCS / "results", DOCS / "measure" / "report.md"
 Write = Callable[..., Any]
 
 
@@ -256,6 +262,35 @@ def test_runs_of_lightnings_own_logger(files: Any) -> None:
     assert cpp["metrics"]["test_accuracy"]["mean"] == pytest.approx(0.905)
     assert cpp["epoch_s"]["mean"] == pytest.approx(10 * 4.5e-3)
     assert [p["step"] for p in report["training"]["curves"][0]["points"]] == [9, 19]
+
+
+def test_the_program_of_the_page_measures_any_module(files: Any, monkeypatch: Any) -> None:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = hoconv.HighOrderConv2d(3, 3)
+
+        def training_step(self, batch: Any) -> Any:
+            loss = self.layer(batch[0]).square().mean()
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    loader = DataLoader(TensorDataset(torch.randn(40, 3, 8, 8)), batch_size=2)
+    monkeypatch.chdir(files.folder)
+    trainer = functools.partial(pl.Trainer, accelerator="cpu", enable_progress_bar=False,
+                                enable_model_summary=False, log_every_n_steps=1,
+                                enable_checkpointing=False)  # fmt: skip
+    monkeypatch.setattr(pl, "Trainer", trainer)
+    exec(program, {"MyModule": Module, "loader": loader})
+    report = files.report(operator="high_order_layer")
+    assert group(report, "cpp")["seeds"] == [0, 1, 2]
+    assert group(report, "cpp")["speedup"]["mean"] > 0
+    for impl in ("reference", "cpp"):
+        assert group(report, impl)["parts"]["operator_ms"] > 0
 
 
 def test_the_committed_measurements_make_a_page(tmp_path: Path) -> None:

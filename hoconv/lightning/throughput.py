@@ -1,4 +1,4 @@
-"""Lightning callbacks: how fast a training run is, measured without slowing it down."""
+"""Measuring how fast a training run is, without slowing it down."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from hoconv.files import replaced
 from hoconv.tools.benchmarking.marks import LayerMarks, mark, milliseconds_between
-from training import disk
 
 CYCLES_A_MS = 2_000_000  # of a GPU, at most: how long it sleeps is not measured
 LAUNCHES = ("LaunchKernel", "GraphLaunch")  # in the names of CUDA's functions
@@ -30,8 +30,7 @@ METHOD = (
 class LayerShares(pl.Callback):
     """Times some steps and the layers in them, writes the times as JSON, and ends the fit.
 
-    The steps run eagerly, for the marks are hooks: it is for a short run of its own, as
-    ``scripts/report.py`` starts them. Writes::
+    The steps run eagerly, for the marks are hooks: it is for a short run of its own. Writes::
 
         method
         device               its type
@@ -105,7 +104,7 @@ class LayerShares(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._step_ms and trainer.is_global_zero:
-            disk.attempt(self.path, self._write, again=True)
+            self._write()
 
     def _count_launches(self) -> None:
         assert self._marks is not None
@@ -141,7 +140,7 @@ class LayerShares(pl.Callback):
             "launches": self._launches,
             "operator_launches": self._operator_launches,
         }
-        with disk.replaced(self.path) as file:
+        with replaced(self.path) as file:
             file.write((json.dumps(contents, indent=2) + "\n").encode())
 
 
