@@ -65,7 +65,7 @@ def test_all_code_of_the_page_is_tested() -> None:
     defined = set(re.findall(r"^def (\w+)", "\n".join(BLOCKS), re.MULTILINE))
     assert defined == {
         "involution", "carafe", "carafe_pack", "gather", "scatter", "dynamic_filter",
-        "adaptive_conv", "neighbourhood_av",
+        "adaptive_conv", "neighbourhood_av", "volume",
     }  # fmt: skip
 
 
@@ -263,3 +263,20 @@ def test_neighbourhood(page: dict[str, Any], k: int, dilation: int) -> None:
     ours = image(page["neighbourhood_av"], dilation=dilation)
     same(ours, image(theirs), attn, value, crop=dilation * (k // 2))
     assert not torch.allclose(ours(attn, value), theirs(attn, value).movedim(-1, 2)), "the border"
+
+
+@pytest.mark.parametrize(("kd", "k"), [(3, 3), (1, 5), (5, 1)])
+def test_volume(page: dict[str, Any], kd: int, k: int) -> None:
+    """out[p] = sum of weight[tap, p] * x[p + tap - middle]."""
+    D = 4
+
+    def by_taps(x: Tensor, weight: Tensor) -> Tensor:
+        padded = F.pad(x, [k // 2] * 4 + [kd // 2] * 2)
+        out = torch.zeros_like(x)
+        for n in range(kd):
+            for i, row, column in taps(k):
+                moved = padded[:, :, n : n + D, row : row + H, column : column + W]
+                out = out + weight[n, i][:, None] * moved
+        return out
+
+    same(page["volume"], by_taps, draw(B, C, D, H, W), draw(kd, k * k, B, D, H, W))
