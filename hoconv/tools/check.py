@@ -15,8 +15,9 @@ where the output must be a new dense tensor.
 One sample of each dtype, with ``--thorough`` each, is also called from several threads at once,
 twenty times more, with values that are small at every other index of a dimension, with zeros, huge
 values and NaN. Some calls have a size that no sample has; the reference says whether there is such
-a call. An error as large as that of a lower precision is a failure, whatever the tolerance, unless
-the reference has it, too.
+a call. Where the reference in the same dtype is wrong for such a call, too, no result is judged.
+An error as large as that of a lower precision is a failure, whatever the tolerance, unless the
+reference has it, too.
 
 The exit code is 0 if all implementations that run here are right; 1 if one is not, or is broken, or
 a package of operators is, unless others were asked for, or if there was nothing to check; 3 if

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.dispatch.declaration import Operator
+from hoconv.dispatch.declaration import Operator, Sample
 from hoconv.tools.checking.row import Row
 from hoconv.tools.testing.cases import Case, address, make_case
 from hoconv.tools.testing.comparison import named, on_cpu, output_and_gradients, same_bits
@@ -56,9 +56,8 @@ def try_more(operator: Operator, case: Case, other: Case, row: Row) -> None:
 
 def try_sizes(operator: Operator, cases: Sequence[Case], row: Row) -> None:
     """Tries cases whose sizes no sample has."""
-    function = functools.partial(operator.function, impl=row.impl)
     for case in cases:
-        compare(function, case.sample.name, case, row)
+        _note(operator, row, functools.partial(compare, name=case.sample.name, case=case))
 
 
 def compare(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
@@ -205,34 +204,60 @@ def compare_scales(operator: Operator, case: Case, row: Row) -> None:
     """Calls with values of very different sizes, where the dtype has the range for it."""
     if any(a.dtype == torch.float16 for a in case.sample.args if isinstance(a, Tensor)):
         return
-    function = functools.partial(operator.function, impl=row.impl)
     for sample in of_other_scales(case.sample):
         scaled = make_case(operator, row.device, sample, with_forms=False)
-        try:
-            results = output_and_gradients(function, sample.args, sample.kwargs, scaled.cotangent)
-        except RAISED as error:
-            row.fail_call(sample.name, error)
-            return
-        for what, t in results.items():
-            row.judge_parts(f"{sample.name}: {what}", t, scaled.expected[what])
+        _note(operator, row, functools.partial(_compare_parts, case=scaled))
+
+
+def _compare_parts(function: Callable[..., Any], case: Case, row: Row) -> None:
+    sample = case.sample
+    try:
+        results = output_and_gradients(function, sample.args, sample.kwargs, case.cotangent)
+    except RAISED as error:
+        row.fail_call(sample.name, error)
+        return
+    for what, t in results.items():
+        row.judge_parts(f"{sample.name}: {what}", t, case.expected[what])
 
 
 def compare_special_values(operator: Operator, case: Case, row: Row) -> None:
     """Calls with values that random ones never are; compares outputs alone, since what a gradient
     is there is a matter of taste."""
-    function = functools.partial(operator.function, impl=row.impl)
     reference = functools.partial(operator.function, impl="reference")
     for sample in of_special_values(case.sample):
         args, kwargs = on_cpu((sample.args, dict(sample.kwargs)), not operator.bitwise)
         try:
             with torch.no_grad():
-                results = named(function(*sample.args, **sample.kwargs))
                 expected = named(reference(*args, **kwargs))
-        except RAISED as error:
-            row.fail_call(sample.name, error)
-            return
-        for what, exact in expected.items():
-            row.judge_special(f"{sample.name}: {what}", results[what], exact)
+        except RAISED:  # the definition refuses such values
+            continue
+        _note(operator, row, functools.partial(_compare_special, sample=sample, expected=expected))
+
+
+def _compare_special(
+    function: Callable[..., Any], sample: Sample, expected: Mapping[str, Tensor], row: Row
+) -> None:
+    try:
+        with torch.no_grad():
+            results = named(function(*sample.args, **sample.kwargs))
+    except RAISED as error:
+        row.fail_call(sample.name, error)
+        return
+    for what, exact in expected.items():
+        row.judge_special(f"{sample.name}: {what}", results[what], exact)
+
+
+def _note(operator: Operator, row: Row, trial: Callable[..., None]) -> None:
+    """Notes what a trial finds wrong with an implementation, unless it finds the reference wrong,
+    too: its author vouches for the samples alone, and other calls may enlarge any rounding."""
+
+    def failures(impl: str) -> list[str]:
+        found = Row(row.operator, impl, row.device, row.dtype, row.tolerance)
+        trial(functools.partial(operator.function, impl=impl), row=found)
+        return found.failures
+
+    if (found := failures(row.impl)) and not failures("reference"):
+        row.failures += found
 
 
 def _call_filled(

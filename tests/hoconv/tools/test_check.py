@@ -298,6 +298,16 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
+def test_where_the_reference_itself_is_imprecise_no_result_is_judged(toy: Operator) -> None:
+    def cancels(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """Loses digits of huge values, which no sample has; in float64 fewer than it is judged."""
+        return torch.where(x.detach().abs() > 100, (x + 1e9) - 1e9, x) * y * scale
+
+    add(toy, "reference", Implementation(cancels))
+    add(toy, "alike", Implementation(cancels))
+    assert failures_of(toy) == {"reference": [], "swapped": [], "alike": []}
+
+
 def test_one_wrong_element_among_many_is_found(toy: Operator) -> None:
     def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         x, y = (torch.rand(300_001, device=device) + 0.5 for _ in "xy")
