@@ -47,10 +47,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from hoconv.dispatch.declaration import Operator, Sample, find, operators
 from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
@@ -68,6 +66,7 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
+from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
 from hoconv.tools.commands import (
@@ -76,7 +75,6 @@ from hoconv.tools.commands import (
     add_out_option,
     count,
     dtype_name,
-    hardware,
     record,
     report_broken_packages,
     write_json,
@@ -137,10 +135,10 @@ def _run(
     for contents in measure(operator, device, dtype, arguments):
         measured = head | contents
         write_json(path, measured, say=False)  # it stays if a later size ends the process
-    for table in _tables(measured):
+    for table in tables(measured):
         show(table)
     if arguments.grid and device == "cuda":
-        show(_kernels_table(measured))
+        show(kernels_table(measured))
     print(path)
     for impl, reason in measured["unavailable"].items():
         print(f"{impl}: {reason}")
@@ -261,54 +259,6 @@ def _functions(
                 continue
         functions[impl] = public(impl)
     return functions, unavailable
-
-
-def _tables(measured: dict[str, Any]) -> list[Table]:
-    """A table for the forward and one for the backward."""
-    floor = (
-        f"copy {measured['copy_gb_per_s']:.4g} GB/s, "
-        f"matrix product {measured['matmul_tflop_per_s']:.3g} TFLOP/s"
-    )
-    tables = []
-    for way in ("forward", "backward"):
-        title = f"{measured['operator']}, {way}, {measured['dtype']}, {hardware(measured)}\n{floor}"
-        table = Table(title=title, box=SIMPLE)
-        table.add_column("size", justify="right")
-        table.add_column("contender")
-        for column in ("ms", "spread\nms", "floor\nms", "share of\nfloor", "extra\nMiB"):
-            table.add_column(column, justify="right")
-        for i, row in enumerate(measured["rows"]):
-            if i and row["size"] != measured["rows"][i - 1]["size"]:
-                table.add_section()
-            table.add_row(str(row["size"]), row["contender"], *_cells(row, way))
-        tables.append(table)
-    return tables
-
-
-def _kernels_table(measured: dict[str, Any]) -> Table:
-    """A table of the kernels that the last contender, which is `auto`'s choice, launches."""
-    contender = measured["rows"][-1]["contender"]
-    table = Table(title=f"{measured['operator']}, {contender}: kernels", box=SIMPLE)
-    for column in ("size", "forward", "backward"):
-        table.add_column(column)
-    for row in measured["rows"]:
-        if row["contender"] == contender and row["kernels"]:
-            ways = (row["kernels"][way] for way in ("forward", "backward"))
-            table.add_row(str(row["size"]), *map("\n".join, ways))
-    return table
-
-
-def _cells(row: dict[str, Any], way: str) -> list[str]:
-    timing = row[way]
-    if timing is None:
-        return ["[red]failed" if row["error"] else "", "", "", "", ""]
-    return [
-        f"{timing['median_ms']:.4g}",
-        f"{timing['p20_ms']:.4g}-{timing['p80_ms']:.4g}",
-        f"{timing['floor_ms']:.3g}",
-        f"{timing['share_of_floor']:.0%}",
-        f"{row['extra_memory_bytes'] / 2**20:.3g}",
-    ]
 
 
 if __name__ == "__main__":
