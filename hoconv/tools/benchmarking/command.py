@@ -51,7 +51,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hoconv.dispatch.declaration import Operator, Sample, find, operators
-from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.tools.benchmarking.functions import COMPILED, timed_functions
 from hoconv.tools.benchmarking.kernels import launched
 from hoconv.tools.benchmarking.measurement import (
     APART,
@@ -81,8 +81,6 @@ from hoconv.tools.commands import (
 )
 from hoconv.tools.doctor import package
 from hoconv.tools.tables import show
-
-COMPILED = "torch.compile"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +160,7 @@ def measure(
     """
     device = torch.device(device_type)
     repeats = REPEATS[device_type]
-    functions, unavailable = _functions(operator, device_type)
+    functions, unavailable = timed_functions(operator, device_type)
     makers = _makers(operator, arguments)
     if arguments.grid:
         # What auto takes is the last that is available.
@@ -237,28 +235,6 @@ def _makers(
         return dict(operator.benchmark.grid)
     sizes = arguments.sizes or operator.benchmark.sizes
     return {size: functools.partial(operator.benchmark.sample, size) for size in sizes}
-
-
-def _functions(
-    operator: Operator, device_type: str
-) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """Returns contender -> function, and implementation -> why it cannot run."""
-
-    def public(impl: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: operator.function(*args, impl=impl, **kwargs)
-
-    functions, unavailable = {"reference": public("reference")}, {}
-    functions |= operator.benchmark.baselines
-    functions[COMPILED] = torch.compile(public("reference"), dynamic=False, fullgraph=True)
-    for impl in operator.implementations:
-        try:
-            choose(operator, impl, device_type)
-        except ImplementationError as error:
-            if not isinstance(error, BrokenImplementationError):  # each of its rows will say why
-                unavailable[impl] = str(error)
-                continue
-        functions[impl] = public(impl)
-    return functions, unavailable
 
 
 if __name__ == "__main__":
