@@ -7,6 +7,11 @@ many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
 calls of the declared grid, says which kernels ``auto`` launches on a GPU, and draws a map: shares
 of the floor, and which of the two is faster.
+With ``--processes N`` it then times the implementations again, in N further processes. Of two such
+records ``--against OLD.json`` says what became slower, by the test of Mann and Whitney over the
+processes: not slower where a slowdown of 5 % is excluded, unclear where the processes differ too
+much. The exit code is 1 where an implementation became slower, and 2 where the records cannot be
+compared.
 Writes, and draws beside it where matplotlib is installed::
 
     op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
@@ -34,23 +39,28 @@ Writes, and draws beside it where matplotlib is installed::
             kernels               forward, backward -> the kernels launched; null on a CPU
             compared              timed calls whose output and gradients were compared with the
                                   reference's, and were right
+        per_read          with --processes: one for each size and implementation:
+            size, contender
+            forward, backward     for each process, the median over its turns of the time of a call
+                                  over that of reading a buffer in the same turn
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 
-from hoconv.dispatch.declaration import Operator, Sample, find, operators
+from hoconv.dispatch.declaration import Operator, find, operators
+from hoconv.tools.benchmarking import against
 from hoconv.tools.benchmarking.functions import COMPILED, timed_functions
 from hoconv.tools.benchmarking.kernels import launched
 from hoconv.tools.benchmarking.measurement import (
@@ -66,6 +76,7 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
+from hoconv.tools.benchmarking.processes import per_read
 from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
@@ -75,6 +86,7 @@ from hoconv.tools.commands import (
     add_out_option,
     count,
     dtype_name,
+    hardware,
     record,
     report_broken_packages,
     write_json,
@@ -101,8 +113,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grid", action="store_true", help="the declared grid, and its map")
     parser.add_argument("--quick", action="store_true",
                         help="the first size or call only, three repeats")  # fmt: skip
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument("--processes", type=count, metavar="N",
+                         help="time the implementations again, in so many processes")  # fmt: skip
+    samples.add_argument("--against", type=Path, metavar="OLD.json",
+                         help="compare with a record of this command with --processes, in as many; "
+                              "1 is the exit code where something became slower")  # fmt: skip
     arguments = parser.parse_args(argv)
+    if arguments.quick and (arguments.processes or arguments.against):
+        parser.error("--quick: three repeats show no noise; choose sizes by --sizes instead")
     head = record("hoconv benchmark", argv)
+    try:
+        old = _earlier(arguments, head) if arguments.against else None
+    except ValueError as error:
+        parser.error(f"--against: {error}")
     failed = report_broken_packages() and not arguments.operator
     for operator in map(find, arguments.operator) if arguments.operator else operators():
         name = operator.name
@@ -112,11 +136,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = (dtypes[each] for each in arguments.dtype)
         for device, dtype in itertools.product(arguments.device, wanted):
             if dtype in operator.tolerances:
-                failed |= _run(operator, device, dtype, arguments, head)
+                failed |= _run(operator, device, dtype, arguments, head, old)
             else:
                 known = ", ".join(map(dtype_name, operator.tolerances))
                 print(f"{name}: no {dtype_name(dtype)}; it has {known}", file=sys.stderr)
     return int(failed)
+
+
+def _path(arguments: argparse.Namespace, operator: str, device: str, dtype: str) -> Path:
+    """Returns where a record is written."""
+    kind = "grid" if arguments.grid else "op"
+    return arguments.out / f"{kind}_{operator}_{device}_{dtype}.json"
+
+
+def _earlier(arguments: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
+    """Reads the record of ``--against``.
+
+    Raises:
+        ValueError: a run with these arguments cannot be compared with it.
+    """
+    chosen = arguments.operator, arguments.device, arguments.dtype
+    if not all(names and len(names) == 1 for names in chosen):
+        raise ValueError("one record is compared: name one operator, one --device and one --dtype")
+    (operator,), (device,), (dtype,) = chosen
+    if arguments.against.resolve() == _path(arguments, operator, device, dtype).resolve():
+        raise ValueError(f"{arguments.against} would be overwritten; name another folder by --out")
+    wanted = {
+        "operator": operator,
+        "device": device,
+        "dtype": dtype,
+        "hardware": hardware(head | {"device": device}),
+        "sizes": [*find(operator).benchmark.calls(arguments.grid, arguments.sizes)],
+    }
+    return against.earlier(arguments.against, wanted)
 
 
 def _run(
@@ -125,14 +177,19 @@ def _run(
     dtype: torch.dtype,
     arguments: argparse.Namespace,
     head: dict[str, Any],
+    old: dict[str, Any] | None,
 ) -> bool:
-    """Measures one operator; returns whether an implementation failed."""
-    kind = "grid" if arguments.grid else "op"
-    path = arguments.out / f"{kind}_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    """Measures one operator; returns whether an implementation failed or became slower."""
+    path = _path(arguments, operator.name, device, dtype_name(dtype))
     measured = head
     for contents in measure(operator, device, dtype, arguments):
         measured = head | contents
         write_json(path, measured, say=False)  # it stays if a later size ends the process
+    if processes := arguments.processes or (against.processes(old) if old else 0):
+        again = per_read(processes, operator, measured, dtype, arguments.grid, arguments.sizes)
+        for rows in track(again, "processes", processes, console=Console(stderr=True)):
+            measured["per_read"] = rows
+            write_json(path, measured, say=False)
     for table in tables(measured):
         show(table)
     if arguments.grid and device == "cuda":
@@ -148,7 +205,12 @@ def _run(
 
         (draw_map if arguments.grid else draw)(measured, path.with_suffix(".png"))
     broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
-    return any(row["contender"] in operator.implementations for row in broken)
+    changes = against.compare(old, measured) if old else []
+    if old:
+        show(against.table(changes, old))
+    return any(row["contender"] in operator.implementations for row in broken) or any(
+        change.verdict == "slower" for change in changes
+    )
 
 
 def measure(
@@ -161,7 +223,7 @@ def measure(
     device = torch.device(device_type)
     repeats = REPEATS[device_type]
     functions, unavailable = timed_functions(operator, device_type)
-    makers = _makers(operator, arguments)
+    makers = operator.benchmark.calls(arguments.grid, arguments.sizes)
     if arguments.grid:
         # What auto takes is the last that is available.
         functions = {name: functions[name] for name in (COMPILED, [*functions][-1])}
@@ -225,16 +287,6 @@ def measure(
                 })  # fmt: skip
             yield contents
         progress.update(task, completed=steps, description=title)
-
-
-def _makers(
-    operator: Operator, arguments: argparse.Namespace
-) -> dict[Any, Callable[[torch.device, torch.dtype], Sample]]:
-    """Returns size, or name in the grid -> what makes the call."""
-    if arguments.grid:
-        return dict(operator.benchmark.grid)
-    sizes = arguments.sizes or operator.benchmark.sizes
-    return {size: functools.partial(operator.benchmark.sample, size) for size in sizes}
 
 
 if __name__ == "__main__":
