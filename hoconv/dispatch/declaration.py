@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -110,6 +110,19 @@ class Benchmark:
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     grid: Mapping[str, Callable[[torch.device, torch.dtype], Sample]] = field(default_factory=dict)
     compiles: Callable[[Sample], bool] = lambda _: True
+
+    def calls(
+        self, grid: bool, sizes: Sequence[int] | None = None
+    ) -> dict[Any, Callable[[torch.device, torch.dtype], Sample]]:
+        """Returns size, or name in the grid -> what makes the call.
+
+        Args:
+            grid: whether the calls are those of the grid.
+            sizes: others than the declared ones; not of the grid.
+        """
+        if grid:
+            return dict(self.grid)
+        return {size: functools.partial(self.sample, size) for size in sizes or self.sizes}
 
 
 @dataclass(frozen=True, eq=False)

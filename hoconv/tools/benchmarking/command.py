@@ -7,6 +7,11 @@ many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
 calls of the declared grid, says which kernels ``auto`` launches on a GPU, and draws a map: shares
 of the floor, and which of the two is faster.
+With ``--processes N`` it then times the implementations again, in N further processes. Of two such
+records ``--against OLD.json`` says what became slower, by the test of Mann and Whitney over the
+processes: not slower where a slowdown of 5 % is excluded, unclear where the processes differ too
+much. The exit code is 1 where an implementation became slower, and 2 where the records cannot be
+compared.
 Writes, and draws beside it where matplotlib is installed::
 
     op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
@@ -34,26 +39,29 @@ Writes, and draws beside it where matplotlib is installed::
             kernels               forward, backward -> the kernels launched; null on a CPU
             compared              timed calls whose output and gradients were compared with the
                                   reference's, and were right
+        per_read          with --processes: one for each size and implementation:
+            size, contender
+            forward, backward     for each process, the median over its turns of the time of a call
+                                  over that of reading a buffer in the same turn
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import Progress, track
 
-from hoconv.dispatch.declaration import Operator, Sample, find, operators
-from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
+from hoconv.dispatch.declaration import Operator, find, operators
+from hoconv.tools.benchmarking import against
+from hoconv.tools.benchmarking.functions import COMPILED, timed_functions
 from hoconv.tools.benchmarking.kernels import launched
 from hoconv.tools.benchmarking.measurement import (
     APART,
@@ -68,6 +76,8 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
+from hoconv.tools.benchmarking.processes import per_read
+from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
 from hoconv.tools.commands import (
@@ -83,8 +93,6 @@ from hoconv.tools.commands import (
 )
 from hoconv.tools.doctor import package
 from hoconv.tools.tables import show
-
-COMPILED = "torch.compile"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,8 +113,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grid", action="store_true", help="the declared grid, and its map")
     parser.add_argument("--quick", action="store_true",
                         help="the first size or call only, three repeats")  # fmt: skip
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument("--processes", type=count, metavar="N",
+                         help="time the implementations again, in so many processes")  # fmt: skip
+    samples.add_argument("--against", type=Path, metavar="OLD.json",
+                         help="compare with a record of this command with --processes, in as many; "
+                              "1 is the exit code where something became slower")  # fmt: skip
     arguments = parser.parse_args(argv)
+    if arguments.quick and (arguments.processes or arguments.against):
+        parser.error("--quick: three repeats show no noise; choose sizes by --sizes instead")
     head = record("hoconv benchmark", argv)
+    try:
+        old = _earlier(arguments, head) if arguments.against else None
+    except ValueError as error:
+        parser.error(f"--against: {error}")
     failed = report_broken_packages() and not arguments.operator
     for operator in map(find, arguments.operator) if arguments.operator else operators():
         name = operator.name
@@ -116,11 +136,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = (dtypes[each] for each in arguments.dtype)
         for device, dtype in itertools.product(arguments.device, wanted):
             if dtype in operator.tolerances:
-                failed |= _run(operator, device, dtype, arguments, head)
+                failed |= _run(operator, device, dtype, arguments, head, old)
             else:
                 known = ", ".join(map(dtype_name, operator.tolerances))
                 print(f"{name}: no {dtype_name(dtype)}; it has {known}", file=sys.stderr)
     return int(failed)
+
+
+def _path(arguments: argparse.Namespace, operator: str, device: str, dtype: str) -> Path:
+    """Returns where a record is written."""
+    kind = "grid" if arguments.grid else "op"
+    return arguments.out / f"{kind}_{operator}_{device}_{dtype}.json"
+
+
+def _earlier(arguments: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
+    """Reads the record of ``--against``.
+
+    Raises:
+        ValueError: a run with these arguments cannot be compared with it.
+    """
+    chosen = arguments.operator, arguments.device, arguments.dtype
+    if not all(names and len(names) == 1 for names in chosen):
+        raise ValueError("one record is compared: name one operator, one --device and one --dtype")
+    (operator,), (device,), (dtype,) = chosen
+    if arguments.against.resolve() == _path(arguments, operator, device, dtype).resolve():
+        raise ValueError(f"{arguments.against} would be overwritten; name another folder by --out")
+    wanted = {
+        "operator": operator,
+        "device": device,
+        "dtype": dtype,
+        "hardware": hardware(head | {"device": device}),
+        "sizes": [*find(operator).benchmark.calls(arguments.grid, arguments.sizes)],
+    }
+    return against.earlier(arguments.against, wanted)
 
 
 def _run(
@@ -129,18 +177,23 @@ def _run(
     dtype: torch.dtype,
     arguments: argparse.Namespace,
     head: dict[str, Any],
+    old: dict[str, Any] | None,
 ) -> bool:
-    """Measures one operator; returns whether an implementation failed."""
-    kind = "grid" if arguments.grid else "op"
-    path = arguments.out / f"{kind}_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    """Measures one operator; returns whether an implementation failed or became slower."""
+    path = _path(arguments, operator.name, device, dtype_name(dtype))
     measured = head
     for contents in measure(operator, device, dtype, arguments):
         measured = head | contents
         write_json(path, measured, say=False)  # it stays if a later size ends the process
-    for table in _tables(measured):
+    if processes := arguments.processes or (against.processes(old) if old else 0):
+        again = per_read(processes, operator, measured, dtype, arguments.grid, arguments.sizes)
+        for rows in track(again, "processes", processes, console=Console(stderr=True)):
+            measured["per_read"] = rows
+            write_json(path, measured, say=False)
+    for table in tables(measured):
         show(table)
     if arguments.grid and device == "cuda":
-        show(_kernels_table(measured))
+        show(kernels_table(measured))
     print(path)
     for impl, reason in measured["unavailable"].items():
         print(f"{impl}: {reason}")
@@ -152,7 +205,12 @@ def _run(
 
         (draw_map if arguments.grid else draw)(measured, path.with_suffix(".png"))
     broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
-    return any(row["contender"] in operator.implementations for row in broken)
+    changes = against.compare(old, measured) if old else []
+    if old:
+        show(against.table(changes, old))
+    return any(row["contender"] in operator.implementations for row in broken) or any(
+        change.verdict == "slower" for change in changes
+    )
 
 
 def measure(
@@ -164,8 +222,8 @@ def measure(
     """
     device = torch.device(device_type)
     repeats = REPEATS[device_type]
-    functions, unavailable = _functions(operator, device_type)
-    makers = _makers(operator, arguments)
+    functions, unavailable = timed_functions(operator, device_type)
+    makers = operator.benchmark.calls(arguments.grid, arguments.sizes)
     if arguments.grid:
         # What auto takes is the last that is available.
         functions = {name: functions[name] for name in (COMPILED, [*functions][-1])}
@@ -229,86 +287,6 @@ def measure(
                 })  # fmt: skip
             yield contents
         progress.update(task, completed=steps, description=title)
-
-
-def _makers(
-    operator: Operator, arguments: argparse.Namespace
-) -> dict[Any, Callable[[torch.device, torch.dtype], Sample]]:
-    """Returns size, or name in the grid -> what makes the call."""
-    if arguments.grid:
-        return dict(operator.benchmark.grid)
-    sizes = arguments.sizes or operator.benchmark.sizes
-    return {size: functools.partial(operator.benchmark.sample, size) for size in sizes}
-
-
-def _functions(
-    operator: Operator, device_type: str
-) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """Returns contender -> function, and implementation -> why it cannot run."""
-
-    def public(impl: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: operator.function(*args, impl=impl, **kwargs)
-
-    functions, unavailable = {"reference": public("reference")}, {}
-    functions |= operator.benchmark.baselines
-    functions[COMPILED] = torch.compile(public("reference"), dynamic=False, fullgraph=True)
-    for impl in operator.implementations:
-        try:
-            choose(operator, impl, device_type)
-        except ImplementationError as error:
-            if not isinstance(error, BrokenImplementationError):  # each of its rows will say why
-                unavailable[impl] = str(error)
-                continue
-        functions[impl] = public(impl)
-    return functions, unavailable
-
-
-def _tables(measured: dict[str, Any]) -> list[Table]:
-    """A table for the forward and one for the backward."""
-    floor = (
-        f"copy {measured['copy_gb_per_s']:.4g} GB/s, "
-        f"matrix product {measured['matmul_tflop_per_s']:.3g} TFLOP/s"
-    )
-    tables = []
-    for way in ("forward", "backward"):
-        title = f"{measured['operator']}, {way}, {measured['dtype']}, {hardware(measured)}\n{floor}"
-        table = Table(title=title, box=SIMPLE)
-        table.add_column("size", justify="right")
-        table.add_column("contender")
-        for column in ("ms", "spread\nms", "floor\nms", "share of\nfloor", "extra\nMiB"):
-            table.add_column(column, justify="right")
-        for i, row in enumerate(measured["rows"]):
-            if i and row["size"] != measured["rows"][i - 1]["size"]:
-                table.add_section()
-            table.add_row(str(row["size"]), row["contender"], *_cells(row, way))
-        tables.append(table)
-    return tables
-
-
-def _kernels_table(measured: dict[str, Any]) -> Table:
-    """A table of the kernels that the last contender, which is `auto`'s choice, launches."""
-    contender = measured["rows"][-1]["contender"]
-    table = Table(title=f"{measured['operator']}, {contender}: kernels", box=SIMPLE)
-    for column in ("size", "forward", "backward"):
-        table.add_column(column)
-    for row in measured["rows"]:
-        if row["contender"] == contender and row["kernels"]:
-            ways = (row["kernels"][way] for way in ("forward", "backward"))
-            table.add_row(str(row["size"]), *map("\n".join, ways))
-    return table
-
-
-def _cells(row: dict[str, Any], way: str) -> list[str]:
-    timing = row[way]
-    if timing is None:
-        return ["[red]failed" if row["error"] else "", "", "", "", ""]
-    return [
-        f"{timing['median_ms']:.4g}",
-        f"{timing['p20_ms']:.4g}-{timing['p80_ms']:.4g}",
-        f"{timing['floor_ms']:.3g}",
-        f"{timing['share_of_floor']:.0%}",
-        f"{row['extra_memory_bytes'] / 2**20:.3g}",
-    ]
 
 
 if __name__ == "__main__":

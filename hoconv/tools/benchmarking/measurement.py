@@ -161,7 +161,7 @@ def take_turns(
     grads: dict[Any, Tensor] = {}  # one for each layout of each tensor of the outputs
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-        _flush(flush)
+        flush_caches(flush)
         return _timed(call, device)
 
     def prepare(contender: Contender) -> None:
@@ -295,7 +295,7 @@ def failure(action: Callable[[], Any]) -> str | None:
     return reason
 
 
-def _flush(buffer: Tensor) -> None:
+def flush_caches(buffer: Tensor) -> None:
     for _ in range(FLUSH_PASSES[buffer.device.type]):
         buffer.sum()
 
