@@ -51,6 +51,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,14 @@ def _run(
         write_json(path, measured, say=False)  # it stays if a later size ends the process
     if processes := arguments.processes or (against.processes(old) if old else 0):
         again = per_read(processes, operator, measured, dtype, arguments.grid, arguments.sizes)
-        for rows in track(again, "processes", processes, console=Console(stderr=True)):
-            measured["per_read"] = rows
-            write_json(path, measured, say=False)
+        try:
+            for rows in track(again, "processes", processes, console=Console(stderr=True)):
+                measured["per_read"] = rows
+                write_json(path, measured, say=False)
+        except BrokenProcessPool:
+            print(f"{operator.name}: a process ended while it timed the implementations; "
+                  f"{path} has the others", file=sys.stderr)  # fmt: skip
+            return True
     for table in tables(measured):
         show(table)
     if arguments.grid and device == "cuda":
