@@ -121,6 +121,20 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
+class Delay:
+    """A state that no step computes, since its next values are a sequence: so it is one, too.
+
+    Attributes:
+        initial: (B, n), the state before the first step.
+        value: (T, B, n), the result of an op ``delay``: the state before each step.
+    """
+
+    name: str
+    initial: Value
+    value: Value
+
+
+@dataclass(frozen=True, eq=False)
 class Yield:
     """A value (B, n) that every step writes to a sequence (T, B, n).
 
@@ -157,6 +171,7 @@ class Program:
         sequences: the input sequences by name: (T, B, n).
         states: (B, n); the caller gives their values before the first step and gets those after
             the last one, except for running sums.
+        delays: the other states that the caller gives and gets.
         yields: sequences that the steps write.
         results: the other results by name: values of rate ``sequence`` or ``once``.
         replays: of a gradient, the sequences that may be sparse.
@@ -171,6 +186,7 @@ class Program:
     results: tuple[tuple[str, Value], ...]
     before: tuple[Op | Group, ...] = ()
     after: tuple[Op | Group, ...] = ()
+    delays: tuple[Delay, ...] = ()
     yields: tuple[Yield, ...] = ()
     replays: tuple[Replay, ...] = ()
     reverse: bool = False
@@ -179,6 +195,17 @@ class Program:
     def read(self) -> frozenset[Value]:
         """Returns what the steps read."""
         return frozenset(v for op in flat(self.step) for v in op.values) | {*step_outputs(self)}
+
+    @functools.cached_property
+    def returned(self) -> frozenset[Value]:
+        """Returns what the caller gets of whole sequences and of parameters."""
+        return frozenset((*(v for _, v in self.results), *(d.value for d in self.delays)))
+
+    @property
+    def wide(self) -> str:
+        """Returns the dtype of the states, in which sums are computed."""
+        first = self.states[0].value if self.states else self.delays[0].initial
+        return first.type.dtype
 
     @functools.cached_property
     def made_before(self) -> tuple[Value, ...]:
@@ -263,6 +290,7 @@ class _Printer:
             f"  {'state' if s.total is None else 'sum'} {s.name} = {self.typed(s.value)}"
             for s in p.states
         ]
+        lines += [f"  delayed {d.name} = {self.typed(d.initial)}" for d in p.delays]
         lines += self.region("before", p.before)
         order = "each step, from the last to the first" if p.reverse else "each step"
         lines += self.region(order, p.step) or [f"  {order}"]
@@ -275,5 +303,6 @@ class _Printer:
         lines += [f"    {self.typed(s.total)} <- {self.name(s.next)}, the last"
                   for s in p.states if s.total is not None]  # fmt: skip
         lines += self.region("after", p.after)
+        lines += [f"  next {d.name} = {self.name(d.value)} after the last" for d in p.delays]
         lines += [f"  return {name} = {self.name(v)}" for name, v in p.results]
         return "\n".join(lines)

@@ -19,14 +19,13 @@ def accumulate(program: Program, apart: Collection[Value] = ()) -> Program:
     Args:
         apart: the sources of yields that stay.
     """
-    wide = program.states[0].value.type.dtype
+    wide = program.wide
     step, states = list(flat(program.step)), list(program.states)
     yields: list[Yield] = []
     totals: dict[Value, Value] = {}
-    returned = {value for _, value in program.results}
     for each in program.yields:
         users = [op for op in flat(program.after) if each.sequence in op.values]
-        stays = each.sequence in returned or each.source in apart
+        stays = each.sequence in program.returned or each.source in apart
         if stays or any(op.kind != "total" for op in users):
             yields.append(each)
             continue

@@ -23,7 +23,7 @@ def stream(program: Program) -> Program:
 
 def _stream_before(program: Program) -> Program:
     elsewhere = {v for op in flat(program.after) for v in op.values}
-    elsewhere |= {v for _, v in program.results}
+    elsewhere |= program.returned
     values: dict[Value, Value] = {}
     kept: list[Op | Group] = []
     moved: list[Op] = []

@@ -70,7 +70,7 @@ def run_program(
     loop: Loop | None,
 ) -> dict[str, Tensor]:
     """Runs a program with a loop; returns its results, and the states after the last step."""
-    run = HostCode(program, list(parameters), False, loop)
+    run = HostCode(program, list(parameters), list(states), False, loop)
     read = [sequences[name] for name, _ in program.sequences]
     found = run(read, list(states.values()), list(parameters.values()), seed)
     return dict(zip([*(name for name, _ in program.results), *states], found, strict=True))
@@ -155,7 +155,9 @@ class CellCase:
                 )
                 self.assert_close({name: results[name] for name in self.exact}, self.exact)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
-            host = HostCode(plan.backward, list(self.parameters), True, loop(plan.backward))
+            host = HostCode(
+                plan.backward, list(self.parameters), list(self.states), True, loop(plan.backward)
+            )
             d_x, *rest = host(
                 [read[name] for name, _ in plan.backward.sequences],
                 [self.cotangents[name] for name in self.states],

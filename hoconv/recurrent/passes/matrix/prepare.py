@@ -32,7 +32,7 @@ def _repeat_in_step(program: Program) -> Program:
     before, step = [], []
     values: dict[Value, Value] = {}
     elsewhere = {v for op in flat((*program.before, *program.after)) for v in op.values}
-    elsewhere |= {v for _, v in program.results}
+    elsewhere |= program.returned
     for op in flat(program.before):
         grows = op.kind == "arrange" and op.result.type.size == most
         if not grows or op.values[0].type.size == most or op.result in elsewhere:
