@@ -181,7 +181,7 @@ def _list_work(region: Iterable[Op | Group]) -> str:
                 parts.append(f"the gradient of a weight ({first.size} x {second.size})")
             else:
                 parts.append(f"a product ({first.size} to {item.result.type.size} features)")
-    if totals := sum(isinstance(i, Op) and i.kind == "total" for i in items):
+    if totals := sum(isinstance(i, Op) and i.kind in ("total", "sum_steps") for i in items):
         parts.append(_count(totals, "sum", "for the gradients of vectors"))
     if delays := sum(isinstance(i, Op) and i.kind == DELAY for i in items):
         parts.append(_count(delays, "delayed sequence"))
@@ -221,7 +221,7 @@ def _list_saved(program: Program) -> str:
         named.append(_count(len(kept), "sequence", "made before the loop"))
     if not named:
         return "nothing"
-    total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate != "once")
+    total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate in ("step", "sequence"))
     total += sum(v.type.row_bytes for v in sparse) // SEGMENT
     return f"{', '.join(named)}; {total} bytes a step and row"
 

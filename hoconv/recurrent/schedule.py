@@ -223,7 +223,9 @@ def trim(forward: Program, backward: Program) -> tuple[Program, Program]:
     read |= backward.returned | {s.next for s in backward.states}
     read |= {y.source for y in backward.yields}
     sequences = tuple(
-        (name, v) for name, v in backward.sequences if v in read or name in ("x", "d_output")
+        (name, v)
+        for name, v in backward.sequences
+        if v in read or name in ("x", "d_output") or (name, v) in backward.constants
     )
     names = {name for name, _ in sequences} | {"output"}
     results = tuple((name, v) for name, v in forward.results if name in names)

@@ -23,7 +23,8 @@ SOURCES = ("fill", "keep")
 # linear(x, W, b or nothing) = x W^T + b; linear_t(g, W) = g W.
 PRODUCTS = ("linear", "linear_t")
 # On whole sequences, summed over time and batch: outer(g, x) = g^T x; total(g), the sum of rows.
-SUMS = ("outer", "total")
+# sum_steps(g), summed over time, is constant.
+SUMS = ("outer", "total", "sum_steps")
 # On whole sequences: delay(next values, initial state, valid or nothing), the state before each
 # step.
 DELAY = "delay"
@@ -138,7 +139,7 @@ def result_shape(
         return (axes.count(axes.result),)
     if kind == "outer":
         return (shapes[0][0], shapes[1][0])
-    if kind == "total":
+    if kind in ("total", "sum_steps"):
         return shapes[0]
     if kind == DELAY:
         if shapes[0] != shapes[1]:

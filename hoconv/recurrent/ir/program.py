@@ -13,11 +13,12 @@ B batch, T time steps, n features of a value, m features of a result.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Rate = Literal["once", "sequence", "step"]
+Rate = Literal["once", "constant", "sequence", "step"]
 # Steps of a segment: of a state of 128 x 128 numbers, one in so many takes 1 KB a step, about as
 # much as the 768 bytes of keys, values and queries in half precision.
 SEGMENT = 64
@@ -30,7 +31,8 @@ class Type:
 
     Attributes:
         rate: ``step``: (B, n), computed at every time step; ``sequence``: (T, B, n), of which step
-            t reads entry t; ``once``: of parameters, without batch and time.
+            t reads entry t; ``constant``: (1, B, n), which every step reads; ``once``: of
+            parameters, without batch and time.
         shape: (n,), or (m, n) of a weight.
         dtype: ``f64``, ``f32``, ``bf16``, ``f16``, ``bool``; ``real`` until dtypes are inferred.
     """
@@ -168,7 +170,8 @@ class Program:
     """One layer in one direction, or its gradient.
 
     Attributes:
-        sequences: the input sequences by name: (T, B, n).
+        sequences: the input sequences by name: (T, B, n); after the first one, which is x, come
+            the constants of the sequences, (1, B, n).
         states: (B, n); the caller gives their values before the first step and gets those after
             the last one, except for running sums.
         delays: the other states that the caller gives and gets.
@@ -195,6 +198,12 @@ class Program:
     def read(self) -> frozenset[Value]:
         """Returns what the steps read."""
         return frozenset(v for op in flat(self.step) for v in op.values) | {*step_outputs(self)}
+
+    @functools.cached_property
+    def constants(self) -> tuple[tuple[str, Value], ...]:
+        """Returns the constants that the caller gives, by name."""
+        after_x = self.sequences[1:]
+        return tuple(itertools.takewhile(lambda each: each[1].type.rate == "constant", after_x))
 
     @functools.cached_property
     def returned(self) -> frozenset[Value]:
@@ -232,6 +241,14 @@ def find_operands(ops: Iterable[Op], results: Iterable[Value]) -> set[Value]:
         if op.result in found:
             found.update(op.values)
     return found
+
+
+def find_rate(values: Iterable[Value]) -> Rate:
+    """Finds the rate of what is computed of values for all steps at once."""
+    rates = {value.type.rate for value in values}
+    if rates == {"once"}:
+        return "once"
+    return "constant" if "constant" in rates <= {"once", "constant"} else "sequence"
 
 
 def count_segments(T: int) -> int:

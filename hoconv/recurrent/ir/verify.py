@@ -42,7 +42,8 @@ def verify(program: Program) -> Program:
         define(value, name)
     for each in program.delays:
         define(each.initial, each.name)
-    _region("before", program.before, ("once", "sequence"), known, define, program)
+    whole = ("once", "constant", "sequence")
+    _region("before", program.before, whole, known, define, program)
     outside = set(known)
     for state in program.states:
         define(state.value, state.name)
@@ -70,7 +71,7 @@ def verify(program: Program) -> Program:
     for state in program.states:
         if state.total is not None:
             define(state.total, state.name)
-    _region("after", program.after, ("once", "sequence"), known, define, program)
+    _region("after", program.after, whole, known, define, program)
     for name, value in (*program.results, *((d.name, d.value) for d in program.delays)):
         if value not in known:
             raise VerificationError(f"result {name}: is not made\n{program}")

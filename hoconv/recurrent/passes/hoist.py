@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import BY_AXES, LAYOUT, PRODUCTS, SOURCES, is_elementwise
-from hoconv.recurrent.ir.program import Op, Program, Type, Value, find_operands, flat
+from hoconv.recurrent.ir.program import (
+    Op,
+    Program,
+    Value,
+    find_operands,
+    find_rate,
+    flat,
+)
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
@@ -28,7 +35,7 @@ def hoist(program: Program) -> Program:
 
 def move_before(program: Program, moved: Collection[Value]) -> tuple[Program, dict[Value, Value]]:
     """Moves ops that read no state from the step to before it, given their results; also returns
-    the sequence that replaces each result."""
+    the value that replaces each result: a constant of constants, else a sequence."""
     values: dict[Value, Value] = {}
     before, step = list(program.before), []
     for given in flat(program.step):
@@ -36,7 +43,7 @@ def move_before(program: Program, moved: Collection[Value]) -> tuple[Program, di
         if given.result not in moved:
             step.append(op)
             continue
-        whole = Value(Type("sequence", op.result.type.shape, op.result.type.dtype), op.result.hint)
+        whole = Value(replace(op.result.type, rate=find_rate(op.values)), op.result.hint)
         values[op.result] = whole
         before.append(Op(op.kind, op.inputs, whole, op.attrs))
     program = replace(program, before=tuple(before), step=tuple(step))

@@ -42,8 +42,8 @@ class HostCode:
 
     Args:
         parameters, states: the names of the cell's, in the order in which they are given.
-        backward: whether a run returns the gradients of x and of the parameters, instead of the
-            program's results; then the states after the last step.
+        backward: whether a run returns the gradients of x, of constants and of parameters, instead
+            of the program's results; then the states after the last step.
         loop: runs the steps; without one they run op by op.
     """
 
@@ -306,8 +306,8 @@ class _Writer:
         return f"{{{', '.join(pairs)}}}"
 
     def unpack_gradients(self) -> list[str]:
-        """The gradients of x and of each parameter, 0 where the program has none; some are rows of
-        one tensor, beside each other."""
+        """The gradients of x, of constants and of parameters, 0 where the program has none; some
+        are rows of one tensor, beside each other."""
         values = dict(self.program.results)
         found: dict[str, str] = {}
         for of, sources in find_sources(self.program):
@@ -325,11 +325,13 @@ class _Writer:
             whole = self.concatenate(parts, -1)
             rows = self.split(whole, [self.parameters[n] for n in of]) if len(of) > 1 else [whole]
             found |= zip(of, rows, strict=True)
-        if value := values.get("d_x"):
-            d_x = self.variables[value]
-        else:
-            d_x = self.let(f"zeros_like({self.variables[self.program.sequences[0][1]]})")
-        return [d_x, *(found[name] for name in self.parameters)]
+        inputs = [
+            self.variables[values[f"d_{name}"]]
+            if f"d_{name}" in values
+            else self.let(f"zeros_like({self.variables[value]})")
+            for name, value in (self.program.sequences[0], *self.program.constants)
+        ]
+        return [*inputs, *(found[name] for name in self.parameters)]
 
     def split(self, whole: str, like: Sequence[str]) -> list[str]:
         """Names rows of a tensor, as many as each of some others has."""

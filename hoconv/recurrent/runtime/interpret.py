@@ -150,7 +150,8 @@ def run_steps(
             if not isinstance(operand, Value) or operand.type.rate == "step":
                 return local[operand] if isinstance(operand, Value) else operand
             tensor = values[operand]
-            return tensor[t] if operand.type.rate == "sequence" else tensor
+            rate = operand.type.rate
+            return tensor[t] if rate == "sequence" else tensor[0] if rate == "constant" else tensor
 
         for op in flat(program.step):
             if op.kind == "keep":
@@ -183,6 +184,8 @@ def evaluate_op(
             return evaluate.outer(*operands)
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
+        case "sum_steps":
+            return operands[0].sum(0, keepdim=True, dtype=dtype)
         case "slice":
             start, stop = op.attrs
             return operands[0][..., int(start) : int(stop)]

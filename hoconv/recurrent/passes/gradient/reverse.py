@@ -89,9 +89,12 @@ class _Adjoint:
     def add(self, value: Value, g: Symbol, start: int = 0, stop: int | None = None) -> None:
         if value.type.dtype == "bool":
             return
-        whole = self.builder.rate == g.value.type.rate == "sequence"
-        if whole and value.type.rate == "once":
-            g = self.builder.apply("total", g)
+        if self.builder.rate == "sequence":
+            match g.value.type.rate, value.type.rate:
+                case (("sequence" | "constant"), "once"):
+                    g = self.builder.apply("total", g)
+                case "sequence", "constant":
+                    g = self.builder.apply("sum_steps", g)
         g = self.builder.cast(g, self.builder.dtype)
         self.parts[value].append((start, value.type.size if stop is None else stop, g))
 
@@ -245,7 +248,10 @@ class _SequenceAdjoint(_Adjoint):
     def multiply(self, op: Op, g: Symbol, x: Value) -> None:
         """The gradients of the weight and bias of a ``linear`` whose operand was the sequence x."""
         weight = op.values[1]
-        product = self.builder.apply("outer", g, x, dtype=weight.type.dtype)
+        of_product = g
+        if x.type.rate == "constant" and g.value.type.rate == "sequence":
+            of_product = self.builder.apply("sum_steps", g, dtype=g.value.type.dtype)
+        product = self.builder.apply("outer", of_product, x, dtype=weight.type.dtype)
         if weight in self.weights:  # the step multiplies by it more than once
             product = self.builder.apply(
                 "add", Symbol(self.builder, self.weights[weight]), product, dtype=weight.type.dtype
