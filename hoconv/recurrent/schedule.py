@@ -16,12 +16,13 @@ from hoconv.recurrent.ladder import reaches
 from hoconv.recurrent.match import CudnnLayer, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
 from hoconv.recurrent.passes.combine import combine
-from hoconv.recurrent.passes.delay import delay
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.gradient.saved import Recompute
-from hoconv.recurrent.passes.hoist import hoist
+from hoconv.recurrent.passes.hoisting.delay import delay
+from hoconv.recurrent.passes.hoisting.hoist import hoist
+from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
@@ -29,7 +30,6 @@ from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
-from hoconv.recurrent.passes.sink import sink
 
 
 @dataclass(frozen=True, eq=False)

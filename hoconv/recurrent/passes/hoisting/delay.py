@@ -21,7 +21,7 @@ from hoconv.recurrent.ir.program import (
     flat,
     step_outputs,
 )
-from hoconv.recurrent.passes.hoist import find_stateless, move_before
+from hoconv.recurrent.passes.hoisting.hoist import find_stateless, move_before
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 from hoconv.recurrent.passes.simplify import simplify
 
