@@ -52,6 +52,7 @@ class CompiledPlan:
         self.text = text
         self.plan: Plan = plan_trace(from_text(cell), dtype, schedule, **options)
         self.names = tuple(d.name for d in self.plan.declarations)
+        self._states = tuple(s.name for s in self.plan.definition.states)
         self.reverse = options["reverse"]
         lock = threading.RLock()  # one result asks for others
         # One of the plan's programs: ``inference``, ``forward`` or ``backward``.
@@ -115,12 +116,12 @@ class CompiledPlan:
         elif on_cpu:
             program = self._streamed(which) if streamed else program
             loop = self._cpp_loops(which != "inference")[program]
-        return HostCode(program, self.names, which == "backward", loop)
+        return HostCode(program, self.names, self._states, which == "backward", loop)
 
     def _host_both(self, which: str) -> list[HostCode]:
         """Returns what runs a program in both directions on a GPU."""
         loop, backward = self.cuda_loop(which), which == "backward"
-        return [HostCode(p, self.names, backward, loop) for p in self.both(which)]
+        return [HostCode(p, self.names, self._states, backward, loop) for p in self.both(which)]
 
     def _both(self, which: str) -> tuple[Program, Program]:
         program = self.program(which)

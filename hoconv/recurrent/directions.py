@@ -42,7 +42,9 @@ def run_directions(impl: str, calls: Sequence[Call]) -> list[list[Tensor]]:
 
 def _find_plan(calls: Sequence[Call], which: str) -> CompiledPlan | None:
     """The plan of the first direction, if one kernel runs both."""
-    tensors = [t for call in calls for t in (call.x, *call.states, *call.parameters)]
+    tensors = [
+        t for call in calls for t in (call.x, *call.constants, *call.states, *call.parameters)
+    ]
     if not is_plain(tensors):
         return None
     made = find_plan(calls[0].plan)
@@ -105,7 +107,9 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
                 differentiate_again(made, definition, each, *of)
                 for definition, each, of in zip(made.both("definition"), inputs, given)
             ]
-        found = [[d_x, *d_parameters, *d_states] for d_x, d_states, d_parameters in again]
+        found = [
+            [*d_inputs, *d_parameters, *d_states] for d_inputs, d_states, d_parameters in again
+        ]
     else:
         read = [
             read_backward(made.text, each, results, *of)
@@ -113,8 +117,10 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
         ]
         found = _run(made, "backward", read)
     gradients: list[Tensor | None] = []
-    for d_x, *rest in found:
-        gradients += [d_x, *[None] * (n_sequences - 1)]
+    n = 1 + len(made.plan.definition.constants)
+    for of in found:
+        d_inputs, rest = of[:n], of[n:]
+        gradients += [*d_inputs, *[None] * (n_sequences - n)]
         gradients += [*rest[n_parameters:], *rest[:n_parameters]]
     return gradients
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
-from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
+from hoconv.recurrent.ir.kinds import DELAY, PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import SEGMENT, Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
 from hoconv.recurrent.passes.affine import find_affine
@@ -47,6 +47,7 @@ def explain(plan: Plan, directions: int = 1) -> str:
     lines = [
         f"{forward.name.removesuffix(' forward')}, schedule {plan.schedule}: {_WHY[plan.schedule]}",
         f"  before the loop, once for all steps: {_list_work(forward.before)}",
+        *_describe_delays(forward),
         f"  each step: {_list_work(forward.step)}",
         f"  each step backwards: {_list_work(backward.step)}",
         f"  after the loop backwards, once for all steps: {_list_work(backward.after)}",
@@ -139,6 +140,8 @@ def _explain_clusters(plan: Plan, directions: int) -> Iterable[str]:
 
 def _describe_states(program: Program) -> str:
     """Says whether the steps are affine in the states."""
+    if not program.states:
+        return "none in the loop"
     found = find_affine(program)
     if isinstance(found, str):
         return f"not affine: {found}"
@@ -149,6 +152,12 @@ def _describe_states(program: Program) -> str:
         return unread
     how = f"but {found.mixing} mixes features" if found.mixing else "feature by feature"
     return f"affine in {names}, {how}" + (f"; {unread}" if others else "")
+
+
+def _describe_delays(program: Program) -> Iterable[str]:
+    """Says which states are made before the loop."""
+    if names := ", ".join(d.name for d in program.delays):
+        yield f"  states before the loop: {names}, whose next values depend on no state"
 
 
 def _count_launches(program: Program, recorded: bool) -> str | None:
@@ -172,8 +181,10 @@ def _list_work(region: Iterable[Op | Group]) -> str:
                 parts.append(f"the gradient of a weight ({first.size} x {second.size})")
             else:
                 parts.append(f"a product ({first.size} to {item.result.type.size} features)")
-    if totals := sum(isinstance(i, Op) and i.kind == "total" for i in items):
+    if totals := sum(isinstance(i, Op) and i.kind in ("total", "sum_steps") for i in items):
         parts.append(_count(totals, "sum", "for the gradients of vectors"))
+    if delays := sum(isinstance(i, Op) and i.kind == DELAY for i in items):
+        parts.append(_count(delays, "delayed sequence"))
     alone = sum(isinstance(i, Op) and is_rowwise(i.kind) for i in items)
     if alone:
         parts.append(_count(alone, "kernel", "of one op each"))
@@ -210,7 +221,7 @@ def _list_saved(program: Program) -> str:
         named.append(_count(len(kept), "sequence", "made before the loop"))
     if not named:
         return "nothing"
-    total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate != "once")
+    total = sum(v.type.row_bytes for v in (*saved, *kept) if v.type.rate in ("step", "sequence"))
     total += sum(v.type.row_bytes for v in sparse) // SEGMENT
     return f"{', '.join(named)}; {total} bytes a step and row"
 

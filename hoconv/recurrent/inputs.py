@@ -15,8 +15,9 @@ from hoconv.recurrent.frontend.cell import BoundCell
 
 def gather_inputs(
     cell: BoundCell, inputs: Mapping[str, Tensor], x: Tensor, single: bool, batch_first: bool
-) -> list[Tensor]:
-    """Returns a cell's inputs beside x, and its constants, as rows (T, B, n) in their order.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns a cell's inputs beside x as rows (T, B, n), and its constants as (1, B, n), in their
+    order.
 
     Args:
         x: (T, B, I).
@@ -36,12 +37,14 @@ def gather_inputs(
     constants = cell.cell.constants
     for given, shape in shapes.items():
         _check(given, inputs[given], x, shape, given in constants, single, batch_first)
-    return [
-        _repeat(inputs[given], x, shape)
-        if given in constants
-        else _arrange(inputs[given], single, batch_first)
-        for given, shape in shapes.items()
+    beside = [
+        _arrange(inputs[given], single, batch_first) for given in shapes if given not in constants
     ]
+    repeated = [
+        inputs[given].reshape(1, -1, math.prod(shape)).expand(1, x.shape[1], -1)
+        for given, shape in cell.constant_shapes.items()
+    ]
+    return beside, repeated
 
 
 def _check(
@@ -64,11 +67,6 @@ def _check(
             f"{name}: expected {x.dtype} on {x.device}, as x is, got {given.dtype} on "
             f"{given.device}"
         )
-
-
-def _repeat(constant: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    T, B = x.shape[:2]
-    return constant.reshape(-1, math.prod(shape)).expand(T, B, -1)
 
 
 def _arrange(given: Tensor, single: bool, batch_first: bool) -> Tensor:

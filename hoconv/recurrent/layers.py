@@ -251,11 +251,12 @@ class RNN(FixedAttributes):
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
         begins = None if reset is None else self._begins(reset, x, single)
-        beside = gather_inputs(self.runs[0][0], inputs, x, single, self.batch_first)
+        beside, constants = gather_inputs(self.runs[0][0], inputs, x, single, self.batch_first)
         x, parameters = self._cast(x, self._gather_parameters(x))
         states = self._states(state, x, single)
         valid = None if lengths is None else self._valid(lengths, x)
-        outputs, final = self._layers(x, beside, states, parameters, valid, begins)
+        constants = [each.to(x.dtype) for each in constants]
+        outputs, final = self._layers(x, beside, constants, states, parameters, valid, begins)
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
         if packed is not None:
@@ -321,6 +322,7 @@ class RNN(FixedAttributes):
         self,
         x: Tensor,
         beside: list[Tensor],
+        constants: list[Tensor],
         states: list[list[Tensor]],
         parameters: list[list[Tensor]],
         valid: Tensor | None,
@@ -355,7 +357,8 @@ class RNN(FixedAttributes):
                 plan = request(text, x.dtype, self.schedule, valid is not None,
                                begins is not None, reverse, recompute)  # fmt: skip
                 call = Call(self.runs[at][0], traced.names, plan, x, states[at], parameters[at],
-                            valid, resets[direction], self.training, seed, reverse)  # fmt: skip
+                            valid, resets[direction], self.training, seed, reverse,
+                            constants)  # fmt: skip
                 calls.append(call)
             impl, *_ = [
                 resolve(OPERATOR.name, self.impl, device_type, call.plan, call.program)

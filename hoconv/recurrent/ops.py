@@ -30,7 +30,7 @@ from hoconv.recurrent import reference
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.evaluate import DTYPES, accumulate_dtype, in_dtype
 from hoconv.recurrent.ir.program import Program, count_segments
-from hoconv.recurrent.plans import find_plan, find_read
+from hoconv.recurrent.plans import count_constants, find_plan, find_read
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack, separate
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _library = torch.library.Library("hoconv", "FRAGMENT")
 
 # sequences: those of the program, in order. states: before the first step. parameters: in the order
-# of the cell's declarations. Returns the results of the program, or the gradients of x and of the
-# parameters for `backward`; then the states after the last step.
+# of the cell's declarations. Returns the results of the program, or for `backward` the gradients of
+# x, of constants and of parameters; then the states after the last step.
 _library.define(
     "recurrent.compiled(Tensor[] sequences, Tensor[] states, Tensor[] parameters, Tensor? seed, "
     "str plan, str program, str impl) -> Tensor[]",
@@ -100,12 +100,13 @@ def _fake(
     x = sequences[0]
     found = []
     if which == "backward":
+        inputs = sequences[: 1 + len(program.constants)]
         found = [torch.empty_like(t, memory_format=torch.contiguous_format)
-                 for t in (x, *parameters)]  # fmt: skip
+                 for t in (*inputs, *parameters)]  # fmt: skip
     else:
         sparse = {y.sequence for y in program.yields if y.sparse and impl == "cuda"}
         for _, value in program.results:
-            leading = () if value.type.rate == "once" else x.shape[:2]
+            leading = {"once": (), "constant": (1, x.shape[1])}.get(value.type.rate, x.shape[:2])
             if value in sparse:
                 leading = count_segments(x.shape[0]), x.shape[1]
             found.append(x.new_empty((*leading, value.type.size), dtype=DTYPES[value.type.dtype]))
@@ -146,14 +147,16 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         made = find_plan(ctx.plan)
         with without_autocast(sequences[0].device.type):
-            d_x, d_initial, d_parameters = differentiate_again(
+            d_inputs, d_initial, d_parameters = differentiate_again(
                 made, made.plan.definition, inputs, grads[0], d_states
             )
     else:
         given = read_backward(ctx.plan, inputs, results, grads[0], d_states)
-        d_x, *found = compiled_op(*given, ctx.plan, "backward", ctx.impl)
+        found = compiled_op(*given, ctx.plan, "backward", ctx.impl)
+        n = 1 + count_constants(ctx.plan)
+        d_inputs, found = found[:n], found[n:]
         d_parameters, d_initial = found[:n_parameters], found[n_parameters:]
-    d_sequences = [d_x, *(None for _ in sequences[1:])]
+    d_sequences = [*d_inputs, *(None for _ in sequences[len(d_inputs) :])]
     return d_sequences, d_initial, d_parameters, None, None, None, None
 
 
@@ -180,28 +183,30 @@ def differentiate_again(
     inputs: Inputs,
     d_output: Tensor | None,
     d_states: Sequence[Tensor | None],
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """The gradients of x, states and parameters, which autograd can differentiate again.
+) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+    """The gradients of x and constants, of states and of parameters, which autograd can
+    differentiate again.
 
     Args:
         program: the plan's definition, of the direction of `inputs`.
     """
     sequences, states, parameters, seed = inputs
-    n = len(states)
+    first = 1 + len(program.constants)
+    after = first + len(states)
 
-    def run(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         results, final = interpret(
             program,
-            pack(program, _name_parameters(made, tensors[n:])),
-            _name_sequences(program, [x, *sequences[1:]]),
-            _name_states(program, tensors[:n]),
+            pack(program, _name_parameters(made, tensors[after:])),
+            _name_sequences(program, [*tensors[:first], *sequences[first:]]),
+            _name_states(program, tensors[first:after]),
             seed,
         )
         return results["output"], *final.values()
 
-    args = [sequences[0], *states, *parameters]
-    d_x, *rest = gradients(run, args, [t.requires_grad for t in args], (d_output, *d_states))
-    return d_x, rest[:n], rest[n:]
+    args = [*sequences[:first], *states, *parameters]
+    found = gradients(run, args, [t.requires_grad for t in args], (d_output, *d_states))
+    return found[:first], found[first:after], found[after:]
 
 
 register_gradient(_library, compiled_op, _differentiate, _save)
@@ -239,7 +244,7 @@ def _differentiate_cudnn(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]
     if torch.is_grad_enabled():
         with without_autocast(x.device.type):
             inputs = Inputs([x], states, parameters, None)
-            d_x, d_states, d_parameters = differentiate_again(
+            (d_x,), d_states, d_parameters = differentiate_again(
                 ctx.made, ctx.made.plan.definition, inputs, grads[0], grads[1:]
             )
         return [d_x, *d_states, *d_parameters]
@@ -272,6 +277,7 @@ class Call:
         training: whether noise is drawn.
         seed: int64 scalar, of the random masks, where there are any.
         reverse: whether the first step is the last of x.
+        constants: (1, B, n) of each constant of the cell.
         program: the program to run: ``forward`` if a gradient may be wanted, else ``inference``.
     """
 
@@ -286,6 +292,7 @@ class Call:
     training: bool = False
     seed: Tensor | None = None
     reverse: bool = False
+    constants: Sequence[Tensor] = ()
     program: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -297,14 +304,15 @@ class Call:
         # Under a transform of torch.func a tensor may not show that an outer transform
         # differentiates it.
         hidden = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-        inputs = (self.x, *self.states, *self.parameters)
+        inputs = (self.x, *self.constants, *self.states, *self.parameters)
         return "forward" if hidden or any(t.requires_grad for t in inputs) else "inference"
 
     @property
     def inputs(self) -> Inputs:
         """Returns what the program reads; it keeps states in the dtype of sums."""
         wide = accumulate_dtype(self.x.dtype)
-        sequences = [s for s in (self.x, self.reset, self.valid) if s is not None]
+        masks = [mask for mask in (self.reset, self.valid) if mask is not None]
+        sequences = [self.x, *self.constants, *masks]
         states = [in_dtype(s, wide) for s in self.states]
         return Inputs(sequences, states, self.parameters, self.seed)
 
@@ -318,8 +326,8 @@ def run_reference(call: Call) -> list[Tensor]:
     """Calls the cell at every step; returns the output and the final states."""
     output, final = reference.recurrent(
         call.cell, call.x, call.states, dict(zip(call.names, call.parameters, strict=True)),
-        valid=call.valid, reset=call.reset, training=call.training, seed=call.seed,
-        reverse=call.reverse,
+        constants=call.constants, valid=call.valid, reset=call.reset, training=call.training,
+        seed=call.seed, reverse=call.reverse,
     )  # fmt: skip
     return [output, *final]
 

@@ -94,6 +94,15 @@ def _find_read_once(text: str) -> tuple[int, ...]:
     return tuple(at[name] for name, _ in backward.sequences)
 
 
+def count_constants(text: str) -> int:
+    """Returns the number of constants that the plan of a text reads. A constant to torch.compile,
+    which traces a backward pass too."""
+    return len(find_plan(text).plan.definition.constants)
+
+
+count_constants._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def prepare(impl: str, device_type: str, text: str, which: str) -> None:
     """Compiles the loop of one program of a plan; with ``forward`` also that of ``backward``.
 

@@ -73,6 +73,7 @@ def recurrent(
     states: Sequence[Tensor],
     parameters: Mapping[str, Tensor],
     *,
+    constants: Sequence[Tensor] = (),
     valid: Tensor | None = None,
     reset: Tensor | None = None,
     training: bool = False,
@@ -84,6 +85,7 @@ def recurrent(
     Args:
         x: (T, B, I), and the other inputs beside it.
         states: (B, n) of each state, before the first step; of one with axes, its features.
+        constants: (1, B, n) of each constant of the cell.
         parameters: by the names that the cell declares, in the dtype of x; weights, and rows.
         valid: (T, B, 1) bool: where it is false the states stay as they are and the output is 0.
         reset: (T, B, 1) bool: where it is true the step begins with states of zero.
@@ -101,12 +103,16 @@ def recurrent(
         state.to(dtype).unflatten(1, shape)
         for state, shape in zip(states, cell.state_shapes.values(), strict=True)
     ]
+    beside = [
+        each[0].to(dtype).unflatten(1, shape)
+        for each, shape in zip(constants, cell.constant_shapes.values(), strict=True)
+    ]
     outputs: list[Tensor] = []
     read = x.unbind()  # the gradient of x[t] would be as large as x, at every step
     for t in reversed(range(T)) if reverse else range(T):
         frame = _Step(parameters, cell.hidden_size, dtype, B, t, training, seed)
         begin = now if reset is None else [_where(reset[t], 0.0, state) for state in now]
-        output, following, _ = cell.step(frame, read[t].to(dtype), begin)
+        output, following, _ = cell.step(frame, read[t].to(dtype), begin, beside)
         if valid is None:
             now = list(following.values())
         else:

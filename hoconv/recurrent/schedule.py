@@ -20,7 +20,9 @@ from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.gradient.saved import Recompute
-from hoconv.recurrent.passes.hoist import hoist
+from hoconv.recurrent.passes.hoisting.delay import delay
+from hoconv.recurrent.passes.hoisting.hoist import hoist
+from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
@@ -28,7 +30,6 @@ from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
-from hoconv.recurrent.passes.sink import sink
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Plan:
     def cudnn(self) -> CudnnLayer | None:
         """The call of cuDNN that a GPU runs instead of the programs, if it is at least as fast."""
         traced = self.common[0][1]
-        if self.schedule != "auto" or self.recompute == "all" or not fastest(self._loop):
+        if self.schedule != "auto" or self.recompute == "all" or not fastest(self.definition):
             return None
         return match(traced)
 
@@ -206,6 +207,7 @@ def plan_trace(
     then("infer dtypes", lambda program: infer_dtypes(program, dtype))
     then("simplify", simplify)
     if reaches(schedule, "hoisted"):
+        then("delay", delay)
         then("hoist", hoist)
     if reaches(schedule, "combined"):
         then("combine", combine)
@@ -218,10 +220,12 @@ def trim(forward: Program, backward: Program) -> tuple[Program, Program]:
     """Drops results of `forward`, and sequences of `backward`, that `backward` does not read."""
     regions = (*backward.before, *backward.step, *backward.after)
     read = {v for op in flat(regions) for v in op.values}
-    read |= {v for _, v in backward.results} | {s.next for s in backward.states}
+    read |= backward.returned | {s.next for s in backward.states}
     read |= {y.source for y in backward.yields}
     sequences = tuple(
-        (name, v) for name, v in backward.sequences if v in read or name in ("x", "d_output")
+        (name, v)
+        for name, v in backward.sequences
+        if v in read or name in ("x", "d_output") or (name, v) in backward.constants
     )
     names = {name for name, _ in sequences} | {"output"}
     results = tuple((name, v) for name, v in forward.results if name in names)

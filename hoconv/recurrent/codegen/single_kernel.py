@@ -111,7 +111,8 @@ class Registers:
             f"const int64_t first = {first}, t = {step};",
             *(f"{own} {name}_coming[ahead] = {{}};" for own, name, _, _ in self.reads),
             *(
-                f"const {own}* {name}_from = c.{buffer.name} + (t * B + row) * {buffer.type.size}"
+                f"const {own}* {name}_from = c.{buffer.name} + "
+                f"{'row' if buffer.kind == 'constant' else '(t * B + row)'} * {buffer.type.size}"
                 f" + {index};"
                 for own, name, buffer, index in self.reads
             ),
@@ -144,7 +145,7 @@ class Registers:
             "for (int d = 0; d < ahead; ++d) {",
             *indent(2, (f"{name}_read[d] = {name}_coming[d];" for _, name, _, _ in self.reads)),
             "}",
-            *(self._move(f"{name}_from", buffer, skipped) for _, name, buffer, _ in self.reads),
+            *(self._move(name, buffer, skipped) for name, buffer in self._moving()),
             *self._load(f"count_steps(begin + {every})", every),
             *before,
             "#pragma unroll",
@@ -212,10 +213,16 @@ class Registers:
                 f"    if (d < loads) {name}_coming[d] = *{name}_from;"
                 for _, name, _, _ in self.reads
             ),
-            *(f"    {self._move(f'{name}_from', b, 'B')}" for _, name, b, _ in self.reads),
+            *(f"    {self._move(name, buffer, 'B')}" for name, buffer in self._moving()),
             "  }",
             "}",
         ]
+
+    def _moving(self) -> Iterator[tuple[str, Buffer]]:
+        """Lists what each step reads elsewhere than the step before: pointers and buffers."""
+        for _, name, buffer, _ in self.reads:
+            if buffer.kind != "constant":
+                yield f"{name}_from", buffer
 
     def _move(self, pointer: str, buffer: Buffer, rows: str) -> str:
         return f"{pointer} {'-' if self.reverse else '+'}= {rows} * {buffer.type.size};"

@@ -20,7 +20,7 @@ from typing import Literal
 from hoconv.recurrent.ir.kinds import PRODUCTS, is_rowwise
 from hoconv.recurrent.ir.program import Group, Op, Program, Type, Value, Yield, count_segments, flat
 
-Kind = Literal["once", "sequence", "step", "state", "history", "sparse"]
+Kind = Literal["once", "constant", "sequence", "step", "state", "history", "sparse"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,10 @@ class Buffer:
 
     Attributes:
         name: an identifier.
-        kind: ``once``, of the type's shape; ``sequence``, (T, B, n); ``step``, (B, n); ``state``,
-            (2, B, n), double buffered; ``history``, (T + 1, B, n): entry t is the state before
-            step t, entry T the state after the last step; ``sparse``, the entries alone at which
-            a segment of steps begins, in the order of the steps.
+        kind: ``once``, of the type's shape; ``constant``, (1, B, n); ``sequence``, (T, B, n);
+            ``step``, (B, n); ``state``, (2, B, n), double buffered; ``history``, (T + 1, B, n):
+            entry t is the state before step t, entry T the state after the last step; ``sparse``,
+            the entries alone at which a segment of steps begins, in the order of the steps.
         type: dtype and features.
     """
 
@@ -46,6 +46,8 @@ class Buffer:
         match self.kind:
             case "once":
                 return features
+            case "constant":
+                return (1, B, *features)
             case "sequence":
                 return (T, B, *features)
             case "step":
@@ -126,12 +128,10 @@ def assign_storage(
     ]
     params = tuple(Buffer(f"param{i}", "once", p.value.type) for i, p in enumerate(program.params))
     sequences = tuple(
-        Buffer(f"read{i}", "once" if v.type.rate == "once" else "sequence", v.type)
-        for i, (_, v) in enumerate(program.sequences)
+        Buffer(f"read{i}", _find_kind(v), v.type) for i, (_, v) in enumerate(program.sequences)
     )
     before = tuple(
-        Buffer(f"made{i}", "once" if v.type.rate == "once" else "sequence", v.type)
-        for i, v in enumerate(program.made_before)
+        Buffer(f"made{i}", _find_kind(v), v.type) for i, v in enumerate(program.made_before)
     )
     saved = _saved_states(program)
     still = {s.value for s in program.states if s.value in fixed or s.next in fixed}
@@ -198,6 +198,12 @@ def assign_storage(
     return Storage(tuple(items), homes, stores, params, (*sequences, *before), states, yields,
                    initial, first, last, tuple(temporaries), tuple(inner),
                    (*read, *first))  # fmt: skip
+
+
+def _find_kind(value: Value) -> Kind:
+    """The kind of buffer of a value that is given before the loop."""
+    rate = value.type.rate
+    return "sequence" if rate == "step" else rate
 
 
 def _saved_states(program: Program) -> dict[Value, Yield]:

@@ -188,27 +188,40 @@ class BoundCell:
 
     @property
     def row_size(self) -> int:
-        """The features of all inputs beside each other: x, then the others in their order."""
-        return self.input_size + sum(map(math.prod, self.input_shapes.values()))
+        """The features of all inputs beside each other: x, then the others in their order, without
+        constants."""
+        return self.input_size + sum(
+            math.prod(shape)
+            for name, shape in self.input_shapes.items()
+            if name not in self.cell.constants
+        )
+
+    @property
+    def constant_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of a constant of a sequence -> the sizes of its axes, without the batch."""
+        shapes = self.input_shapes.items()
+        return {name: shape for name, shape in shapes if name in self.cell.constants}
 
     @property
     def name(self) -> str:
         return self.cell.name
 
-    def step(self, frame: Frame, x: Row, states: Sequence[Row]) -> Step:
+    def step(
+        self, frame: Frame, x: Row, states: Sequence[Row], constants: Sequence[Row] = ()
+    ) -> Step:
         """Runs the cell for one time step.
 
         Args:
             frame: provides parameters and random numbers.
             x: (B, row_size).
-            states: (B, ...) of each state, in the order of their declaration.
+            states, constants: (B, ...) of each, in the order of their declaration.
 
         Raises:
             CellError: the cell that is traced raised an exception, or returned something else.
                 One that computes with tensors raises what PyTorch does.
         """
         with enter_frame(frame):
-            output, following = self.run([*self._split(x), *states])
+            output, following = self.run([*self._split(x), *constants, *states])
         named = isinstance(output, dict)
         outputs = output if named else {"output": output}
         rows = [reshape(value, math.prod(value.shape[1:])) for value in outputs.values()]
@@ -242,10 +255,12 @@ class BoundCell:
 
     def _split(self, x: Row) -> list[Row]:
         """The inputs, of a row of all of them."""
-        if not self.input_shapes:
+        if self.row_size == self.input_size:
             return [x]
         found, start = [x[:, : self.input_size]], self.input_size
-        for shape in self.input_shapes.values():
+        for name, shape in self.input_shapes.items():
+            if name in self.cell.constants:
+                continue
             part = x[:, start : start + math.prod(shape)]
             found.append(reshape(part, *shape) if len(shape) > 1 else part)
             start += math.prod(shape)

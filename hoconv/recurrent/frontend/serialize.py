@@ -37,8 +37,10 @@ def to_text(trace: Trace) -> str:
     An operand is an int, the number of a value, or a float, a constant.
     """
     program = trace.program
-    (_, x), = program.sequences  # fmt: skip
+    (_, x), *_ = program.sequences
     given = [p.value for p in program.params] + [x] + [s.value for s in program.states]
+    given += [value for _, value in program.constants]
+    constants = [(name, value.type.size) for name, value in program.constants]
     ops = [*flat(program.before), *flat(program.step)]
     numbers = {value: i for i, value in enumerate([*given, *(op.result for op in ops)])}
 
@@ -57,6 +59,7 @@ def to_text(trace: Trace) -> str:
             "states": [[s.name, s.value.type.size, number(s.next)] for s in program.states],
             "ops": [[op.kind, [*map(number, op.inputs)], op.attrs] for op in ops],
             "output": number(program.yields[0].source),
+            **({"constants": constants} if constants else {}),
         },
         separators=(",", ":"),
     )
@@ -82,7 +85,11 @@ def from_text(text: str) -> Trace:
     )
     x = Value(Type("sequence", (document["x"],)), "x")
     states = [Value(Type("step", (size,)), name) for name, size, _ in document["states"]]
-    values = [*(p.value for p in params), x, *states]
+    constants = [
+        (name, Value(Type("constant", (size,)), name))
+        for name, size in document.get("constants", ())
+    ]
+    values = [*(p.value for p in params), x, *states, *(value for _, value in constants)]
     builder = Builder()
     for kind, operands, attrs in document["ops"]:
         if not is_known(kind):
@@ -97,7 +104,7 @@ def from_text(text: str) -> Trace:
     program = Program(
         name=name + _SUFFIX,
         params=params,
-        sequences=(("x", x),),
+        sequences=(("x", x), *constants),
         states=tuple(
             State(name, value, values[after])
             for (name, _, after), value in zip(document["states"], states, strict=True)

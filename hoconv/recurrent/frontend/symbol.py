@@ -22,7 +22,7 @@ from hoconv.recurrent.ir.kinds import (
     is_elementwise,
     result_shape,
 )
-from hoconv.recurrent.ir.program import Op, Operand, Rate, Type, Value
+from hoconv.recurrent.ir.program import Op, Operand, Rate, Type, Value, find_rate
 
 # What to write for names of PyTorch and NumPy.
 INSTEAD = {
@@ -95,10 +95,18 @@ class Builder:
         except OperandError as error:
             fail(str(error))
         values = [i for i in inputs if isinstance(i, Value)]
-        once = kind not in SOURCES and all(v.type.rate == "once" for v in values)
         dtype = "bool" if is_boolean(kind, inputs) else dtype or self.dtype
-        rate = "once" if once or kind in SUMS else self.rate
+        rate = self._find_rate(kind, values)
         return self._append(Op(kind, inputs, Value(Type(rate, shape, dtype)), attrs), along)
+
+    def _find_rate(self, kind: str, values: Sequence[Value]) -> Rate:
+        """The rate of an op's result."""
+        if kind in SUMS:
+            return "constant" if kind == "sum_steps" else "once"
+        if kind in SOURCES:
+            return self.rate
+        whole = find_rate(values)
+        return whole if whole == "once" or self.rate == "sequence" else self.rate
 
     def _repeat(
         self, kind: str, operands: Sequence[Any]

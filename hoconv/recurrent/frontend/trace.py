@@ -174,8 +174,13 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
     shapes = cell.state_shapes
     states = {n: Value(Type("step", (math.prod(shape),)), n) for n, shape in shapes.items()}
     symbols = {n: Symbol(tracer.builder, v, shapes[n]) for n, v in states.items()}
+    constants = {
+        n: Value(Type("constant", (math.prod(shape),)), n)
+        for n, shape in cell.constant_shapes.items()
+    }
+    given = [Symbol(tracer.builder, v, cell.constant_shapes[n]) for n, v in constants.items()]
     output, following, outputs = cell.step(
-        tracer, Symbol(tracer.builder, x), list(symbols.values())
+        tracer, Symbol(tracer.builder, x), list(symbols.values()), given
     )
     for name, value in {"output": output, **following}.items():
         if not isinstance(value, Symbol):
@@ -188,7 +193,7 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
     program = Program(
         name=f"{cell.name} forward",
         params=tuple(tracer.params),
-        sequences=(("x", x),),
+        sequences=(("x", x), *((f"constant_{n}", v) for n, v in constants.items())),
         states=tuple(State(n, v, following[n].value) for n, v in states.items()),
         before=tuple(tracer.builder.before),
         step=tuple(tracer.builder.ops),

@@ -64,6 +64,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(in_dtype(x, weight.dtype).contiguous(), weight, bias)
 
 
+def delay(
+    source: Tensor, initial: Tensor, valid: Tensor | None = None, *, steps: int, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The state before each step (T, B, n), and after the last one (B, n), of its next values.
+
+    Args:
+        source: the next values, (T, B, n) or what is repeated to that.
+        initial: (B, n).
+        valid: (T, B, 1) bool, whether a step is within its sequence; None where all are.
+        steps: T.
+        reverse: whether the first step is the last of the sequence.
+    """
+    first = initial.unsqueeze(0)
+    source = source.expand(steps, *initial.shape)
+    whole = torch.cat((source, first) if reverse else (first, source))
+    # A sequence of fewer steps ends, or backwards begins, at an entry before the last one.
+    length = None if valid is None else valid.sum(0, keepdim=True).expand_as(first)
+    if reverse:
+        whole = whole if length is None else whole.scatter_(0, length, first)
+        return whole[1:], whole[0].clone()
+    return whole[:-1], whole[-1].clone() if length is None else whole.gather(0, length)[0]
+
+
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x, the sum over the rows of whole sequences: the gradient of a weight."""
     return g.flatten(0, 1).mT @ x.flatten(0, 1)

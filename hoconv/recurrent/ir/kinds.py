@@ -23,12 +23,16 @@ SOURCES = ("fill", "keep")
 # linear(x, W, b or nothing) = x W^T + b; linear_t(g, W) = g W.
 PRODUCTS = ("linear", "linear_t")
 # On whole sequences, summed over time and batch: outer(g, x) = g^T x; total(g), the sum of rows.
-SUMS = ("outer", "total")
+# sum_steps(g), summed over time, is constant.
+SUMS = ("outer", "total", "sum_steps")
+# On whole sequences: delay(next values, initial state, valid or nothing), the state before each
+# step.
+DELAY = "delay"
 
 
 def is_known(kind: str) -> bool:
     """Returns whether there are ops of this kind."""
-    return kind in FUNCTIONS or kind in (*LAYOUT, *BY_AXES, *SOURCES, *PRODUCTS, *SUMS)
+    return kind in FUNCTIONS or kind in (*LAYOUT, *BY_AXES, *SOURCES, *PRODUCTS, *SUMS, DELAY)
 
 
 def is_reduction(kind: str) -> bool:
@@ -78,6 +82,8 @@ def check_operands(kind: str, inputs: Sequence[Operand]) -> None:
         if numbers := [i for i in inputs if not isinstance(i, Value)]:
             raise OperandError(f"cat: expected values of the step, got the number {numbers[0]:g}")
         wanted = [all(found)] * len(found)
+    elif kind == DELAY:
+        wanted = [False, False, True][: len(found)]
     elif kind in FUNCTIONS:
         wanted = [sort == "condition" for sort in FUNCTIONS[kind].operands.values()]
     else:
@@ -133,7 +139,11 @@ def result_shape(
         return (axes.count(axes.result),)
     if kind == "outer":
         return (shapes[0][0], shapes[1][0])
-    if kind == "total":
+    if kind in ("total", "sum_steps"):
+        return shapes[0]
+    if kind == DELAY:
+        if shapes[0] != shapes[1]:
+            raise OperandError(f"delay: a state {shapes[1]} does not fit next values {shapes[0]}")
         return shapes[0]
     x, weight, *bias = shapes
     inner, outer = (weight[1], weight[0]) if kind == "linear" else weight

@@ -13,11 +13,12 @@ B batch, T time steps, n features of a value, m features of a result.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Rate = Literal["once", "sequence", "step"]
+Rate = Literal["once", "constant", "sequence", "step"]
 # Steps of a segment: of a state of 128 x 128 numbers, one in so many takes 1 KB a step, about as
 # much as the 768 bytes of keys, values and queries in half precision.
 SEGMENT = 64
@@ -30,7 +31,8 @@ class Type:
 
     Attributes:
         rate: ``step``: (B, n), computed at every time step; ``sequence``: (T, B, n), of which step
-            t reads entry t; ``once``: of parameters, without batch and time.
+            t reads entry t; ``constant``: (1, B, n), which every step reads; ``once``: of
+            parameters, without batch and time.
         shape: (n,), or (m, n) of a weight.
         dtype: ``f64``, ``f32``, ``bf16``, ``f16``, ``bool``; ``real`` until dtypes are inferred.
     """
@@ -121,6 +123,20 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
+class Delay:
+    """A state that no step computes, since its next values are a sequence: so it is one, too.
+
+    Attributes:
+        initial: (B, n), the state before the first step.
+        value: (T, B, n), the result of an op ``delay``: the state before each step.
+    """
+
+    name: str
+    initial: Value
+    value: Value
+
+
+@dataclass(frozen=True, eq=False)
 class Yield:
     """A value (B, n) that every step writes to a sequence (T, B, n).
 
@@ -154,9 +170,11 @@ class Program:
     """One layer in one direction, or its gradient.
 
     Attributes:
-        sequences: the input sequences by name: (T, B, n).
+        sequences: the input sequences by name: (T, B, n); after the first one, which is x, come
+            the constants of the sequences, (1, B, n).
         states: (B, n); the caller gives their values before the first step and gets those after
             the last one, except for running sums.
+        delays: the other states that the caller gives and gets.
         yields: sequences that the steps write.
         results: the other results by name: values of rate ``sequence`` or ``once``.
         replays: of a gradient, the sequences that may be sparse.
@@ -171,6 +189,7 @@ class Program:
     results: tuple[tuple[str, Value], ...]
     before: tuple[Op | Group, ...] = ()
     after: tuple[Op | Group, ...] = ()
+    delays: tuple[Delay, ...] = ()
     yields: tuple[Yield, ...] = ()
     replays: tuple[Replay, ...] = ()
     reverse: bool = False
@@ -179,6 +198,23 @@ class Program:
     def read(self) -> frozenset[Value]:
         """Returns what the steps read."""
         return frozenset(v for op in flat(self.step) for v in op.values) | {*step_outputs(self)}
+
+    @functools.cached_property
+    def constants(self) -> tuple[tuple[str, Value], ...]:
+        """Returns the constants that the caller gives, by name."""
+        after_x = self.sequences[1:]
+        return tuple(itertools.takewhile(lambda each: each[1].type.rate == "constant", after_x))
+
+    @functools.cached_property
+    def returned(self) -> frozenset[Value]:
+        """Returns what the caller gets of whole sequences and of parameters."""
+        return frozenset((*(v for _, v in self.results), *(d.value for d in self.delays)))
+
+    @property
+    def wide(self) -> str:
+        """Returns the dtype of the states, in which sums are computed."""
+        first = self.states[0].value if self.states else self.delays[0].initial
+        return first.type.dtype
 
     @functools.cached_property
     def made_before(self) -> tuple[Value, ...]:
@@ -205,6 +241,14 @@ def find_operands(ops: Iterable[Op], results: Iterable[Value]) -> set[Value]:
         if op.result in found:
             found.update(op.values)
     return found
+
+
+def find_rate(values: Iterable[Value]) -> Rate:
+    """Finds the rate of what is computed of values for all steps at once."""
+    rates = {value.type.rate for value in values}
+    if rates == {"once"}:
+        return "once"
+    return "constant" if "constant" in rates <= {"once", "constant"} else "sequence"
 
 
 def count_segments(T: int) -> int:
@@ -263,6 +307,7 @@ class _Printer:
             f"  {'state' if s.total is None else 'sum'} {s.name} = {self.typed(s.value)}"
             for s in p.states
         ]
+        lines += [f"  delayed {d.name} = {self.typed(d.initial)}" for d in p.delays]
         lines += self.region("before", p.before)
         order = "each step, from the last to the first" if p.reverse else "each step"
         lines += self.region(order, p.step) or [f"  {order}"]
@@ -275,5 +320,6 @@ class _Printer:
         lines += [f"    {self.typed(s.total)} <- {self.name(s.next)}, the last"
                   for s in p.states if s.total is not None]  # fmt: skip
         lines += self.region("after", p.after)
+        lines += [f"  next {d.name} = {self.name(d.value)} after the last" for d in p.delays]
         lines += [f"  return {name} = {self.name(v)}" for name, v in p.results]
         return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hoconv.recurrent.ir.functions import FUNCTIONS
 from hoconv.recurrent.ir.kinds import (
     BY_AXES,
+    DELAY,
     LAYOUT,
     PRODUCTS,
     SUMS,
@@ -39,7 +40,10 @@ def verify(program: Program) -> Program:
         define(param.value, "param")
     for name, value in program.sequences:
         define(value, name)
-    _region("before", program.before, ("once", "sequence"), known, define, program)
+    for each in program.delays:
+        define(each.initial, each.name)
+    whole = ("once", "constant", "sequence")
+    _region("before", program.before, whole, known, define, program)
     outside = set(known)
     for state in program.states:
         define(state.value, state.name)
@@ -67,8 +71,8 @@ def verify(program: Program) -> Program:
     for state in program.states:
         if state.total is not None:
             define(state.total, state.name)
-    _region("after", program.after, ("once", "sequence"), known, define, program)
-    for name, value in program.results:
+    _region("after", program.after, whole, known, define, program)
+    for name, value in (*program.results, *((d.name, d.value) for d in program.delays)):
         if value not in known:
             raise VerificationError(f"result {name}: is not made\n{program}")
     return program
@@ -102,6 +106,6 @@ def _check_dtypes(where: str, op: Op, program: Program) -> None:
     own = op.result.type.dtype
     if op.kind == "cast" or not read:
         return
-    same = op.kind in FUNCTIONS or op.kind in (*PRODUCTS, *LAYOUT, *BY_AXES)
+    same = op.kind in FUNCTIONS or op.kind in (*PRODUCTS, *LAYOUT, *BY_AXES, DELAY)
     if len(read) > 1 or (same and own not in (*read, "bool")):
         raise VerificationError(f"{where}: {', '.join(read)} to {own}\n{program}")

@@ -1,7 +1,7 @@
 """Replaces sequences that are only summed over time by running sums.
 
-The gradient of a vector of parameters is such a sum. Its running sum, (B, n), stays in the cache;
-the sequence, (T, B, n), would go to memory.
+The gradient of a vector of parameters, or of a constant, is such a sum. Its running sum, (B, n),
+stays in the cache; the sequence, (T, B, n), would go to memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from hoconv.recurrent.passes.rewrite import substitute
 
 
 def accumulate(program: Program, apart: Collection[Value] = ()) -> Program:
-    """Replaces every yield that nothing but ``total`` reads by a state that adds up.
+    """Replaces every yield of which nothing but sums are read by a state that adds up.
 
     Args:
         apart: the sources of yields that stay.
     """
-    wide = program.states[0].value.type.dtype
+    wide = program.wide
     step, states = list(flat(program.step)), list(program.states)
     yields: list[Yield] = []
     totals: dict[Value, Value] = {}
-    returned = {value for _, value in program.results}
     for each in program.yields:
         users = [op for op in flat(program.after) if each.sequence in op.values]
-        stays = each.sequence in returned or each.source in apart
-        if stays or any(op.kind != "total" for op in users):
+        stays = each.sequence in program.returned or each.source in apart
+        if stays or any(op.kind not in ("total", "sum_steps") for op in users):
             yields.append(each)
             continue
         source, type_ = each.source, replace(each.source.type, rate="step", dtype=wide)

@@ -36,7 +36,8 @@ def infer_dtypes(program: Program, dtype: torch.dtype) -> Program:
             return value
         if (value, name) not in casts:
             # What a step casts of a sequence is a value of the step.
-            rate = "step" if in_step and value.type.rate == "sequence" else value.type.rate
+            outside = value.type.rate in ("sequence", "constant")
+            rate = "step" if in_step and outside else value.type.rate
             casts[value, name] = Value(replace(value.type, dtype=name, rate=rate))
             ops.append(Op("cast", (value,), casts[value, name]))
         return casts[value, name]

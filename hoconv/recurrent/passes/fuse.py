@@ -49,5 +49,8 @@ def _region(items: tuple) -> tuple[Op | Group, ...]:
 
 
 def _in_group(op: Op) -> bool:
-    """Returns whether an op belongs to a group. One that reads parameters alone has no rows."""
-    return is_rowwise(op.kind) and op.result.type.rate != "once"
+    """Returns whether an op belongs to a group. One that reads parameters alone has no rows, and
+    constants have other rows than sequences."""
+    if not is_rowwise(op.kind) or op.result.type.rate in ("once", "constant"):
+        return False
+    return op.result.type.rate == "step" or all(v.type.rate != "constant" for v in op.values)

@@ -25,6 +25,7 @@ def replace_outputs(program: Program, values: Mapping[Value, Value]) -> Program:
     return replace(
         program,
         states=tuple(replace(s, next=values.get(s.next, s.next)) for s in program.states),
+        delays=tuple(replace(d, value=values.get(d.value, d.value)) for d in program.delays),
         yields=tuple(replace(y, source=values.get(y.source, y.source)) for y in program.yields),
         replays=tuple(
             Replay(values.get(r.value, r.value), values.get(r.next, r.next))

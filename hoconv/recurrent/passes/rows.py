@@ -49,7 +49,7 @@ def _program(program: Program, group: Group) -> Program:
     )
     everywhere = flat((*program.before, *program.step, *program.after))
     used = {v for op in everywhere if op.result not in own for v in op.values}
-    used |= {*step_outputs(program), *(v for _, v in program.results)}
+    used |= {*step_outputs(program), *program.returned}
     return Program(
         name=f"{program.name}, whole sequences",
         params=(),

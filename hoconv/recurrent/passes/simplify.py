@@ -72,7 +72,7 @@ def _find_equal(op: Op, made_by: dict[Value, Op]) -> Value | None:
 
 
 def _eliminate_dead(program: Program) -> Program:
-    wanted = {v for _, v in program.results} | {s.next for s in program.states}
+    wanted = {*program.returned, *(s.next for s in program.states)}
 
     def region(items: tuple) -> tuple[Op, ...]:
         kept = []

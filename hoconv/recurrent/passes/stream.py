@@ -1,8 +1,8 @@
 """Streams products of whole sequences through the step, so that their results stay in the cache.
 
 Before the loop such a product writes, and the steps read, memory for all steps, which may be new
-to the process: then the system clears every page of it first. It is what :mod:`.hoist` undone gives
-where a step has rows enough for a product of its own.
+to the process: then the system clears every page of it first. It is what :mod:`.hoisting.hoist`
+undone gives where a step has rows enough for a product of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stream(program: Program) -> Program:
 
 def _stream_before(program: Program) -> Program:
     elsewhere = {v for op in flat(program.after) for v in op.values}
-    elsewhere |= {v for _, v in program.results}
+    elsewhere |= program.returned
     values: dict[Value, Value] = {}
     kept: list[Op | Group] = []
     moved: list[Op] = []

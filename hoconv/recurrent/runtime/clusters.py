@@ -194,7 +194,8 @@ def launch_runs(
     for run in runs:
         tensors = bind(run.program, storage, T, B, run.values, run.initial, {})
         mail, bytes = blocks * layout.mail_bytes, blocks * (layout.mail_bytes + layout.own_bytes)
-        scratch = run.initial[0].new_empty(bytes, dtype=torch.uint8) if bytes else None
+        x = run.values[run.program.sequences[0][1]]
+        scratch = x.new_empty(bytes, dtype=torch.uint8) if bytes else None
         if scratch is not None and mail:
             scratch[:mail].zero_()  # exchanges have numbers from 1 on
         first = T - 1 if run.program.reverse else 0

@@ -145,7 +145,7 @@ class CudaLoop:
             runs: for whose batch and number the loop keeps the weights on the GPU.
         """
         assert self.clusters is not None
-        device = runs[0].initial[0].device
+        device = runs[0].values[runs[0].program.sequences[0][1]].device
         _, B = count_steps(runs[0].program, runs[0].values)
         layout = self.clusters.find(B, device, len(runs))
         assert not isinstance(layout, str), layout

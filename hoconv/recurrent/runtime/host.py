@@ -19,7 +19,7 @@ from torch._C._dynamo.guards import (
     _reinterpret_tensor,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
+from hoconv.recurrent.ir.evaluate import DTYPES, delay, in_dtype
 from hoconv.recurrent.ir.program import Group, Op, Param, Piece, Program, Value, flat
 from hoconv.recurrent.runtime import products
 from hoconv.recurrent.runtime.interpret import (
@@ -41,16 +41,21 @@ class HostCode:
     """The host's part of a run of a program, without autograd.
 
     Args:
-        parameters: the names of the cell's parameters, in the order in which they are given.
-        backward: whether a run returns the gradients of x and of the parameters, instead of the
-            program's results; then the states after the last step.
+        parameters, states: the names of the cell's, in the order in which they are given.
+        backward: whether a run returns the gradients of x, of constants and of parameters, instead
+            of the program's results; then the states after the last step.
         loop: runs the steps; without one they run op by op.
     """
 
     def __init__(
-        self, program: Program, parameters: Sequence[str], backward: bool, loop: Loop | None
+        self,
+        program: Program,
+        parameters: Sequence[str],
+        states: Sequence[str],
+        backward: bool,
+        loop: Loop | None,
     ) -> None:
-        writer = _Writer(program, parameters)
+        writer = _Writer(program, parameters, [f"{'d_' * backward}{name}" for name in states])
         code = compile(writer.write(backward), f"<host of {program.name}>", "exec")
         exec(code, writer.constants)
         self._steps: Callable[..., Steps] = writer.constants["steps"]
@@ -68,7 +73,7 @@ class HostCode:
 
         Args:
             sequences: (T, B, n), or (n,) if made of parameters alone, in the program's order.
-            states: (B, n) before the first step, in the program's order.
+            states: (B, n) before the first step.
             parameters: of the cell.
             seed: int64 scalar, of the random masks.
 
@@ -91,15 +96,17 @@ class _Writer:
 
     Attributes:
         constants: its global names.
+        last: the states after the last step, by name.
     """
 
-    def __init__(self, program: Program, parameters: Sequence[str]) -> None:
+    def __init__(self, program: Program, parameters: Sequence[str], states: Sequence[str]) -> None:
         self.program = program
         self.constants: dict[str, Any] = {
             "cat": torch.cat,
             "stack": torch.stack,
             "zeros_like": torch.zeros_like,
             "view": _reinterpret_tensor,
+            "delay": delay,
             "linear": products.linear,
             "outer": products.outer,
             "in_dtype": in_dtype,
@@ -115,20 +122,25 @@ class _Writer:
         self.count = 0
         sequences = self.unpack("sequences", len(program.sequences))
         self.variables = dict(zip((v for _, v in program.sequences), sequences))
-        self.states = self.unpack("states", sum(s.total is None for s in program.states))
+        self.states = dict(zip(states, self.unpack("states", len(states))))
+        self.like = self.states[states[0]]
+        self.last: dict[str, str] = {}
         self.parameters = dict(zip(parameters, self.unpack("parameters", len(parameters))))
 
     def write(self, backward: bool) -> str:
         """The text of the generator ``steps``; `backward` as of :class:`HostCode`."""
         self.pack_params()
+        for each in self.program.delays:
+            initial = self.cast(self.states[each.name], each.initial.type.dtype)
+            self.variables[each.initial] = initial
         for item in self.program.before:
             self.compute(item)
-        last = self.run_loop()
+        self.run_loop()
         for item in self.program.after:
             self.compute(item)
         values = [value for _, value in self.program.results]
         found = self.unpack_gradients() if backward else [self.variables[v] for v in values]
-        results = _list((*found, *last))
+        results = _list((*found, *(self.last[name] for name in self.states)))
         # The loop writes each yield to memory of its own; of gradients, some may share memory.
         written = {y.sequence for y in self.program.yields}
         if not (backward or (len({*values}) == len(values) and written.issuperset(values))):
@@ -161,7 +173,7 @@ class _Writer:
         """Makes the params of the program: :func:`hoconv.recurrent.runtime.packing.pack`."""
         p = self.program
         used = {v for op in flat((*p.before, *p.after)) for v in op.values} | p.read
-        used |= {value for _, value in p.results}
+        used |= p.returned
         wholes: dict[tuple[str, ...], str] = {}
         for param, names in zip(p.params, group_params(p)[0], strict=True):
             if param.value not in used:
@@ -199,19 +211,19 @@ class _Writer:
             return self.let(f"{tensors[0]}.contiguous()")
         return self.let(f"cat({_list(tensors)}, {dim})")
 
-    def run_loop(self) -> list[str]:
-        """Runs the loop; returns the last of the states that are given."""
-        p, given = self.program, iter(self.states)
+    def run_loop(self) -> None:
+        """Runs the loop."""
+        p = self.program
         # Running sums begin with zeros, which nothing writes to: those of one type share them.
         zeros: dict[Any, str] = {}
         for state in p.states:
             if state.total is not None and (type := state.value.type) not in zeros:
-                like = self.states[0]
                 zeros[type] = self.let(
-                    f"{like}.new_zeros((), dtype={type.dtype}).expand({like}.shape[0], {type.size})"
+                    f"{self.like}.new_zeros((), dtype={type.dtype})"
+                    f".expand({self.like}.shape[0], {type.size})"
                 )
         initial = [
-            zeros[s.value.type] if s.total else self.cast(next(given), s.value.type.dtype)
+            zeros[s.value.type] if s.total else self.cast(self.states[s.name], s.value.type.dtype)
             for s in p.states
         ]
         params = (each.value for each in p.params if each.value in p.read)
@@ -223,14 +235,14 @@ class _Writer:
             self.variables[each.sequence] = self.let(f"written[{sequence}]")
         last = dict(zip(p.states, self.unpack("final", len(p.states)), strict=True))
         self.add_rows({s.total: name for s, name in last.items() if s.total})
-        return [name for state, name in last.items() if state.total is None]
+        self.last |= {s.name: name for s, name in last.items() if s.total is None}
 
     def add_rows(self, sums: Mapping[Value, str]) -> None:
         """Adds running sums over the batch, those of one type at once; the ops after the loop read
         the others as sequences of one step."""
         ops = [*flat(self.program.after)]
         read = {v for op in ops if op.kind != "total" for v in op.values}
-        read |= {value for _, value in self.program.results}
+        read |= self.program.returned
         alike: dict[Any, list[Op]] = defaultdict(list)
         for op in ops:
             if op.kind == "total" and (value := op.values[0]) in sums.keys() - read:
@@ -260,16 +272,25 @@ class _Writer:
                 return self.let(f"{operands[0]}.sum((0, 1), dtype={dtype})")
             case "cast":
                 return self.cast(operands[0], dtype)
+            case "delay":
+                return self.delay(op, operands)
         given = _list(
             self.variables[i] if isinstance(i, Value) else self.constant(i, "number")
             for i in op.inputs
         )
-        return self.let(f"evaluate_op({self.constant(op, 'op')}, {given}, {self.states[0]}.device)")
+        return self.let(f"evaluate_op({self.constant(op, 'op')}, {given}, {self.like}.device)")
+
+    def delay(self, op: Op, operands: Sequence[str]) -> str:
+        x = self.variables[self.program.sequences[0][1]]
+        options = f"steps={x}.shape[0], reverse={self.program.reverse}"
+        found, last = self.unpack(f"delay({', '.join(operands)}, {options})", 2)
+        self.last |= {d.name: last for d in self.program.delays if d.value is op.result}
+        return found
 
     def compute_group(self, group: Group) -> None:
         made = [op.result for op in group.ops]
         read = dict.fromkeys(v for op in group.ops for v in op.values if v not in made)
-        name, device = self.constant(group, "group"), f"{self.states[0]}.device"
+        name, device = self.constant(group, "group"), f"{self.like}.device"
         values = self.dictionary(read)
         self.lines.append(f"found = compute_group({name}, groups.get({name}), {values}, {device})")
         # The loop of a group returns only what is read outside of it.
@@ -285,8 +306,8 @@ class _Writer:
         return f"{{{', '.join(pairs)}}}"
 
     def unpack_gradients(self) -> list[str]:
-        """The gradients of x and of each parameter, 0 where the program has none; some are rows of
-        one tensor, beside each other."""
+        """The gradients of x, of constants and of parameters, 0 where the program has none; some
+        are rows of one tensor, beside each other."""
         values = dict(self.program.results)
         found: dict[str, str] = {}
         for of, sources in find_sources(self.program):
@@ -304,11 +325,13 @@ class _Writer:
             whole = self.concatenate(parts, -1)
             rows = self.split(whole, [self.parameters[n] for n in of]) if len(of) > 1 else [whole]
             found |= zip(of, rows, strict=True)
-        if value := values.get("d_x"):
-            d_x = self.variables[value]
-        else:
-            d_x = self.let(f"zeros_like({self.variables[self.program.sequences[0][1]]})")
-        return [d_x, *(found[name] for name in self.parameters)]
+        inputs = [
+            self.variables[values[f"d_{name}"]]
+            if f"d_{name}" in values
+            else self.let(f"zeros_like({self.variables[value]})")
+            for name, value in (self.program.sequences[0], *self.program.constants)
+        ]
+        return [*inputs, *(found[name] for name in self.parameters)]
 
     def split(self, whole: str, like: Sequence[str]) -> list[str]:
         """Names rows of a tensor, as many as each of some others has."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hoconv.recurrent.ir import axes, evaluate, random
 from hoconv.recurrent.ir.evaluate import DTYPES, in_dtype
+from hoconv.recurrent.ir.kinds import DELAY
 from hoconv.recurrent.ir.program import Group, Op, Program, Value, flat
 
 Tensors = dict[Value, Tensor]
@@ -75,8 +76,11 @@ def interpret(
     """
     values: Tensors = {p.value: t for p, t in zip(program.params, params, strict=True)}
     values |= {value: sequences[name] for name, value in program.sequences}
+    values |= {
+        d.initial: in_dtype(states[d.name], DTYPES[d.initial.type.dtype]) for d in program.delays
+    }
     like = next(iter(states.values()))
-    _compute(program.before, values, like.device)
+    ends = _compute(program, program.before, values, like.device)
     initial = [
         in_dtype(states[s.name], DTYPES[s.value.type.dtype])
         if s.total is None
@@ -89,15 +93,28 @@ def interpret(
     values |= written
     last = dict(zip(program.states, final, strict=True))
     values |= {s.total: state[None] for s, state in last.items() if s.total is not None}
-    _compute(program.after, values, like.device)
+    ends |= _compute(program, program.after, values, like.device)
     results = {name: values[value] for name, value in program.results}
-    return results, {s.name: state for s, state in last.items() if s.total is None}
+    found = {s.name: state for s, state in last.items() if s.total is None}
+    found |= {d.name: ends[d.value] for d in program.delays}
+    return results, {name: found[name] for name in states}
 
 
-def _compute(region: Iterable[Op | Group], values: Tensors, device: torch.device) -> None:
+def _compute(
+    program: Program, region: Iterable[Op | Group], values: Tensors, device: torch.device
+) -> Tensors:
+    """Adds the results of ops to the values; returns the last state of each that is delayed."""
+    ends: Tensors = {}
     for op in flat(region):
-        operands = [values[i] if isinstance(i, Value) else i for i in op.inputs]
-        values[op.result] = evaluate_op(op, operands, device)
+        operands: list[Any] = [values[i] if isinstance(i, Value) else i for i in op.inputs]
+        if op.kind == DELAY:
+            T, _ = count_steps(program, values)
+            values[op.result], ends[op.result] = evaluate.delay(
+                *operands, steps=T, reverse=program.reverse
+            )
+        else:
+            values[op.result] = evaluate_op(op, operands, device)
+    return ends
 
 
 def count_steps(program: Program, values: Tensors) -> tuple[int, int]:
@@ -123,7 +140,7 @@ def run_steps(
     program: Program, values: Tensors, initial: list[Tensor], seed: Tensor | None
 ) -> tuple[Tensors, list[Tensor]]:
     """Runs all steps of a program op by op, as a :class:`Loop` does."""
-    (T, B), device = count_steps(program, values), initial[0].device
+    (T, B), device = count_steps(program, values), values[program.sequences[0][1]].device
     written: dict[Value, list[Any]] = {y.sequence: [None] * T for y in program.yields}
     now = initial
     for t in reversed(range(T)) if program.reverse else range(T):
@@ -133,7 +150,8 @@ def run_steps(
             if not isinstance(operand, Value) or operand.type.rate == "step":
                 return local[operand] if isinstance(operand, Value) else operand
             tensor = values[operand]
-            return tensor[t] if operand.type.rate == "sequence" else tensor
+            rate = operand.type.rate
+            return tensor[t] if rate == "sequence" else tensor[0] if rate == "constant" else tensor
 
         for op in flat(program.step):
             if op.kind == "keep":
@@ -166,6 +184,8 @@ def evaluate_op(
             return evaluate.outer(*operands)
         case "total":
             return operands[0].sum((0, 1), dtype=dtype)
+        case "sum_steps":
+            return operands[0].sum(0, keepdim=True, dtype=dtype)
         case "slice":
             start, stop = op.attrs
             return operands[0][..., int(start) : int(stop)]

@@ -92,7 +92,7 @@ class Workspace:
         self.resident = {
             buffer: torch.empty(buffer.shape(0, B), dtype=DTYPES[buffer.type.dtype], device=device)
             for buffer in storage.buffers
-            if buffer.kind in ("state", "step") or buffer in weights
+            if buffer.kind in ("state", "step", "constant") or buffer in weights
         }
         self.scratch = torch.empty(B * source.steps.scratch_bytes, dtype=torch.uint8, device=device)
         # T, B, begin, the seed, the buffers, the scratch.
@@ -161,9 +161,12 @@ class Workspace:
 
         def at(location: Location) -> Tensor:
             tensor = self.resident[location.buffer]
-            return (
-                tensor[(parity + location.after) % 2] if location.buffer.kind == "state" else tensor
-            )
+            match location.buffer.kind:
+                case "state":
+                    return tensor[(parity + location.after) % 2]
+                case "constant":
+                    return tensor[0]
+            return tensor
 
         x, by, *bias = (at(homes[v]) for v in op.values)
         if op.kind == "linear":

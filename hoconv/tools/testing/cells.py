@@ -5,6 +5,7 @@ B batch, T time steps, n features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -70,7 +71,7 @@ def run_program(
     loop: Loop | None,
 ) -> dict[str, Tensor]:
     """Runs a program with a loop; returns its results, and the states after the last step."""
-    run = HostCode(program, list(parameters), False, loop)
+    run = HostCode(program, list(parameters), list(states), False, loop)
     read = [sequences[name] for name, _ in program.sequences]
     found = run(read, list(states.values()), list(parameters.values()), seed)
     return dict(zip([*(name for name, _ in program.results), *states], found, strict=True))
@@ -119,17 +120,21 @@ class CellCase:
         reset = torch.zeros(T, B, 1, dtype=torch.bool, device=device)
         # One past the end, if masked.
         reset[0, 0] = reset[1, 0] = reset[T // 2, 1] = reset[T - 1, 2] = True
-        self.sequences = {"x": self.x, **({"reset": reset} if resets else {}),
+        self.constants = {
+            f"constant_{name}": draw(1, B, math.prod(shape))
+            for name, shape in self.cell.constant_shapes.items()
+        }
+        self.sequences = {"x": self.x, **self.constants, **({"reset": reset} if resets else {}),
                           **({"valid": valid} if masked else {})}  # fmt: skip
         self.seed = torch.tensor(1234567890123, device=device)
         output, final = reference.recurrent(
             self.cell, self.x, list(self.states.values()), self.parameters,
-            valid=valid if masked else None, reset=reset if resets else None, training=True,
-            seed=self.seed, reverse=reverse,
+            constants=list(self.constants.values()), valid=valid if masked else None,
+            reset=reset if resets else None, training=True, seed=self.seed, reverse=reverse,
         )  # fmt: skip
         self.exact = {"output": output, **dict(zip(self.states, final))}
         self.cotangents = {name: draw(*t.shape).detach() for name, t in self.exact.items()}
-        self.leaves = {"x": self.x, **self.states, **self.parameters}
+        self.leaves = {"x": self.x, **self.constants, **self.states, **self.parameters}
         self.gradients = gradients(self.exact, self.leaves, self.cotangents)
 
     def assert_close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
@@ -155,12 +160,14 @@ class CellCase:
                 )
                 self.assert_close({name: results[name] for name in self.exact}, self.exact)
             read = {**self.sequences, **results, "d_output": self.cotangents["output"]}
-            host = HostCode(plan.backward, list(self.parameters), True, loop(plan.backward))
-            d_x, *rest = host(
+            host = HostCode(
+                plan.backward, list(self.parameters), list(self.states), True, loop(plan.backward)
+            )
+            gradients = host(
                 [read[name] for name, _ in plan.backward.sequences],
                 [self.cotangents[name] for name in self.states],
                 list(self.parameters.values()),
                 self.seed,
             )
-        found = {"x": d_x, **dict(zip((*self.parameters, *self.states), rest, strict=True))}
-        self.assert_close(found, self.gradients)
+        named = ("x", *self.constants, *self.parameters, *self.states)
+        self.assert_close(dict(zip(named, gradients, strict=True)), self.gradients)

@@ -26,6 +26,7 @@ _LETTERS = "abcdef"
 # Shares of the states that have several axes, and of the draws that make such a value.
 _SHAPED = 0.25
 _WILD_NUMBERS = (float("inf"), float("-inf"), float("nan"), 1e400, 1e300, 0.0, -0.0)
+_DELAYED = 0.15  # the share of the states whose next values depend on the inputs alone
 # Shares of a wild cell's draws: of values of a wrong sort, and among numbers of wild ones.
 _MISTAKES = 0.02
 _WILD = 0.3
@@ -45,7 +46,8 @@ def random_cell(seed: int, wild: bool = False) -> BoundCell:
 
     def function(*rows: Any) -> Any:
         # A generator for every call, so that calls on symbols and on tensors draw the same.
-        return _Body(random.Random(seed + 1000), rows, wild).run(sizes, count)
+        draws = random.Random(seed + 1000), random.Random(seed + 2000)
+        return _Body(*draws, rows, wild).run(sizes, count)
 
     # A cell needs an argument for each state, with its name.
     scope: dict[str, Any] = {"function": function}
@@ -79,10 +81,15 @@ def _call(function: Function, a: Any, b: Any) -> Any:
 
 
 class _Body:
-    """The body of a random cell, run once; on symbols and on tensors it draws the same."""
+    """The body of a random cell, run once; on symbols and on tensors it draws the same.
 
-    def __init__(self, draw: random.Random, rows: Any, wild: bool) -> None:
+    Args:
+        draw: of everything but the states that `delay` draws.
+    """
+
+    def __init__(self, draw: random.Random, delay: random.Random, rows: Any, wild: bool) -> None:
         self.draw = draw
+        self.delay = delay
         self.wild = wild
         self.given = list(rows)
         self.rows: list[Any] = [v for v in rows if len(_shape(v)) == 1]
@@ -99,9 +106,11 @@ class _Body:
                 self.add_shaped()
                 continue
             self.draw.choice((self.add_row, self.add_row, self.add_learned, self.add_condition))()
-        before = self.given[-len(sizes) :]
+        inputs, before = self.given[: -len(sizes)], self.given[-len(sizes) :]
         states = {
-            name: self.next_state(state, shape)
+            name: self.make_from_inputs(inputs, shape)
+            if self.delay.random() < _DELAYED
+            else self.next_state(state, shape)
             for state, (name, shape) in zip(before, sizes.items(), strict=True)
         }
         output = self.draw.choice(self.rows[given:] or self.rows)
@@ -352,3 +361,12 @@ class _Body:
         if kind < 0.2 and existing:
             return self.draw.choice(existing)
         return rnn.tanh(rnn.reshape(self.make_linear(math.prod(shape)), *shape))
+
+    def make_from_inputs(self, inputs: list[Any], shape: tuple[int, ...]) -> Any:
+        """Returns a next state that depends on no state: an input, or a function of one."""
+        fitting = [v for v in inputs if _shape(v) == shape]
+        if fitting and self.delay.random() < 0.7:
+            return self.delay.choice(fitting)
+        size, name = math.prod(shape), f"w{next(self.names)}"
+        made = rnn.linear(name, self.delay.choice(inputs), size=size)
+        return rnn.tanh(rnn.reshape(made, *shape))

@@ -124,7 +124,9 @@ ALONE = "affine in h, feature by feature; no step reads c"
     ("output", "following", "said"),
     [
         ("h", "h=0.5 * h + x, c=rnn.tanh(h)", ALONE),
-        ("h", "h=x, c=x * x", ALONE),
+        ("h", "h=x + 0.5 * h, c=x * x", ALONE),
+        ("h", "h=x, c=x * x", "no step reads c"),  # h is known before the loop
+        ("h * c", "h=x, c=h", "none in the loop"),
         ("x", "h=x, c=x * x", "no step reads h, c"),
         ("h * c", "h=c + 0.5 * h, c=h", "affine in h, c, feature by feature"),
         ("h", "h=h + one, c=c + x, one=one * 0.5", "affine in h, c, one, but add mixes features"),

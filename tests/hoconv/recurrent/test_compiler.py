@@ -19,9 +19,9 @@ from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
-from hoconv.recurrent.passes.hoist import hoist
+from hoconv.recurrent.passes.hoisting.hoist import hoist
+from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.simplify import simplify
-from hoconv.recurrent.passes.sink import sink
 from hoconv.recurrent.runtime.interpret import Loop, interpret
 from hoconv.recurrent.runtime.packing import pack
 from hoconv.recurrent.schedule import plan

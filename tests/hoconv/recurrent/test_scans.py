@@ -46,8 +46,8 @@ def plain(x: Any, decay: Any, h: Any, last: Any) -> Any:
 
 
 @rnn.cell(state=("a", "b", "c"))
-def delays(x: Any, a: Any, b: Any, c: Any) -> Any:
-    return x + c, dict(a=x, b=a, c=b)
+def three(x: Any, a: Any, b: Any, c: Any) -> Any:
+    return x + c, dict(a=x + 0.5 * a, b=a, c=b)
 
 
 SPIN = spin.bind(3, 4, {})
@@ -137,7 +137,7 @@ def test_what_is_not_finite_lasts_until_a_condition_ends_it(value: float) -> Non
 
 def test_what_is_not_affine_or_not_feature_by_feature_is_not_scanned() -> None:
     heads = {"heads": 2, "keys": 3, "values": 4}
-    for cell in (rnn.lstm.bind(3, 4, {}), cells.indrnn.bind(3, 4, {}), delays.bind(4, 4, {})):
+    for cell in (rnn.lstm.bind(3, 4, {}), cells.indrnn.bind(3, 4, {}), three.bind(4, 4, {})):
         assert emit_scan(plan(cell, torch.float32).forward) is None
     for cell in (cells.delta_net.bind(3, 4, heads), cells.gla.bind(3, 4, heads)):
         assert all(emit_scan(program) is None for program in programs(cell))

@@ -141,7 +141,7 @@ class ClusterLayout:
         self, shared: Distribution, shape: ClusterShape, most_shared_bytes: int = SHARED_BYTES
     ) -> None:
         self.shared, self.shape = shared, shape
-        self.wide = shared.program.states[0].value.type.dtype
+        self.wide = shared.program.wide
         self.tiled = any(p.op.values[0].type.dtype != self.wide for p in shared.products)
         self.loops = (1, *shared.sizes)
         self.reductions = find_reductions(shared, self.wide)

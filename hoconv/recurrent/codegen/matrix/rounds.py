@@ -112,9 +112,12 @@ class Rounds(Steps):
             if columns in axes:
                 at.append(f"slab * SLAB * {axes[columns]}")
                 apart, count = axes[columns], "width"
+            first, step = "(first * B + row)", f"step * {size}"
+            if read.buffer.kind == "constant":
+                first, step = "row", "0"
             lines.append(
-                f"{read.name}.load(call.{read.buffer.name} + (first * B + row) * {size} + "
-                f"{' + '.join(at)}, step * {size}, {apart}, left, {count});"
+                f"{read.name}.load(call.{read.buffer.name} + {first} * {size} + "
+                f"{' + '.join(at)}, {step}, {apart}, left, {count});"
             )
         if not lines:
             return []

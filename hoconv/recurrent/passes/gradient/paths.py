@@ -13,7 +13,7 @@ from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat, step_out
 
 def find_differentiated(program: Program) -> set[Value]:
     """The values from which a differentiable path leads to an output of a step or a result."""
-    found = {*step_outputs(program), *(value for _, value in program.results)}
+    found = {*step_outputs(program), *program.returned}
     for op in reversed([*flat(program.before), *flat(program.step), *flat(program.after)]):
         if op.result in found:
             found.update(_pass_gradients(op))

@@ -18,8 +18,9 @@ from hoconv.recurrent.frontend import functions
 from hoconv.recurrent.frontend.axes import cat
 from hoconv.recurrent.frontend.symbol import Builder, Symbol
 from hoconv.recurrent.ir.functions import FUNCTIONS
-from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
+from hoconv.recurrent.ir.kinds import BY_AXES, DELAY, SOURCES, is_elementwise
 from hoconv.recurrent.ir.program import (
+    Delay,
     Op,
     Program,
     Replay,
@@ -88,9 +89,12 @@ class _Adjoint:
     def add(self, value: Value, g: Symbol, start: int = 0, stop: int | None = None) -> None:
         if value.type.dtype == "bool":
             return
-        whole = self.builder.rate == g.value.type.rate == "sequence"
-        if whole and value.type.rate == "once":
-            g = self.builder.apply("total", g)
+        if self.builder.rate == "sequence":
+            match g.value.type.rate, value.type.rate:
+                case (("sequence" | "constant"), "once"):
+                    g = self.builder.apply("total", g)
+                case "sequence", "constant":
+                    g = self.builder.apply("sum_steps", g)
         g = self.builder.cast(g, self.builder.dtype)
         self.parts[value].append((start, value.type.size if stop is None else stop, g))
 
@@ -165,8 +169,7 @@ class _StepAdjoint(_Adjoint):
     """
 
     def __init__(self, program: Program) -> None:
-        wide = program.states[0].value.type.dtype
-        super().__init__(Builder("step", wide))
+        super().__init__(Builder("step", program.wide))
         self.program = program
         self.products: list[tuple[Op, Value]] = []
         self.d_output = Value(program.yields[0].sequence.type, "d_output")
@@ -213,21 +216,42 @@ class _SequenceAdjoint(_Adjoint):
 
     Attributes:
         weights: the gradient of each weight.
+        delays: by the value of each delayed state, the gradient of its final one, and of its next
+            values those that ``delay`` makes of it and of the gradients of the states.
     """
 
     def __init__(self, wide: str) -> None:
         super().__init__(Builder("sequence", wide))
         self.weights: dict[Value, Value] = {}
+        self.delays: dict[Value, tuple[Value, Value]] = {}
 
     def product(self, op: Op, g: Symbol) -> None:
         self.multiply(op, g, op.values[0])
         x, weight = op.values[:2]
         self.add(x, self.builder.apply("linear_t", g, weight, dtype=g.value.type.dtype))
 
+    def through(self, op: Op) -> None:
+        if op.kind != DELAY:
+            super().through(op)
+            return
+        source, initial, *valid = op.values
+        g = self.total(op.result)
+        if g is None:  # that of the final state, which the caller gives, is passed on all the same
+            g = self.builder.zeros(source.type.size, source)
+        d_final = Value(initial.type, f"d_{initial.hint}")
+        delayed = self.builder.apply(DELAY, g, d_final, *valid)
+        self.delays[op.result] = d_final, delayed.value
+        for each in valid:  # next values past the end of a sequence are of no step
+            delayed = functions.where(Symbol(self.builder, each), delayed, 0.0)
+        self.add(source, delayed)
+
     def multiply(self, op: Op, g: Symbol, x: Value) -> None:
         """The gradients of the weight and bias of a ``linear`` whose operand was the sequence x."""
         weight = op.values[1]
-        product = self.builder.apply("outer", g, x, dtype=weight.type.dtype)
+        of_product = g
+        if x.type.rate == "constant" and g.value.type.rate == "sequence":
+            of_product = self.builder.apply("sum_steps", g, dtype=g.value.type.dtype)
+        product = self.builder.apply("outer", of_product, x, dtype=weight.type.dtype)
         if weight in self.weights:  # the step multiplies by it more than once
             product = self.builder.apply(
                 "add", Symbol(self.builder, self.weights[weight]), product, dtype=weight.type.dtype
@@ -266,8 +290,12 @@ def _backward(
     }
     sequences = [*program.sequences, ("d_output", steps.d_output)]
     sequences += [(f"saved_{i}", values[value]) for i, value in enumerate(saved)]
-    if recompute != "all":
-        sequences += [(f"kept_{i}", op.result) for i, op in enumerate(flat(program.before))]
+    before = []
+    for i, op in enumerate(flat(program.before)):
+        if recompute == "all" and op.kind != DELAY:  # of which the initial states are not here
+            before.append(op)
+        else:
+            sequences.append((f"kept_{i}", op.result))
     step = []
     for op in [*again, *steps.builder.ops]:
         clone = substitute(op, values)
@@ -312,9 +340,10 @@ def _backward(
             State(f"d_{s.name}", carried, values.get(g, g))
             for s, carried, g in zip(program.states, steps.carried, steps.following, strict=True)
         ),
-        before=(*(program.before if recompute == "all" else ()), *steps.builder.before),
+        before=(*before, *steps.builder.before),
         step=tuple(step),
         after=tuple(after.builder.ops),
+        delays=tuple(Delay(f"d_{d.name}", *after.delays[d.value]) for d in program.delays),
         yields=tuple(yields.values()),
         replays=tuple(Replay(values[s.value], values.get(s.next, s.next)) for s in replayed),
         results=tuple(results),

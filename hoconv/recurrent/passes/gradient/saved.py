@@ -60,7 +60,7 @@ def choose_saved(
         return recompute == "all" or is_cheap(op.kind) or (functions and op.kind in FUNCTIONS)
 
     for value in {v for op in ops for v in (*op.values, op.result)} | set(needed):
-        if value.type.rate == "once":
+        if value.type.rate in ("once", "constant"):
             continue
         cost = 0 if value in free else value.type.row_bytes * (1 + (alone and value in made_by))
         network.add_edge((value, "in"), (value, "out"), capacity=cost)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoconv.recurrent.ir.program import Op, Program, Type, Value, flat
+from hoconv.recurrent.ir.program import Op, Program, Value, find_rate, flat
 from hoconv.recurrent.passes.matrix.columns import Columns, find_columns, find_stateless
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
@@ -32,7 +32,7 @@ def _repeat_in_step(program: Program) -> Program:
     before, step = [], []
     values: dict[Value, Value] = {}
     elsewhere = {v for op in flat((*program.before, *program.after)) for v in op.values}
-    elsewhere |= {v for _, v in program.results}
+    elsewhere |= program.returned
     for op in flat(program.before):
         grows = op.kind == "arrange" and op.result.type.size == most
         if not grows or op.values[0].type.size == most or op.result in elsewhere:
@@ -59,7 +59,9 @@ def _hoist(program: Program, columns: Columns) -> Program:
     for given in flat(program.step):
         if given.result in wanted:
             moved = substitute(given, values)
-            whole = Value(_whole(given.result.type), given.result.hint)
+            whole = Value(
+                replace(given.result.type, rate=find_rate(moved.values)), given.result.hint
+            )
             values[given.result] = whole
             before.append(Op(moved.kind, moved.inputs, whole, moved.attrs))
             if not _is_load(given):
@@ -74,7 +76,3 @@ def _hoist(program: Program, columns: Columns) -> Program:
 def _is_load(op: Op) -> bool:
     """Returns whether an op costs no more than to load its operand."""
     return op.kind in ("slice", "cast")
-
-
-def _whole(type: Type) -> Type:
-    return replace(type, rate="sequence")

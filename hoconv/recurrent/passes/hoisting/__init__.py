@@ -1,0 +1,1 @@
+"""What leaves the loop, and what returns to it."""
