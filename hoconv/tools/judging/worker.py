@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hoconv.dispatch.declaration import Operator
+from hoconv.dispatch.implementations import choose
 from hoconv.tools.judging import definition, exchange, isolation, provenance
 from hoconv.tools.judging.exchange import (
     Again,
@@ -129,7 +130,9 @@ class _Worker:
     def _load(self, load: Load, operator: Operator | None) -> Callable[..., Any]:
         if not load.candidate.endswith(".py"):
             assert operator is not None
-            return functools.partial(operator.function, impl=load.candidate or "reference")
+            impl = load.candidate or "reference"
+            choose(operator, impl, self.inputs.device.type)  # compiles it, or says why not
+            return functools.partial(operator.function, impl=impl)
         module = _import_file(Path(load.candidate))
         if load.arguments is None:
             return getattr(module, load.operator)
