@@ -361,6 +361,7 @@ def test_vmap_gives_what_the_calls_give_one_by_one(variant: Variant) -> None:
                 [a.roll(moved) if i in batched else a for i, a in enumerate(sample.args)]
                 for moved in (0, 1)
             ]
+            exact = tree_map(lambda *each: torch.stack(each), *(call(*args) for args in calls))
             together = [
                 torch.stack(pair) if i in batched else pair[0]
                 for i, pair in enumerate(zip(*calls, strict=True))
@@ -369,7 +370,6 @@ def test_vmap_gives_what_the_calls_give_one_by_one(variant: Variant) -> None:
             result = refused_or(functools.partial(torch.func.vmap(call, in_dims), *together))
             if isinstance(result, str):
                 continue
-            exact = tree_map(lambda *each: torch.stack(each), *(call(*args) for args in calls))
             for e in errors(result, exact):
                 assert e <= 2 * variant.operator.tolerances[torch.float32], sample.name
 
