@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from hoconv.files import replaced
 from hoconv.tools.benchmarking.marks import LayerMarks, mark, milliseconds_between
+from hoconv.tools.benchmarking.measurement import percentiles
+from hoconv.tools.commands import write_json
 
 CYCLES_A_MS = 2_000_000  # of a GPU, at most: how long it sleeps is not measured
 LAUNCHES = ("LaunchKernel", "GraphLaunch")  # in the names of CUDA's functions
@@ -132,16 +132,15 @@ class LayerShares(pl.Callback):
         contents = {
             "method": METHOD,
             "device": self._device.type,
-            "step_ms": _percentiles(self._step_ms),
+            "step_ms": percentiles(self._step_ms),
             "operators": {
-                name: _percentiles([each[name] for each in self._layers_ms])
+                name: percentiles([each[name] for each in self._layers_ms])
                 for name in sorted(operators)
             },
             "launches": self._launches,
             "operator_launches": self._operator_launches,
         }
-        with replaced(self.path) as file:
-            file.write((json.dumps(contents, indent=2) + "\n").encode())
+        write_json(self.path, contents, say=False)
 
 
 class _ProfilerMarks:
@@ -154,8 +153,3 @@ class _ProfilerMarks:
         name = f"{type(self).__qualname__} {next(self._numbers)}"
         with torch.profiler.record_function(name):
             return name
-
-
-def _percentiles(times: list[float]) -> dict[str, float]:
-    p20, median, p80 = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "repeats": len(times)}

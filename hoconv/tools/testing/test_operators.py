@@ -352,7 +352,7 @@ def test_exported_equals_eager(variant: Variant) -> None:
 
 
 def test_vmap_gives_what_the_calls_give_one_by_one(variant: Variant) -> None:
-    """Of all arguments that are tensors, and of each alone."""
+    """Batches all arguments that are tensors, then each alone."""
     for sample in a_few_samples(variant, torch.float32):
         call = functools.partial(variant.call, **sample.kwargs)
         positions = tensor_positions(sample)

@@ -1,1 +1,1 @@
-"""What leaves the loop, and what returns to it."""
+"""Passes that move ops out of the loop over time, and back."""
