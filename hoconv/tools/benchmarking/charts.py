@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from hoconv.files import replaced
+from hoconv.tools.benchmarking.measurement import OUT_OF_MEMORY
 from hoconv.tools.commands import hardware
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -80,26 +81,28 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 def draw_map(measured: dict[str, Any], path: Path) -> None:
     """Draws what ``hoconv benchmark --grid`` measured: for every call the share of the floor that
-    the last contender reaches, and how many times as fast as the first it is, as a PNG."""
+    the last contender reaches, and how many times as fast as the first it is, as a PNG. Where there
+    is no time it says why: not timed, wrong, or failed."""
     rows = measured["rows"]
     last = rows[-1]["contender"]  # the first is not timed for every call
     first = next((row["contender"] for row in rows if row["contender"] != last), last)
     directions = "forward", "backward"
-    times = {(row["size"], row["contender"], way): row[way] for row in rows for way in directions}
+    found = {(row["size"], row["contender"]): row for row in rows}
     calls = [*dict.fromkeys(row["size"] for row in rows)]
-    shares, ratios = [], []
+    shares: list[list[float | str]] = []
+    ratios: list[list[float | str]] = []
     for call in calls:
-        own = [times[call, last, way] for way in directions]
-        peer = [times.get((call, first, way)) for way in directions]
-        shares.append([t["share_of_floor"] if t else math.nan for t in own])
+        own, peer = found[call, last], found.get((call, first), {"error": "not timed"})
+        no_share = _no_time(own)
+        no_ratio = no_share or _no_time(peer)
+        shares.append([no_share or own[way]["share_of_floor"] for way in directions])
         ratios.append([
-            p["median_ms"] / t["median_ms"] if t and p else math.nan
-            for t, p in zip(own, peer, strict=True)
+            no_ratio or peer[way]["median_ms"] / own[way]["median_ms"] for way in directions
         ])  # fmt: skip
     figure = Figure(figsize=(9, 1.5 + 0.26 * len(calls)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _fill(left, shares, "{:.0%}", "share of the floor", "YlGn", Normalize(0, 1))
-    faster = f"times as fast as {first}"
+    faster = f"times as fast as\n{first}"
     _fill(right, ratios, "{:.2g}", faster, "RdYlGn", LogNorm(0.1, 10))
     left.set_yticks(range(len(calls)), labels=calls)
     versions = f"{measured['dtype']}, torch {measured['environment']['torch']}"
@@ -109,13 +112,22 @@ def draw_map(measured: dict[str, Any], path: Path) -> None:
     print(path)
 
 
+def _no_time(row: dict[str, Any]) -> str:
+    """Returns, in a word or two, why a row has no times; "" where it has."""
+    error = row["error"] or ""
+    known = (why for why in ("wrong", OUT_OF_MEMORY, "not timed") if error.startswith(why))
+    return next(known, error and "failed")
+
+
 def _fill(
-    panel: Axes, values: list[list[float]], text: str, title: str, colours: str, scale: Normalize
-) -> None:
-    panel.imshow(values, cmap=colours, norm=scale, aspect="auto")
+    panel: Axes, values: list[list[float | str]], text: str, title: str, colours: str,
+    scale: Normalize,
+) -> None:  # fmt: skip
+    numbers = [[math.nan if isinstance(value, str) else value for value in row] for row in values]
+    panel.imshow(numbers, cmap=colours, norm=scale, aspect="auto")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
-            label = "not timed" if math.isnan(value) else text.format(value)
+            label = value if isinstance(value, str) else text.format(value)
             panel.text(x, y, label, ha="center", va="center", fontsize=8)
     panel.set_title(title)
     panel.set_xticks((0, 1), labels=("forward", "backward"))
