@@ -1,7 +1,7 @@
 # `make` shows what there is. Everything is installed into .venv in this folder.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest lint clean
+.PHONY: help train test test-all test-oldest lint docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +39,9 @@ lint: $(DEV) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	find csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
+
+docs: $(DEV) ## build the documentation site into outputs/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove environments and caches; runs and data stay
 	rm -rf $(VENV) $(OLDEST) *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+import hoconv
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
@@ -47,6 +52,40 @@ def test_a_command_beside_a_record_is_the_one_that_wrote_it(page: Path) -> None:
         for link in re.findall(r"\(([^)]+)\)", links):
             recorded = json.loads((page.parent / link).read_text())["command"]
             assert re.sub(r" --out \S+", "", recorded) == " ".join(command.split()), link
+
+
+# Pages whose code no other test runs -> the names that it reads.
+CODE = {
+    "README.md": {},
+    "docs/internals/high_order.md": {"hoconv": hoconv, "torch": torch},
+    "docs/use/dynamic_conv1d.md": {
+        "hoconv": hoconv, "batch": 2, "beams": torch.tensor([1, 1, 0]),
+        "prompt": torch.randn(2, 512, 5), "token": torch.randn(2, 512),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", CODE)
+def test_its_code_runs(page: str) -> None:
+    scope = dict(CODE[page])
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(compile(code, page, "exec"), scope)
+
+
+@pytest.mark.parametrize(
+    "module", ["hoconv", "hoconv.approx", "hoconv.lightning", "hoconv.recurrent"]
+)
+def test_the_reference_has_every_public_name(module: str) -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    room = importlib.import_module(module)
+    public = {name for name in room.__dir__() if not name.startswith("_")}
+    missing = {
+        name
+        for name in public
+        if not re.search(rf"(::: {module}\.|`){name}\b", text)
+        and not isinstance(getattr(room, name), ModuleType)
+    }
+    assert missing == set()
 
 
 # Measured before a record had to name a clean commit: each is to be measured again, and none added.
