@@ -28,6 +28,7 @@ from training.command import failed_jobs
 from training.configuration.checks import check_config
 from training.configuration.errors import MisconfigurationException
 from training.configuration.names import as_override
+from training.export import export
 from training.fit import fit_and_test
 from training.folder import as_given, begin, discard, find_step_checkpoints, is_finished
 from training.lock import RunningError, held
@@ -38,7 +39,8 @@ from training.results.record import Results
 from training.results.saved import read
 from training.start.merging import UNKNOWN, merge, uses_configuration
 
-MODES = {"train": fit_and_test, "test": test, "predict": predict}
+MODES = {"train": fit_and_test, "test": test, "predict": predict, "export": export}
+WRITES = {"predict": "predictions", "export": "model"}  # what else than results.json
 # Their messages say what the user can do: no traceback is shown.
 USER_ERRORS = (
     CacheError,
@@ -105,8 +107,8 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
         disk.settle()
     paths = [("checkpoint", checkpoint), ("results", results.path), ("run", run_dir)]
     paths += [("wandb", wandb_dir)]
-    if config.mode == "predict":
-        paths += [("predictions", path) for path in written(run_dir)]
+    if config.mode in WRITES:
+        paths += [(WRITES[config.mode], path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
     console.show_results(results.metrics, results.notes, throughput, results.capture, paths)
     _leave_process_group()

@@ -44,7 +44,7 @@ def register() -> None:
 
 def run_name(mode: str, trained: str) -> str:
     """The name of a run: what is `trained`, or the mode of one that has a checkpoint do it."""
-    return mode if mode in ("test", "predict") else trained
+    return mode if mode in ("test", "predict", "export") else trained
 
 
 def label(impl: str | DictConfig) -> str:

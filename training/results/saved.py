@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
@@ -36,6 +38,11 @@ class Saved(NamedTuple):
     identity: dict[str, Any]
     class_names: list[str] | None
     state_dict: dict[str, Any]
+
+    def description(self) -> dict[str, Any]:
+        """Returns what a file says of the run beside the weights, plain data."""
+        plain = OmegaConf.to_container(self.config, resolve=True)
+        return {"config": plain, "identity": self.identity, "class_names": self.class_names}
 
 
 def describe(
@@ -71,7 +78,7 @@ def difference(before: list[str], now: list[str], of: str, where: str) -> str | 
 
 
 def read(ckpt: str | Path) -> Saved:
-    """Reads a checkpoint.
+    """Reads a checkpoint, or what ``mode=export format=safetensors`` made of one.
 
     Raises:
         MisconfigurationException: there is none, it is damaged or unreadable, or it does not
@@ -86,8 +93,11 @@ def read(ckpt: str | Path) -> Saved:
     import torch  # here: to compose a configuration, only one of a checkpoint needs it
 
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-        weights, run = contents["state_dict"], contents[KEY]
+        if path.suffix == ".safetensors":
+            weights, run = _read_safetensors(path)
+        else:
+            contents = torch.load(path, map_location="cpu", weights_only=True)
+            weights, run = contents["state_dict"], contents[KEY]
     except (
         BadZipFile, EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError
     ) as error:  # fmt: skip
@@ -98,6 +108,22 @@ def read(ckpt: str | Path) -> Saved:
     return Saved(
         path, OmegaConf.create(run["config"]), run["identity"], run["class_names"], weights
     )
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the weights, and the description of the run."""
+    if find_spec("safetensors") is None:
+        raise MisconfigurationException(
+            f"ckpt: {path} needs safetensors; pip install 'hoconv[export]'"
+        )
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            run = json.loads((file.metadata() or {})[KEY])
+            return {name: file.get_tensor(name) for name in file.keys()}, run  # noqa: SIM118
+    except SafetensorError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def load_weights(model: pl.LightningModule, saved: Saved) -> None:

@@ -36,7 +36,7 @@ PREPROCESSING = (
 
 def uses_configuration(mode: Any, resume: Any) -> bool:
     """Returns whether a command starts from the configuration of its checkpoint."""
-    return mode in ("test", "predict") or resume is True
+    return mode in ("test", "predict", "export") or resume is True
 
 
 def complete(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:

@@ -1,0 +1,132 @@
+"""python train.py mode=export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from training.results import saved
+
+EXPERIMENTS = {
+    "cnn": ("experiment=digits_cnn", "data=digits"),
+    "sequence": ("experiment=mnist_lstm", "data=digits", "model.network.cell=gru"),
+    "segmentation": (
+        "experiment=coco_segmentation", "data=coco_tiny", "data.image_size=16",
+        "data.batch_size=4", "model.network.width=4",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def train(run, runs: Path, tmp_path: Path):
+    """The checkpoint of a short run, the same for all tests."""
+
+    def train(name: str) -> str:
+        folder = runs / name
+        if not folder.exists():
+            cache = [f"data.cache_dir={tmp_path}"] if name == "segmentation" else []
+            run(*EXPERIMENTS[name], *cache, "debug=fast", "trainer=cpu", "impl=reference",
+                folder=folder)  # fmt: skip
+        return str(next((folder / "checkpoints").iterdir()))
+
+    return train
+
+
+def expected(ckpt: str, inputs: torch.Tensor) -> torch.Tensor:
+    """What the model of a checkpoint computes."""
+    found = saved.read(ckpt)
+    model = instantiate(found.config.model)
+    saved.load_weights(model, found)
+    with torch.no_grad():
+        return model.eval()(inputs)
+
+
+def draw(name: str, count: int) -> torch.Tensor:
+    """Images as the data has them."""
+    shape = (3, 16, 16) if name == "segmentation" else (1, 8, 8)
+    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_program_runs_in_a_process_that_knows_only_the_library(
+    run, train, tmp_path: Path, name: str
+) -> None:
+    ckpt = train(name)
+    done = run("mode=export", f"ckpt={ckpt}", "impl=reference", "trainer=cpu")
+    inputs = draw(name, 5)
+    torch.save(inputs, tmp_path / "inputs.pt")
+    program = (
+        "import sys, torch, hoconv\n"
+        f"program = torch.export.load({str(done.folder / 'model.pt2')!r}).module()\n"
+        f"torch.save(program(torch.load({str(tmp_path / 'inputs.pt')!r})), 'output.pt')\n"
+        "assert not {'models', 'training', 'pytorch_lightning'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, check=True)
+    output = torch.load(tmp_path / "output.pt")
+    torch.testing.assert_close(output, expected(ckpt, inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_onnx_runtime_computes_what_the_model_does(run, train, name: str) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    ckpt = train(name)
+    done = run("mode=export", f"ckpt={ckpt}", "format=onnx", "trainer=cpu")
+    session = onnxruntime.InferenceSession(done.folder / "model.onnx")
+    inputs = draw(name, 5)
+    (output,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    exact = expected(ckpt, inputs)
+    assert (torch.from_numpy(output) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_weights_in_safetensors_are_a_checkpoint(run, train) -> None:
+    pytest.importorskip("safetensors")
+    ckpt = train("cnn")
+    done = run("mode=export", f"ckpt={ckpt}", "format=safetensors", "trainer=cpu")
+    assert f"model       {done.folder}/model.safetensors" in done.out.replace("\n", " ")
+    file = done.folder / "model.safetensors"
+    before, after = saved.read(ckpt), saved.read(file)
+    assert after._replace(path=before.path, state_dict={}) == before._replace(state_dict={})
+    torch.testing.assert_close(after.state_dict, dict(before.state_dict), rtol=0, atol=0)
+    tested = [run("mode=test", f"ckpt={each}", "impl=reference", "trainer=cpu").results["metrics"]
+              for each in (ckpt, file)]  # fmt: skip
+    assert tested[0] == tested[1]
+    file.write_bytes(file.read_bytes()[:100])
+    damaged = run("mode=test", f"ckpt={file}", "trainer=cpu")
+    assert "damaged, unreadable, or not of a run" in damaged.err
+
+
+def test_what_cannot_be_exported_is_one_line(run, train, tmp_path: Path) -> None:
+    done = run("mode=export", f"ckpt={train('cnn')}", "format=tflite")
+    assert done.exit_code == 1
+    assert "format: expected safetensors, pt2, onnx; got 'tflite'" in " ".join(done.err.split())
+    assert not [*done.folder.glob("model.*")]
+
+    captions = run(
+        "experiment=coco_captions", "data=coco_tiny", "data.image_size=16", "data.batch_size=4",
+        "model.network.width=4", f"data.cache_dir={tmp_path}", "debug=fast", "trainer=cpu",
+        "impl=reference",
+    )  # fmt: skip
+    ckpt = next((captions.folder / "checkpoints").iterdir())
+    done = run("mode=export", f"ckpt={ckpt}", "trainer=cpu")
+    assert done.exit_code == 1
+    assert "a Captioner has no forward" in " ".join(done.err.split())
+
+
+def test_onnx_has_no_approximate_products(run) -> None:
+    pytest.importorskip("onnxscript")
+    done = run("experiment=mnist_mbm", "data=digits", "debug=fast", "trainer=cpu")
+    ckpt = next((done.folder / "checkpoints").iterdir())
+    done = run("mode=export", f"ckpt={ckpt}", "format=onnx", "trainer=cpu")
+    assert done.exit_code == 1
+    assert "computes what ONNX cannot: No ONNX function found" in " ".join(done.err.split())
