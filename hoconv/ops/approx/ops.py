@@ -51,11 +51,11 @@ _SCHEMAS = {
         f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
     "approx_conv2d_backward_weight":
         f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
-    # 8-bit integers a (B, M, K), b (B, K, N), any strides, table (256, 256) int32; the result is
-    # (B, M, N) int32.
+    # Bytes a (B, M, K), b (B, K, N), any strides, table (256, 256) int32 of all pairs of them; the
+    # result is (B, M, N) int32.
     "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
-    # float32 a (B, M, K), b (B, K, N) on 8-bit grids, each given by its scale and zero point. The
-    # products of their integers are the table's.
+    # float32 a (B, M, K), b (B, K, N) on grids of integers, each given by its scale and zero point.
+    # The products of their integers are the table's.
     "approx_table_product":
         "(Tensor a, Tensor b, Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, "
         "Tensor table, bool signed) -> Tensor",

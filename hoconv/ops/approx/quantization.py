@@ -1,8 +1,8 @@
-"""Layers with affine quantisation to 8 bits, whose products come from a look-up table.
+"""Layers with affine quantisation to 2 to 8 bits, whose products come from a look-up table.
 
-A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and one zero point
-per tensor. The range always includes 0, which has an exact q. Gradients are straight-through: those
-of the exact product of the quantised numbers, and zero for numbers out of range.
+A real number x is scale * (q - zero_point), q an integer of the table, with one scale and one zero
+point per tensor. The range always includes 0, which has an exact q. Gradients are straight-through:
+those of the exact product of the quantised numbers, and zero for numbers out of range.
 
 B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
 kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -69,11 +69,17 @@ class Observer(nn.Module):
                 seen.copy_(torch.where(seen.isnan(), new, average))
 
 
-def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns the scale (float32) and zero point (int32) with which 8 bits cover a range and 0."""
-    lowest, highest = (-128, 127) if signed else (0, 255)
+def limits(bits: int, signed: bool) -> tuple[int, int]:
+    """Returns the least and the largest integer of so many bits."""
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the scale (float32) and zero point (int32) with which integers of so many bits cover
+    a range and 0."""
+    lowest, highest = limits(bits, signed)
     least, most = least.clamp(max=0), most.clamp(min=0)
-    scale = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = ((most - least) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
     zero_point = (lowest - least / scale).round().clamp(lowest, highest)
     return scale, zero_point.int()
 
@@ -82,10 +88,10 @@ def _multiply_by_table(
     a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
     table: LookupTable, impl: str,
 ) -> Tensor:  # fmt: skip
-    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on 8-bit grids, by the table.
+    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on grids of integers, by the table.
 
     It runs where ``approx_matmul`` runs, since the same compiled libraries have both. It is not
-    declared as an operator, since an operator's random samples are not on 8-bit grids.
+    declared as an operator, since an operator's random samples are not on such grids.
     """
     table.check_sum("input", a.shape[2])
     ops = OPS[resolve("approx_matmul", impl, a.device.type)]
@@ -113,9 +119,15 @@ class _Quantizer(nn.Module):
             self.input(x.detach())
         if not self.input.least.is_meta:
             self._check_range()
-        of_x = affine(self.input.least, self.input.most, self.table.signed)
-        of_weight = affine(*weight.detach().aminmax(), self.table.signed)
-        return self._quantize(x, *of_x), self._quantize(weight, *of_weight), of_x, of_weight
+        signed, (bits_of_x, bits_of_weight) = self.table.signed, self.table.bits
+        of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
+        of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
+        return (
+            self._quantize(x, *of_x, bits_of_x),
+            self._quantize(weight, *of_weight, bits_of_weight),
+            of_x,
+            of_weight,
+        )
 
     def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
         if has_tangent(x) or has_tangent(weight):
@@ -134,12 +146,12 @@ class _Quantizer(nn.Module):
         elif unknown:
             raise RuntimeError(message)
 
-    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
         if x.is_meta:  # PyTorch's op has no implementation for meta tensors
             return x.clone()
-        limits = (-128, 127) if self.table.signed else (0, 255)
+        grid = limits(bits, self.table.signed)
         try:
-            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
         except NotImplementedError as error:  # forward mode around reverse mode
             if "forward AD" not in str(error):
                 raise
@@ -147,7 +159,7 @@ class _Quantizer(nn.Module):
 
 
 class TableConv2d(nn.Conv2d):
-    """:class:`torch.nn.Conv2d` with 8-bit operands whose products come from a table.
+    """:class:`torch.nn.Conv2d` with quantised operands whose products come from a table.
 
     Args:
         in_channels, out_channels, kernel_size, and the keywords after `impl`: as for
@@ -230,7 +242,7 @@ class TableConv2d(nn.Conv2d):
 
 
 class TableLinear(nn.Linear):
-    """:class:`torch.nn.Linear` with 8-bit operands whose products come from a table.
+    """:class:`torch.nn.Linear` with quantised operands whose products come from a table.
 
     Args:
         in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.

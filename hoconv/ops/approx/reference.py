@@ -55,7 +55,7 @@ def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Te
 
 
 def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
-    """a (B, M, K) times b (B, K, N) of 8-bit integers, whose products are table (256, 256)."""
+    """a (B, M, K) times b (B, K, N) of bytes, whose products are table (256, 256)."""
     (B, M, K), N = a.shape, b.shape[2]
     out = table.new_zeros(B, M, N)
     step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
