@@ -6,6 +6,7 @@ B batch, M, N rows and columns of a matrix product, K what it sums over.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,16 +29,25 @@ class LookupTable:
             bits in two's complement.
         signed: whether the operands are from -2^(p - 1) to 2^(p - 1) - 1, or from 0 to 2^p - 1.
         origin: where the products come from, which the text of the table says.
+        figures: of the circuit, by name.
 
     Attributes:
         bits: (p, q).
+        products, signed, origin, figures: as given.
 
     Raises:
         ValueError: another shape; a product that does not fit int32.
         TypeError: the products are not integers.
     """
 
-    def __init__(self, products: Any, *, signed: bool, origin: str = "an array") -> None:
+    def __init__(
+        self,
+        products: Any,
+        *,
+        signed: bool,
+        origin: str = "an array",
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
         import numpy as np  # here, since torch works without NumPy
 
         array = np.asarray(products)
@@ -51,6 +61,7 @@ class LookupTable:
         self.products = torch.from_numpy(np.array(array, np.int32, order="C"))
         self.signed = signed
         self.origin = origin
+        self.figures = dict(figures or {})
         self.largest = int(np.abs(array.astype(np.int64)).max())
         # Kernels index with whole bytes, so that rows and columns repeat.
         repeats = [_SIDE // size for size in array.shape]

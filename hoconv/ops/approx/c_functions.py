@@ -1,0 +1,215 @@
+"""Multipliers that are functions of two integers in C, as EvoApproxLib has them.
+
+A source is compiled as C++, the language that all compilers of this project take. Its integers are
+of any type: how many bits of them count is in the name, as ``mul8u_1JFF`` or ``mul8x4u_1AV``, or an
+argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hoconv.jit import BuildError, generated
+from hoconv.ops.approx.table_files import integers
+
+LEAST, MOST = 2, 16  # bits of an operand
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*\{", re.MULTILINE)
+_STATIC = re.compile(r"\bstatic\b(?![^;=(]*\bconst)[^;=(]*[;=\[]")
+# A figure of a comment: its name and number.
+_FIGURE = re.compile(r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)", re.MULTILINE)
+_NAME = re.compile(r"mul(\d+)(?:x(\d+))?([us])(?![a-zA-Z0-9])")
+_TYPES = {  # -> bits, and whether it is signed
+    **{f"{'' if signed else 'u'}int{n}_t": (n, signed)
+       for n in (8, 16, 32, 64) for signed in (True, False)},
+    "signed char": (8, True), "unsigned char": (8, False), "short": (16, True),
+    "unsigned short": (16, False), "int": (32, True), "unsigned int": (32, False),
+    "unsigned": (32, False), "long": (64, True), "unsigned long": (64, False),
+}  # fmt: skip
+_CALL = """
+extern "C" void hoconv_multiply(const int64_t* a, const int64_t* b, int64_t* products,
+                                int64_t count) {{
+  for (int64_t i = 0; i < count; ++i)
+    products[i] = static_cast<int64_t>({name}(static_cast<{types[0]}>(a[i] & {masks[0]}),
+                                              static_cast<{types[1]}>(b[i] & {masks[1]})));
+}}
+"""
+
+
+@dataclass(frozen=True)
+class CFunction:
+    """A function of two integers, compiled.
+
+    Attributes:
+        path, name: of the source, and of the function in it.
+        bits: of the operands.
+        signed: whether they are.
+        figures: of the source's comments by their names there: errors such as ``MAE`` and ``WCE%``,
+            power ``PDK45_PWR`` in mW, area ``PDK45_AREA`` in um2, delay ``PDK45_DELAY`` in ns.
+    """
+
+    path: Path
+    name: str
+    bits: tuple[int, int]
+    signed: bool
+    figures: Mapping[str, float]
+    _multiply: Any
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """Returns the products of arrays of int64 of equal shapes.
+
+        A product is the p + q lowest bits of what the function returns, in two's complement if the
+        operands are signed.
+
+        Raises:
+            ValueError: it returns a number of more bits.
+        """
+        import numpy as np
+
+        a, b = np.ascontiguousarray(a, np.int64), np.ascontiguousarray(b, np.int64)
+        products = np.empty_like(a)
+        self._multiply(*(ctypes.c_void_p(t.ctypes.data) for t in (a, b, products)), a.size)
+        width = sum(self.bits)
+        least = -(1 << width - 1) if self.signed else 0
+        wide = (products < least) | (products >= 1 << width)
+        if wide.any():
+            i = wide.ravel().argmax()
+            raise ValueError(
+                f"{self.path}: {self.name} returns {products.flat[i]} for {a.flat[i]} and "
+                f"{b.flat[i]}; expected {width} bits, as many as both operands have"
+            )
+        return np.where(
+            self.signed & (products >= 1 << width - 1), products - (1 << width), products
+        )
+
+    def tabulate(self) -> Any:
+        """Returns the products of all pairs of operands of at most 8 bits, by index: (2^p, 2^q).
+
+        Raises:
+            ValueError: other products in another order of calls, or other ones than the figures of
+                the source say.
+        """
+        import numpy as np
+
+        a, b = np.meshgrid(*(integers(n, self.signed) for n in self.bits), indexing="ij")
+        products = self.multiply(a, b)
+        again = self.multiply(a[::-1, ::-1], b[::-1, ::-1])[::-1, ::-1]
+        if (differs := products != again).any():
+            i = differs.ravel().argmax()
+            raise ValueError(
+                f"{self.path}: {self.name} returns {products.flat[i]} and then {again.flat[i]} for "
+                f"{a.flat[i]} and {b.flat[i]}; expected a function of its operands alone"
+            )
+        worst = abs(products - a * b).max()
+        if "WCE" in self.figures and self.figures["WCE"] != worst:
+            raise ValueError(
+                f"{self.path}: its comment says WCE = {self.figures['WCE']:.0f}, but with bits="
+                f"{self.bits} and signed={self.signed} it is {worst}; correct what is wrong"
+            )
+        return products
+
+
+def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunction:
+    """Reads and compiles the function of a source: the one of two integers, or, of several, that
+    with the name of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has no such function or one that keeps state; it does not compile; its bits
+            or its sign are not known. Says the line.
+        hoconv.jit.BuildError: there is no compiler.
+    """
+    text = path.read_text()
+    code = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
+    if static := _STATIC.search(code):
+        raise ValueError(
+            f"{path}, line {_line(code, static)}: a static variable, {static[0].strip()[:40]!r}; "
+            "expected a function of its operands alone"
+        )
+    function = _find(path, code)
+    name, types = function[2], _types(function)
+    where = f"{path}, line {_line(code, function)}"
+    bits, signed = _operands(where, (name, path.stem), types, bits, signed)
+    # Of an unsigned type are an operand's bits, in two's complement if it is signed.
+    masks = [-1 if _TYPES[each][1] else (1 << n) - 1 for each, n in zip(types, bits, strict=True)]
+    calls = _CALL.format(name=name, types=types, masks=masks)
+    source = f'#include <stdint.h>\n#line 1 "{path.name}"\n{text}\n{calls}'
+    try:
+        library = ctypes.CDLL(str(generated.compile_cpp("multiplier", source)))
+    except BuildError as error:
+        said = re.search(rf"{re.escape(path.name)}:(\d+):(?:\d+:)?.*?error: (.*)", str(error))
+        if not said:
+            raise
+        raise ValueError(f"{path}, line {said[1]}: does not compile as C++: {said[2]}") from error
+    figures = {figure: float(number) for figure, number in _FIGURE.findall(text)}
+    multiply = library.hoconv_multiply
+    multiply.argtypes, multiply.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64], None
+    return CFunction(path, name, bits, signed, figures, multiply)
+
+
+def _find(path: Path, code: str) -> re.Match[str]:
+    """Returns the function of two integers."""
+    functions = list(_FUNCTION.finditer(code))
+    fitting = [f for f in functions if len(_types(f)) == 2 and set(_types(f)) <= _TYPES.keys()]
+    named = [f for f in fitting if f[2] == path.stem]
+    if len(fitting) == 1 or named:
+        return (named or fitting)[0]
+    names = ", ".join(f[2] for f in fitting or functions) or "none"
+    raise ValueError(
+        f"{path}: expected one function of two integers, such as uint16_t {path.stem}(uint8_t A, "
+        f"uint8_t B), or one with the name of the file; its functions are {names}"
+    )
+
+
+def _types(function: re.Match[str]) -> list[str]:
+    """Returns the types of a function's parameters."""
+    return [
+        " ".join(word for word in parameter.split()[:-1] if word != "const")
+        for parameter in function[3].split(",")
+    ]
+
+
+def _operands(
+    where: str, names: tuple[str, ...], types: list[str], bits: tuple[int, int] | None,
+    signed: bool | None,
+) -> tuple[tuple[int, int], bool]:  # fmt: skip
+    """Returns the bits of the operands and whether they are signed: by the arguments, else by the
+    first name that says so, else by types that have no more bits than an operand may have."""
+    (width, type_signed), (other, other_signed) = (_TYPES[each] for each in types)
+    said = next(filter(None, map(_NAME.search, names)), None)
+    if said:
+        bits = bits or (int(said[1]), int(said[2] or said[1]))
+        signed = said[3] == "s" if signed is None else signed
+    elif max(width, other) <= MOST and type_signed == other_signed:
+        bits = bits or (width, other)
+        signed = type_signed if signed is None else signed
+    if bits is None or signed is None:
+        raise ValueError(
+            f"{where}: {' and '.join(types)} do not say which bits count; name the function as in "
+            "mul8u or mul12s, or give bits= and signed="
+        )
+    if not all(LEAST <= n <= min(MOST, _TYPES[t][0]) for n, t in zip(bits, types, strict=True)):
+        raise ValueError(
+            f"{where}: expected operands of {LEAST} to {MOST} bits that {' and '.join(types)} "
+            f"hold, got {bits[0]} and {bits[1]} bits"
+        )
+    if (
+        not signed
+        and (type_signed, other_signed) == (True, True)
+        and (bits[0] == width or bits[1] == other)
+    ):
+        raise ValueError(
+            f"{where}: unsigned numbers of {bits[0]} and {bits[1]} bits do not fit "
+            f"{' and '.join(types)}; give signed=True, or correct the name"
+        )
+    return bits, signed
+
+
+def _line(code: str, match: re.Match[str]) -> int:
+    """Returns the number of the line of a match's first word."""
+    return code.count("\n", 0, match.start() + len(match[0]) - len(match[0].lstrip())) + 1
