@@ -14,8 +14,9 @@ from hoconv.dispatch.declaration import Operator
 from hoconv.dispatch.implementations import check_name
 from hoconv.dispatch.registration import check_dense, get_parameter
 from hoconv.ops.approx import multipliers
+from hoconv.ops.approx.geometry import pad_widths
 from hoconv.ops.approx.gradients import Gradient, kinds
-from hoconv.ops.approx.operator import CONV2D, MATMUL, conv2d, matmul, pad_widths
+from hoconv.ops.approx.operator import CONV2D, MATMUL, conv2d, matmul
 
 
 class ApproxConv2d(nn.Conv2d):

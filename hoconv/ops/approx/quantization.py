@@ -19,7 +19,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.dispatch.implementations import check_name, resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
-from hoconv.ops.approx.operator import MATMUL, as_pair
+from hoconv.ops.approx.geometry import as_pair
+from hoconv.ops.approx.operator import MATMUL
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS
 from hoconv.ops.approx.reference import columns, output_size
 from hoconv.ops.approx.tables import LookupTable
