@@ -117,16 +117,6 @@ MULTIPLIERS: Mapping[str, Multiplier] = {
 }
 
 
-def check(name: str) -> None:
-    """Checks the name of a multiplier.
-
-    Raises:
-        ValueError: no multiplier has this name.
-    """
-    if name not in MULTIPLIERS:
-        raise ValueError(f"multiplier: expected one of {', '.join(MULTIPLIERS)}; got {name!r}")
-
-
 def _bits(t: Tensor) -> Tensor:
     return t.resolve_neg().view(torch.int32)
 

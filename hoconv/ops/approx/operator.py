@@ -17,37 +17,47 @@ from torch import Tensor
 from hoconv.dispatch.declaration import Benchmark, Implementation, Operator, declare
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, check_dense, compiled
-from hoconv.ops.approx import gradients, multipliers, samples
+from hoconv.ops.approx import gradients, samples
 from hoconv.ops.approx.geometry import as_pair, check_windows
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.ops import KERNELS
+from hoconv.ops.approx.sources import AnyMultiplier, find
+from hoconv.ops.approx.tables import LookupTable, table_conv2d, table_matmul, table_multiply
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
 
 
 def multiply(
-    a: Tensor, b: Tensor, multiplier: str, *, gradient: Gradient = "approx", impl: str = "auto"
+    a: Tensor,
+    b: Tensor,
+    multiplier: AnyMultiplier,
+    *,
+    gradient: Gradient = "approx",
+    impl: str = "auto",
 ) -> Tensor:
     """Multiplies elementwise as the multiplier does.
 
     Args:
-        a, b: float32, of shapes that broadcast; any strides.
-        multiplier: a name of ``hoconv.approx.MULTIPLIERS``.
+        a, b: float32, of shapes that broadcast; any strides. For a multiplier of integers, its
+            dtype: int8 or uint8.
+        multiplier: a name of ``hoconv.approx.MULTIPLIERS``, or what
+            :func:`hoconv.approx.multiplier` takes or returns.
         gradient: the kind of gradient, or a pair of kinds, for a and for b. ``"approx"``: the
             output's gradient is multiplied by the multiplier too; ``"ste"`` (straight-through): the
             exact gradient of the exact product; ``"analytic"``: the multiplier's own derivative.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        float32, of the broadcast shape. Under autocast half-precision inputs are converted.
+        float32, of the broadcast shape. Under autocast half-precision inputs are converted. Of
+        integers: int32, without a gradient.
 
     Raises:
         ValueError: an unknown multiplier or kind of gradient; the shapes do not broadcast.
-        TypeError: a dtype other than float32; an option of another type.
+        TypeError: a dtype other than the multiplier's; an option of another type.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    a, b = _check_operands("a", a, "b", b, multiplier)
+    a, b, multiplier = _check_operands("a", a, "b", b, multiplier)
     try:
         torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
@@ -55,11 +65,18 @@ def multiply(
             f"b: expected a shape that broadcasts with a's, {tuple(a.shape)}, got {tuple(b.shape)}"
         ) from None
     name = resolve("approx_multiply", impl, a.device.type)
+    if isinstance(multiplier, LookupTable):
+        return table_multiply(a, b, multiplier)
     return MULTIPLY.implementations[name].function(a, b, multiplier, gradient)
 
 
 def matmul(
-    a: Tensor, b: Tensor, multiplier: str, *, gradient: Gradient = "approx", impl: str = "auto"
+    a: Tensor,
+    b: Tensor,
+    multiplier: AnyMultiplier,
+    *,
+    gradient: Gradient = "approx",
+    impl: str = "auto",
 ) -> Tensor:
     """The matrix product whose multiplications are approximate.
 
@@ -68,21 +85,22 @@ def matmul(
     the same bits.
 
     Args:
-        a: (..., M, K), float32, any strides.
+        a: (..., M, K), float32, or as for :func:`multiply`; any strides.
         b: (K, N), which all matrices of a share (their rows then form one matrix); or (..., K, N)
             with leading dimensions that broadcast with a's.
         multiplier, gradient, impl: as for :func:`multiply`. With ``"approx"`` both gradients are
             such matrix products themselves.
 
     Returns:
-        (..., M, N), float32. Under autocast half-precision inputs are converted.
+        (..., M, N), float32. Under autocast half-precision inputs are converted. Of integers:
+        int32, without a gradient.
 
     Raises:
         ValueError: the shapes do not fit; an unknown multiplier or kind of gradient.
-        TypeError: a dtype other than float32; an option of another type.
+        TypeError: a dtype other than the multiplier's; an option of another type.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    a, b = _check_operands("a", a, "b", b, multiplier)
+    a, b, multiplier = _check_operands("a", a, "b", b, multiplier)
     fits = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
     if fits and b.dim() > 2:
         try:
@@ -95,13 +113,15 @@ def matmul(
             f"{tuple(b.shape)} for {tuple(a.shape)}"
         )
     name = resolve("approx_matmul", impl, a.device.type)
+    if isinstance(multiplier, LookupTable):
+        return _of_matrices(functools.partial(_table_matmul, multiplier, name), a, b)
     return MATMUL.implementations[name].function(a, b, multiplier, gradient)
 
 
 def conv2d(
     x: Tensor,
     weight: Tensor,
-    multiplier: str,
+    multiplier: AnyMultiplier,
     *,
     stride: int | tuple[int, ...] = 1,
     padding: int | tuple[int, ...] | str = 0,
@@ -118,8 +138,8 @@ def conv2d(
     weight. The zeros around x are operands like all others.
 
     Args:
-        x: (B, C, H, W), float32, any strides.
-        weight: (O, C / G, R, S), float32, any strides.
+        x: (B, C, H, W), float32, or as for :func:`multiply`; any strides.
+        weight: (O, C / G, R, S), likewise.
         multiplier, gradient, impl: as for :func:`multiply`; a pair is for x and the weight.
         stride, dilation: in pixels, at least 1; an int or a pair (rows, columns).
         padding: zeros on each side; an int, a pair, ``"valid"`` (none), or ``"same"``, which keeps
@@ -127,38 +147,43 @@ def conv2d(
         groups: G, dividing C and O.
 
     Returns:
-        (B, O, OH, OW), float32. Under autocast half-precision inputs are converted.
+        (B, O, OH, OW), float32. Under autocast half-precision inputs are converted. Of integers:
+        int32, without a gradient.
 
     Raises:
         ValueError: a shape or an option does not fit; an unknown multiplier or kind of gradient.
-        TypeError: a dtype other than float32; an option of another type.
+        TypeError: a dtype other than the multiplier's; an option of another type.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
-    x, weight = _check_operands("x", x, "weight", weight, multiplier)
+    x, weight, multiplier = _check_operands("x", x, "weight", weight, multiplier)
     x, *windows = check_windows(x, weight, stride, padding, dilation, groups)
     name = resolve("approx_conv2d", impl, x.device.type)
+    if isinstance(multiplier, LookupTable):
+        return table_conv2d(x, weight, windows, groups, multiplier, name)
     function = CONV2D.implementations[name].function
     return function(x, weight, multiplier, *windows, groups, gradient)
 
 
 def _check_operands(
-    a_name: str, a: Tensor, b_name: str, b: Tensor, multiplier: str
-) -> tuple[Tensor, Tensor]:
-    """Returns both operands, converted under autocast and checked."""
-    multipliers.check(multiplier)
+    a_name: str, a: Tensor, b_name: str, b: Tensor, multiplier: AnyMultiplier
+) -> tuple[Tensor, Tensor, Any]:
+    """Returns both operands, converted under autocast and checked, and the multiplier, found."""
+    multiplier = find(multiplier)
     check_dense(a, a_name)
     check_dense(b, b_name)
-    if autocasts(a.device.type):
+    dtype, what = torch.float32, "float32, whose bits the multiplier works on"
+    fix = "convert it with {0}.float(), or use autocast, which does"
+    if isinstance(multiplier, LookupTable):
+        dtype, what = multiplier.dtype, f"{multiplier.dtype}, an operand of {multiplier!r}"
+        fix = "use ApproxConv2d or ApproxLinear, which quantise"
+    elif autocasts(a.device.type):
         a, b = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (a, b))
     for name, t in ((a_name, a), (b_name, b)):
-        if t.dtype != torch.float32:
-            raise TypeError(
-                f"{name}: expected float32, whose bits the multiplier works on, got {t.dtype}; "
-                f"convert it with {name}.float(), or use autocast, which does"
-            )
+        if t.dtype != dtype:
+            raise TypeError(f"{name}: expected {what}, got {t.dtype}; {fix.format(name)}")
     if b.device != a.device:
         raise ValueError(f"{b_name}: expected the device of {a_name}, {a.device}, got {b.device}")
-    return a, b
+    return a, b, multiplier
 
 
 def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
@@ -168,17 +193,27 @@ def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradie
 
 def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
     kinds = gradients.kinds(gradient)
+    return _of_matrices(lambda a, b: gradients.Matmul.of(a, b, multiplier, kinds, impl), a, b)
+
+
+def _table_matmul(table: LookupTable, impl: str, a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() == 2:
+        return table_matmul(a[None], b[None], table, impl=impl)[0]
+    return table_matmul(a, b, table, impl=impl)
+
+
+def _of_matrices(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Computes a product of matrices with leading dimensions by one of (M, K) and (K, N), or of
+    (B, M, K) and (B, K, N)."""
     if a.dim() == b.dim() == 2:
-        return gradients.Matmul.of(a, b, multiplier, kinds, impl)
+        return product(a, b)
     if b.dim() == 2:
-        out = gradients.Matmul.of(a.flatten(0, -2), b, multiplier, kinds, impl)
-        return out.reshape(*a.shape[:-1], b.shape[1])
+        return product(a.flatten(0, -2), b).reshape(*a.shape[:-1], b.shape[1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (
         t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:]) for t in (a, b)
     )
-    out = gradients.Matmul.of(a, b, multiplier, kinds, impl)
-    return out.unflatten(0, batch)
+    return product(a, b).unflatten(0, batch)
 
 
 def _conv2d(

@@ -11,7 +11,7 @@ K what it sums over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,12 +75,20 @@ def conv2d(
     x (B, C, H, W), padded with zeros, which are operands like all others; weight (O, C / G, R, S);
     out (B, O, OH, OW).
     """
+    windows = stride, padding, dilation
+    return conv2d_by(lambda a, b: matmul(a, b, multiplier), x, weight, windows, groups)
+
+
+def conv2d_by(
+    product: Product, x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int
+) -> Tensor:
+    """Computes a convolution by a product of matrices: unfolded windows (B * G, L, K) times filters
+    (B * G, K, O / G). `windows` are stride, padding and dilation."""
     B, O = x.shape[0], weight.shape[0]  # noqa: E741
-    size = output_size(x.shape, weight.shape, stride, padding, dilation)
-    windows = columns(x, weight.shape, stride, padding, dilation, groups)  # (B * G, K, L)
+    unfolded = columns(x, weight.shape, *windows, groups=groups)  # (B * G, K, L)
     filters = weight.reshape(groups, O // groups, -1).repeat(B, 1, 1)  # (B * G, O / G, K)
-    out = matmul(windows.mT, filters.mT, multiplier)  # (B * G, L, O / G)
-    return out.mT.reshape(B, O, *size)
+    out = product(unfolded.mT, filters.mT)  # (B * G, L, O / G)
+    return out.mT.reshape(B, O, *output_size(x.shape, weight.shape, *windows))
 
 
 def conv2d_backward_input(

@@ -1,7 +1,8 @@
-"""A multiplier from a file or a function."""
+"""Multipliers by name, from a file or from a function."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,34 @@ import torch
 from torch import Tensor
 
 from hoconv.ops.approx import c_functions
+from hoconv.ops.approx.multipliers import MULTIPLIERS
 from hoconv.ops.approx.table_files import MOST, Bits, Order, integers, pair_of_bits
 from hoconv.ops.approx.tables import LookupTable
+
+AnyMultiplier = str | os.PathLike[str] | LookupTable
+
+
+def find(multiplier: AnyMultiplier) -> str | LookupTable:
+    """Returns a multiplier of floats as its name, and one of integers as its table; a file is read
+    once, unless it changes.
+
+    Raises:
+        ValueError: no multiplier has this name; what the file holds is none.
+    """
+    if isinstance(multiplier, LookupTable) or multiplier in MULTIPLIERS:
+        return multiplier  # pyright: ignore[reportReturnType]
+    if isinstance(multiplier, str | os.PathLike) and Path(multiplier).suffix:
+        status = os.stat(multiplier)
+        return _read(os.path.abspath(multiplier), status.st_mtime_ns, status.st_size)
+    raise ValueError(
+        f"multiplier: expected one of {', '.join(MULTIPLIERS)}, or a file of one; got "
+        f"{multiplier!r}"
+    )
+
+
+@functools.cache
+def _read(path: str, *state: int) -> LookupTable:
+    return multiplier(path)
 
 
 def multiplier(

@@ -6,7 +6,7 @@ B batch, M, N rows and columns of a matrix product, K what it sums over.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from hoconv.dispatch.implementations import resolve
 from hoconv.ops.approx import table_files
 from hoconv.ops.approx.ops import OPS
+from hoconv.ops.approx.reference import Pair, conv2d_by
 from hoconv.ops.approx.table_files import Bits, Order
 
 _SIDE = 256  # rows and columns of the table that kernels read: of all bytes
@@ -165,3 +166,24 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
     table.check_sum("a", a.shape[2])
     name = resolve("approx_matmul", impl, a.device.type)
     return OPS[name].table_matmul(a, b, table.on(a.device))
+
+
+def table_multiply(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
+    """Returns the products of integers a and b of shapes that broadcast, int32."""
+    a, b = (t.int() & (_SIDE - 1) for t in (a, b))
+    return table.on(a.device)[a, b]
+
+
+def table_conv2d(
+    x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int, table: LookupTable, impl: str
+) -> Tensor:
+    """The convolution of integers x (B, C, H, W) with weight (O, C / G, R, S), int32.
+
+    Args:
+        windows: stride, padding with zeros, dilation.
+    """
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return table_matmul(a.to(table.dtype), b.to(table.dtype), table, impl=impl)
+
+    return conv2d_by(product, x.float(), weight, windows, groups)  # PyTorch unfolds floats alone

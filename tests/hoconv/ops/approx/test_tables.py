@@ -256,13 +256,6 @@ def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyP
         assert dispatched.pop() == layer.operator.name
 
 
-def test_a_padding_that_the_layer_has_not_is_refused() -> None:
-    layer = TableConv2d(2, 3, 3, table=random_table(True), padding=1)
-    layer.padding_mode = "reflect"
-    with pytest.raises(ValueError, match=r"padding_mode: expected 'zeros', .* got 'reflect'"):
-        layer(torch.randn(1, 2, 4, 4))
-
-
 def test_wrong_operands_are_refused_by_name() -> None:
     table = exact(True)
     a, b = operands(table, 1, 2, 3), operands(table, 1, 3, 2)
