@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.gradients import Gradient
-from hoconv.ops.approx.sources import AnyMultiplier
+from hoconv.ops.approx.sources.find import AnyMultiplier
 from models.arguments import require_sizes
 
 

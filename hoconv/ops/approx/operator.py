@@ -20,8 +20,9 @@ from hoconv.dispatch.registration import autocasts, check_dense, compiled
 from hoconv.ops.approx import gradients, samples
 from hoconv.ops.approx.geometry import as_pair, check_windows
 from hoconv.ops.approx.gradients import Gradient
+from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.ops import KERNELS
-from hoconv.ops.approx.sources import AnyMultiplier, find
+from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import LookupTable, table_conv2d, table_matmul, table_multiply
 
 # Every implementation gives the same bits.
@@ -186,14 +187,47 @@ def _check_operands(
     return a, b, multiplier
 
 
-def _multiply(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
+def _parts(
+    multiplier: str | MantissaTable, gradient: Gradient, device: torch.device
+) -> tuple[str, Tensor | None, tuple[str, str]]:
+    """Returns a multiplier's name or, of a table, its entries; and the kinds of the gradients."""
+    pair = gradients.kinds(gradient)
+    if isinstance(multiplier, str):
+        return multiplier, None, pair
+    check_derivative(multiplier, gradient)
+    return "", multiplier.on(device), pair
+
+
+def check_derivative(multiplier: MantissaTable, gradient: Gradient) -> None:
+    """Checks that a table is not asked for a derivative of its own.
+
+    Raises:
+        ValueError: it is.
+    """
+    if "analytic" in gradients.kinds(gradient):
+        raise ValueError(
+            f"gradient: expected approx or ste for {multiplier!r}, which has no derivative of its "
+            f"own; got {gradient!r}"
+        )
+
+
+def _multiply(
+    impl: str, a: Tensor, b: Tensor, multiplier: str | MantissaTable, gradient: Gradient
+) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)
-    return gradients.Multiply.of(a, b, multiplier, gradients.kinds(gradient), impl)
+    name, entries, pair = _parts(multiplier, gradient, a.device)
+    return gradients.Multiply.of(a, b, entries, name, pair, impl)
 
 
-def _matmul(impl: str, a: Tensor, b: Tensor, multiplier: str, gradient: Gradient) -> Tensor:
-    kinds = gradients.kinds(gradient)
-    return _of_matrices(lambda a, b: gradients.Matmul.of(a, b, multiplier, kinds, impl), a, b)
+def _matmul(
+    impl: str, a: Tensor, b: Tensor, multiplier: str | MantissaTable, gradient: Gradient
+) -> Tensor:
+    name, entries, pair = _parts(multiplier, gradient, a.device)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return gradients.Matmul.of(a, b, entries, name, pair, impl)
+
+    return _of_matrices(product, a, b)
 
 
 def _table_matmul(table: LookupTable, impl: str, a: Tensor, b: Tensor) -> Tensor:
@@ -217,16 +251,16 @@ def _of_matrices(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tens
 
 
 def _conv2d(
-    impl: str, x: Tensor, weight: Tensor, multiplier: str, stride: Any, padding: Any, dilation: Any,
-    groups: int, gradient: Gradient,
+    impl: str, x: Tensor, weight: Tensor, multiplier: str | MantissaTable, stride: Any,
+    padding: Any, dilation: Any, groups: int, gradient: Gradient,
 ) -> Tensor:  # fmt: skip
     windows = (  # whoever calls an implementation by itself gives what the operator is given
         as_pair("stride", stride, 1),
         as_pair("padding", padding, 0),
         as_pair("dilation", dilation, 1),
     )
-    kinds = gradients.kinds(gradient)
-    return gradients.Conv2d.of(x, weight, *windows, groups, multiplier, kinds, impl)
+    name, entries, pair = _parts(multiplier, gradient, x.device)
+    return gradients.Conv2d.of(x, weight, entries, *windows, groups, name, pair, impl)
 
 
 def _implementations(function: Callable[..., Tensor]) -> dict[str, Implementation]:

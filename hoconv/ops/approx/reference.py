@@ -11,13 +11,14 @@ K what it sums over.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.ops.approx.multipliers import MULTIPLIERS
+from hoconv.ops.approx.multipliers import MULTIPLIERS, multiply_by_entries
 
 CHUNK = 1024
 _MOST_PRODUCTS = 2**20  # held in memory at once, about: 4 MiB
@@ -25,9 +26,16 @@ Product = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[int, int]
 
 
-def multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def product_of(multiplier: str, entries: Tensor | None) -> Product:
+    """Returns the product of a multiplier, by its name or by the entries of its table."""
+    if entries is None:
+        return MULTIPLIERS[multiplier].multiply
+    return functools.partial(multiply_by_entries, entries)
+
+
+def multiply(a: Tensor, b: Tensor, multiplier: str, entries: Tensor | None = None) -> Tensor:
     """The elementwise product of a and b of equal shapes."""
-    return MULTIPLIERS[multiplier].multiply(a, b)
+    return product_of(multiplier, entries)(a, b)
 
 
 def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -35,10 +43,10 @@ def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
     return MULTIPLIERS[multiplier].derivative(a, b).clone()  # an exact product's is b itself
 
 
-def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def matmul(a: Tensor, b: Tensor, multiplier: str, entries: Tensor | None = None) -> Tensor:
     """a (M, K) times b (K, N), or a (B, M, K) times b (B, K, N): out[m, n] = sum over k of
     a[m, k] * b[k, n]."""
-    return _sum_of_products(MULTIPLIERS[multiplier].multiply, a, b)
+    return _sum_of_products(product_of(multiplier, entries), a, b)
 
 
 def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -68,7 +76,7 @@ def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
 
 def conv2d(
     x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    multiplier: str,
+    multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out[o, oh, ow] = sum over k = (c, r, s) of x[c, ...] * weight[o, c, r, s].
 
@@ -76,7 +84,7 @@ def conv2d(
     out (B, O, OH, OW).
     """
     windows = stride, padding, dilation
-    return conv2d_by(lambda a, b: matmul(a, b, multiplier), x, weight, windows, groups)
+    return conv2d_by(lambda a, b: matmul(a, b, multiplier, entries), x, weight, windows, groups)
 
 
 def conv2d_by(
@@ -93,7 +101,7 @@ def conv2d_by(
 
 def conv2d_backward_input(
     grad: Tensor, weight: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, multiplier: str,
+    groups: int, multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of x: out[c, h, w] = sum over k = (o, r, s) of grad[o, ...] * weight[o, c, r, s]
     where an output multiplies x[c, h, w] by weight[o, c, r, s]; other terms are left out."""
@@ -117,14 +125,14 @@ def conv2d_backward_input(
     exists = windows(torch.ones_like(grad)) == 1
     filters = weight.unflatten(0, (groups, O // groups)).transpose(1, 2)  # (G, C / G, O / G, R, S)
     filters = filters.flatten(2).repeat(B, 1, 1)
-    product = MULTIPLIERS[multiplier].multiply
+    product = product_of(multiplier, entries)
     out = _sum_of_products(product, windows(grad).mT, filters.mT, exists.mT)
     return out.mT.reshape(size)
 
 
 def conv2d_backward_weight(
     grad: Tensor, x: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, multiplier: str,
+    groups: int, multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the weight: out[o, c, r, s] = sum over k = (b, oh, ow) of
     grad[b, o, oh, ow] * x[b, c, ...]."""
@@ -132,7 +140,8 @@ def conv2d_backward_weight(
     windows = columns(x, size, stride, padding, dilation, groups)
     windows = windows.unflatten(0, (B, groups)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B * L, K)
     grad = grad.flatten(2).unflatten(1, (groups, O // groups))  # (B, G, O / G, L)
-    return matmul(grad.permute(1, 2, 0, 3).flatten(2), windows, multiplier).reshape(size)
+    grad = grad.permute(1, 2, 0, 3).flatten(2)
+    return matmul(grad, windows, multiplier, entries).reshape(size)
 
 
 def output_size(

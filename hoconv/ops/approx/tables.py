@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hoconv.dispatch.implementations import resolve
-from hoconv.ops.approx import table_files
 from hoconv.ops.approx.ops import OPS
 from hoconv.ops.approx.reference import Pair, conv2d_by
-from hoconv.ops.approx.table_files import Bits, Order
+from hoconv.ops.approx.sources import table_files
+from hoconv.ops.approx.sources.table_files import Bits, Order
 
 _SIDE = 256  # rows and columns of the table that kernels read: of all bytes
 

@@ -30,7 +30,9 @@ def coarse(a: Tensor, b: Tensor) -> Tensor:
 
 
 def table(bits: tuple[int, int], signed: bool) -> approx.LookupTable:
-    return approx.multiplier(coarse, bits=bits, signed=signed)
+    found = approx.multiplier(coarse, bits=bits, signed=signed)
+    assert isinstance(found, approx.LookupTable)
+    return found
 
 
 def operand(bits: int, signed: bool, *shape: int) -> Tensor:

@@ -317,7 +317,8 @@ def test_analytic_gradient_of_exact_products_keeps_the_sign_of_zero(variant: Var
 
 def test_unknown_multiplier_is_refused_with_the_known_ones() -> None:
     names = r"exact, mitchell32, mitchell16, mbm32, mbm16, mbm14, mbm12, mbm10"
-    message = f"^multiplier: expected one of {names}, or a file of one; got 'mbm8'$"
+    families = "mbm, mitchell, lmul, drum, truncated, rounded, a family with its parameter, such as"
+    message = f"expected one of {names}, {families} mbm:keep=9, or a file; got 'mbm8'$"
     for call in (approx.multiply, approx.matmul):
         with pytest.raises(ValueError, match=message):
             call(torch.ones(1, 1), torch.ones(1, 1), "mbm8")

@@ -1,4 +1,4 @@
-"""Multipliers that are functions of two integers in C, as EvoApproxLib has them.
+"""Multipliers that are functions in C: of two integers, as EvoApproxLib has them, or of two floats.
 
 A source is compiled as C++, the language that all compilers of this project take. Its integers are
 of any type: how many bits of them count is in the name, as ``mul8u_1JFF`` or ``mul8x4u_1AV``, or an
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoconv.jit import BuildError, generated
-from hoconv.ops.approx.table_files import integers
+import torch
+from torch import Tensor
 
-LEAST, MOST = 2, 16  # bits of an operand
+from hoconv.jit import BuildError, generated
+from hoconv.ops.approx.sources.table_files import LEAST, MOST, integers
+
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*\{", re.MULTILINE)
 _STATIC = re.compile(r"\bstatic\b(?![^;=(]*\bconst)[^;=(]*[;=\[]")
@@ -32,11 +34,10 @@ _TYPES = {  # -> bits, and whether it is signed
     "unsigned": (32, False), "long": (64, True), "unsigned long": (64, False),
 }  # fmt: skip
 _CALL = """
-extern "C" void hoconv_multiply(const int64_t* a, const int64_t* b, int64_t* products,
+extern "C" void hoconv_multiply(const {number}* a, const {number}* b, {number}* products,
                                 int64_t count) {{
   for (int64_t i = 0; i < count; ++i)
-    products[i] = static_cast<int64_t>({name}(static_cast<{types[0]}>(a[i] & {masks[0]}),
-                                              static_cast<{types[1]}>(b[i] & {masks[1]})));
+    products[i] = static_cast<{number}>({name}({operands}));
 }}
 """
 
@@ -73,7 +74,7 @@ class CFunction:
 
         a, b = np.ascontiguousarray(a, np.int64), np.ascontiguousarray(b, np.int64)
         products = np.empty_like(a)
-        self._multiply(*(ctypes.c_void_p(t.ctypes.data) for t in (a, b, products)), a.size)
+        self._multiply(*(t.ctypes.data for t in (a, b, products)), a.size)
         width = sum(self.bits)
         least = -(1 << width - 1) if self.signed else 0
         wide = (products < least) | (products >= 1 << width)
@@ -88,7 +89,7 @@ class CFunction:
         )
 
     def tabulate(self) -> Any:
-        """Returns the products of all pairs of operands of at most 8 bits, by index: (2^p, 2^q).
+        """Returns the products of all pairs of operands, by index: (2^p, 2^q).
 
         Raises:
             ValueError: other products in another order of calls, or other ones than the figures of
@@ -115,8 +116,8 @@ class CFunction:
 
 
 def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunction:
-    """Reads and compiles the function of a source: the one of two integers, or, of several, that
-    with the name of the file.
+    """Reads and compiles the function of two integers of a source: the only one, or that with the
+    name of the file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -124,6 +125,42 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
             or its sign are not known. Says the line.
         hoconv.jit.BuildError: there is no compiler.
     """
+    text, code = _read(path)
+    function = _find(path, code, _TYPES, "integers")
+    name, types = function[2], _types(function)
+    where = f"{path}, line {_line(code, function)}"
+    bits, signed = _operands(where, (name, path.stem), types, bits, signed)
+    # Of an unsigned type are an operand's bits, in two's complement if it is signed.
+    masks = [-1 if _TYPES[each][1] else (1 << n) - 1 for each, n in zip(types, bits, strict=True)]
+    operands = ", ".join(
+        f"static_cast<{each}>({operand}[i] & {mask})"
+        for each, operand, mask in zip(types, "ab", masks, strict=True)
+    )
+    multiply = _compile(path, text, number="int64_t", name=name, operands=operands)
+    figures = {figure: float(number) for figure, number in _FIGURE.findall(text)}
+    return CFunction(path, name, bits, signed, figures, multiply)
+
+
+def load_float(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
+    """Reads and compiles the function of two floats of a source: it takes tensors that broadcast.
+
+    Raises: as :func:`load`.
+    """
+    text, code = _read(path)
+    function = _find(path, code, ("float",), "floats")
+    multiply = _compile(path, text, number="float", name=function[2], operands="a[i], b[i]")
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        a, b = (t.float().contiguous() for t in torch.broadcast_tensors(a, b))
+        products = torch.empty_like(a)
+        multiply(a.data_ptr(), b.data_ptr(), products.data_ptr(), a.numel())
+        return products
+
+    return product
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """Returns a source, and the same without its comments."""
     text = path.read_text()
     code = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     if static := _STATIC.search(code):
@@ -131,14 +168,12 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
             f"{path}, line {_line(code, static)}: a static variable, {static[0].strip()[:40]!r}; "
             "expected a function of its operands alone"
         )
-    function = _find(path, code)
-    name, types = function[2], _types(function)
-    where = f"{path}, line {_line(code, function)}"
-    bits, signed = _operands(where, (name, path.stem), types, bits, signed)
-    # Of an unsigned type are an operand's bits, in two's complement if it is signed.
-    masks = [-1 if _TYPES[each][1] else (1 << n) - 1 for each, n in zip(types, bits, strict=True)]
-    calls = _CALL.format(name=name, types=types, masks=masks)
-    source = f'#include <stdint.h>\n#line 1 "{path.name}"\n{text}\n{calls}'
+    return text, code
+
+
+def _compile(path: Path, text: str, **call: str) -> Any:
+    """Compiles a source, and returns the function of pointers and a count that calls it."""
+    source = f'#include <stdint.h>\n#line 1 "{path.name}"\n{text}\n{_CALL.format(**call)}'
     try:
         library = ctypes.CDLL(str(generated.compile_cpp("multiplier", source)))
     except BuildError as error:
@@ -146,23 +181,22 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
         if not said:
             raise
         raise ValueError(f"{path}, line {said[1]}: does not compile as C++: {said[2]}") from error
-    figures = {figure: float(number) for figure, number in _FIGURE.findall(text)}
     multiply = library.hoconv_multiply
     multiply.argtypes, multiply.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64], None
-    return CFunction(path, name, bits, signed, figures, multiply)
+    return multiply
 
 
-def _find(path: Path, code: str) -> re.Match[str]:
-    """Returns the function of two integers."""
+def _find(path: Path, code: str, types: Container[str], what: str) -> re.Match[str]:
+    """Returns the function of two numbers of these types."""
     functions = list(_FUNCTION.finditer(code))
-    fitting = [f for f in functions if len(_types(f)) == 2 and set(_types(f)) <= _TYPES.keys()]
+    fitting = [f for f in functions if len(_types(f)) == 2 and all(t in types for t in _types(f))]
     named = [f for f in fitting if f[2] == path.stem]
     if len(fitting) == 1 or named:
         return (named or fitting)[0]
-    names = ", ".join(f[2] for f in fitting or functions) or "none"
+    found = ", ".join(f"{f[2]}({', '.join(_types(f))})" for f in functions) or "none"
     raise ValueError(
-        f"{path}: expected one function of two integers, such as uint16_t {path.stem}(uint8_t A, "
-        f"uint8_t B), or one with the name of the file; its functions are {names}"
+        f"{path}: expected one function of two {what}, or one with the name of the file; it has "
+        f"{found}"
     )
 
 
