@@ -1,7 +1,8 @@
 // The definition of every multiplier, one product at a time, for the CPU and the GPU.
 //
 // The ground truth of the kernels; hoconv/ops/approx/multipliers.py is its twin in Python. A new
-// multiplier is a type with `multiply` and `derivative` and a line in with_multiplier.
+// multiplier with a kernel of its own is a type with `multiply` and `derivative` and a line in
+// with_multiplier; any other is a table of mantissas.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -101,6 +102,34 @@ struct Logarithmic {
     if (eb == 0) return 0;
     const float power = bits_float(bits_b & ~kMantissa);
     return mantissa(bits_a) + mantissa(bits_b) > kMantissa ? 2 * power : power;
+  }
+};
+
+// A multiplier whose mantissas' products are in a table. An entry has the bits of the product
+// of 1.i and 1.j, which is from 0.25 to 8, less those of 1.0: what is added to the sum of the
+// exponents, and the mantissa.
+struct MantissaTable {
+  const int32_t* entries;
+  int32_t bits;  // of each mantissa, from the highest, that count
+  // Strides of the first and the second operand.
+  int32_t rows, columns;
+
+  static constexpr int32_t kMantissa = 0x7fffff;
+
+  HOCONV_HD int32_t index(int32_t bits_of_float) const {
+    return (bits_of_float & kMantissa) >> (23 - bits);
+  }
+
+  HOCONV_HD float multiply(float a, float b) const {
+    const int32_t bits_a = float_bits(a), bits_b = float_bits(b);
+    const int32_t ea = exponent(bits_a), eb = exponent(bits_b);
+    if (ea == 255 || eb == 255) return rounded_product(a, b);
+    if (ea == 0 || eb == 0) return 0;
+    const int32_t entry = entries[index(bits_a) * rows + index(bits_b) * columns];
+    const int32_t e = ea + eb - 127 + (entry >> 23);
+    if (e <= 0) return 0;
+    const int32_t sign = (bits_a ^ bits_b) & INT32_MIN;
+    return bits_float(sign | (e >= 255 ? 255 << 23 : e << 23 | (entry & kMantissa)));
   }
 };
 

@@ -6,8 +6,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "approx/multipliers.h"
 #include "hoconv/tensor.h"
 
 namespace hoconv::approx {
@@ -22,6 +25,22 @@ using Ints = std::vector<int64_t>;
 inline void check_float(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, ": expected float32");
 }
+
+// A multiplier as an op is given it: a name, or a table of mantissas (2^bits, 2^bits).
+struct Chosen {
+  std::string name;
+  std::optional<Tensor> entries;
+
+  MantissaTable table(const Tensor& like) const {
+    const Tensor& t = *entries;
+    int32_t bits = 0;
+    while (t.numel() > int64_t{1} << 2 * bits) ++bits;
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && bits <= 11 &&
+                        t.numel() == int64_t{1} << 2 * bits && t.device() == like.device(),
+                    "entries: expected (2^n, 2^n) contiguous int32 on the operands' device");
+    return {static_cast<const int32_t*>(t.const_data_ptr()), bits, 1 << bits, 1};
+  }
+};
 
 // Matrices (batch, rows, columns) of any strides, or one of them (rows, columns).
 struct Matrices {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.gradients import Gradient
+from hoconv.ops.approx.sources.find import AnyMultiplier
 from models.arguments import require_sizes
 
 
@@ -34,8 +35,8 @@ class ApproxCNN(nn.Module):
         image_shape: Sequence[int],
         num_classes: int,
         width: int = 64,
-        multiplier: str = "mbm16",
-        gradient: Gradient = "approx",
+        multiplier: AnyMultiplier = "mbm16",
+        gradient: Gradient | None = None,
     ) -> None:
         super().__init__()
         require_sizes(width=width)

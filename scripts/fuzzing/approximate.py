@@ -26,10 +26,12 @@ Kinds = tuple[str, str]
 def draw_options(draw: Draw) -> tuple[str, Kinds, Any]:
     """Draws a multiplier and the kinds of both gradients; returns also the argument `gradient`."""
     multiplier = draw.choice(NAMES)
+    # A table has no derivative of its own.
+    allowed = GRADIENTS[:2] if ":" in multiplier else GRADIENTS
     if draw.chance(0.7):
-        kind = draw.choice(("approx", "approx", "ste", "analytic"))
+        kind = draw.choice(("approx", *allowed))
         return multiplier, (kind, kind), kind
-    kinds = (draw.choice(GRADIENTS), draw.choice(GRADIENTS))
+    kinds = (draw.choice(allowed), draw.choice(allowed))
     return multiplier, kinds, draw.choice((kinds, list(kinds)))
 
 

@@ -29,6 +29,8 @@ CHUNK = 1024  # consecutive k that have a sum of their own
 KEPT = {
     "mitchell32": (23, False), "mitchell16": (7, False), "mbm32": (23, True), "mbm16": (7, True),
     "mbm14": (5, True), "mbm12": (3, True), "mbm10": (1, True),
+    # By a table of the products of mantissas.
+    "mbm:keep=2": (2, True), "mbm:keep=9": (9, True), "mitchell:keep=11": (11, False),
 }  # fmt: skip
 NAMES = ("exact", *KEPT)
 

@@ -107,14 +107,15 @@ Ints positions(const Tensor& t) {
 }
 
 Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding, Ints dilation,
-               int64_t groups, std::string multiplier) {
+               int64_t groups, std::string multiplier, std::optional<Tensor> entries) {
   const Conv2d p(sizes(x), sizes(weight), stride, padding, dilation, groups);
   check_float(x, "x");
   check_alike(weight, x, "weight");
   Tensor out = make_tensor(x, {p.B, p.O, p.OH, p.OW});
   const Images image = padded(p, x);
   const auto* w = static_cast<const float*>(weight.const_data_ptr());
-  gemm(multiplier, {image.data, groups_of_x(p, image), pixels(p, image), taps(p, image)},
+  gemm({multiplier, entries}, x,
+       {image.data, groups_of_x(p, image), pixels(p, image), taps(p, image)},
        {w, groups_of_weight(p, weight), steps(p.out_channels(), weight.stride(0)),
         nested(p.in_channels(), weight.stride(1), p.R, weight.stride(2), p.S, weight.stride(3))},
        {static_cast<float*>(out.data_ptr()), groups_of_out(p, out), positions(out),
@@ -123,7 +124,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, Ints stride, Ints padding,
 }
 
 Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints stride,
-                      Ints padding, Ints dilation, int64_t groups, std::string multiplier) {
+                      Ints padding, Ints dilation, int64_t groups, std::string multiplier,
+                      std::optional<Tensor> entries) {
   const Conv2d p(size, sizes(weight), stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(weight, grad, "weight");
@@ -135,7 +137,7 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
   // The first tap reads the last element of a window.
   const int64_t last = (p.R - 1) * p.dilation[0] * s[2] + (p.S - 1) * p.dilation[1] * s[3];
   gemm(
-      multiplier,
+      {multiplier, entries}, grad,
       {image.data, steps(p.G, p.out_channels() * s[1]), nested(p.B, s[0], p.H, s[2], p.W, s[3]),
        nested(p.out_channels(), s[1], p.R, -p.dilation[0] * s[2], p.S, -p.dilation[1] * s[3], last),
        /*gaps=*/true},
@@ -147,7 +149,8 @@ Tensor backward_input(const Tensor& grad, const Tensor& weight, Ints size, Ints 
 }
 
 Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stride, Ints padding,
-                       Ints dilation, int64_t groups, std::string multiplier) {
+                       Ints dilation, int64_t groups, std::string multiplier,
+                       std::optional<Tensor> entries) {
   const Conv2d p(sizes(x), size, stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(x, grad, "x");
@@ -155,7 +158,7 @@ Tensor backward_weight(const Tensor& grad, const Tensor& x, Ints size, Ints stri
   Tensor out = make_tensor(x, {p.O, p.in_channels(), p.R, p.S});
   const Images image = padded(p, x);
   const auto* g = static_cast<const float*>(grad.const_data_ptr());
-  gemm(multiplier,
+  gemm({multiplier, entries}, grad,
        {g, groups_of_out(p, grad), steps(p.out_channels(), grad.stride(1)), positions(grad)},
        {image.data, groups_of_x(p, image), taps(p, image), pixels(p, image)},
        {static_cast<float*>(out.data_ptr()), groups_of_weight(p, out),

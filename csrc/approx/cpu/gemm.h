@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "approx/cpu/lanes.h"
+#include "approx/cpu/mantissa_lanes.h"
 #include "approx/problem.h"
 #include "hoconv/blocks.h"
 
@@ -295,17 +296,22 @@ inline double cost(int64_t M, int64_t N, double density) {
 }
 
 // out[m, n] = sum over k of left[m, k] * right[n, k]
-inline void gemm(std::string_view multiplier, Offsets<const float> left, Offsets<const float> right,
-                 Offsets<float> out) {
+inline void gemm(const Chosen& multiplier, const Tensor& like, Offsets<const float> left,
+                 Offsets<const float> right, Offsets<float> out) {
   const int64_t M = left.row.size(), N = right.row.size();
-  if (cost(N, M, density(right)) < cost(M, N, density(left))) {
+  const bool swap = cost(N, M, density(right)) < cost(M, N, density(left));
+  if (swap) {
     std::swap(left, right);
     out = out.transposed();
   }
-  with_multiplier(multiplier, [&](auto definition) {
-    const auto lanes = lanes_of(definition);
+  const auto run = [&](auto lanes) {
     Gemm(lanes, std::move(left), std::move(right), std::move(out)).run();
-  });
+  };
+  if (!multiplier.entries)
+    return with_multiplier(multiplier.name, [&](auto definition) { run(lanes_of(definition)); });
+  MantissaTable table = multiplier.table(like);
+  if (swap) std::swap(table.rows, table.columns);
+  run(MantissaLanes{table});
 }
 
 }  // namespace hoconv::approx

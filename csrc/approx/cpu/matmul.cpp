@@ -12,10 +12,11 @@ namespace hoconv::approx {
 namespace {
 
 // out (B, M, N) of a (B, M, K) and b (B, K, N), or all of them without B.
-Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier) {
+Tensor matmul(const Tensor& a, const Tensor& b, std::string multiplier,
+              std::optional<Tensor> entries) {
   const Matmul p(a, b);
   Tensor out = make_tensor(a, p.result(a, p.N));
-  gemm(multiplier,
+  gemm({multiplier, entries}, a,
        {static_cast<const float*>(a.const_data_ptr()), steps(p.batch, p.a.batch_stride),
         steps(p.M, p.a.row_stride), steps(p.K, p.a.column_stride)},
        {static_cast<const float*>(b.const_data_ptr()), steps(p.batch, p.b.batch_stride),

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int64_t kGrain = 4096;  // a thread takes at least this many products
 
-Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
+Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier,
+                std::optional<Tensor> entries) {
   check_float(a, "a");
   check_alike(b, a, "b");
   check_same_sizes(b, a, "b");
@@ -28,11 +29,15 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
   const auto* x = static_cast<const float*>(a.const_data_ptr());
   const auto* y = static_cast<const float*>(b.const_data_ptr());
   auto* z = static_cast<float*>(out.data_ptr());
-  with_multiplier(multiplier, [&](auto m) {
+  const auto multiply_all = [&](auto m) {
     torch::stable::parallel_for(0, a.numel(), kGrain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) z[i] = m.multiply(x[i], y[i]);
     });
-  });
+  };
+  if (entries)
+    multiply_all(Chosen{multiplier, entries}.table(a));
+  else
+    with_multiplier(multiplier, multiply_all);
   return out;
 }
 

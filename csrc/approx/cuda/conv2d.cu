@@ -78,7 +78,7 @@ Target images(Tensor& out, int64_t channels) {
 }
 
 Tensor forward(Tensor x, Tensor weight, Ints stride, Ints padding, Ints dilation, int64_t groups,
-               std::string multiplier) {
+               std::string multiplier, std::optional<Tensor> entries) {
   const Conv2d p(sizes(x), sizes(weight), stride, padding, dilation, groups);
   check_float(x, "x");
   check_alike(weight, x, "weight");
@@ -86,7 +86,7 @@ Tensor forward(Tensor x, Tensor weight, Ints stride, Ints padding, Ints dilation
   x = compact(x), weight = compact(weight);
   Tensor out = make_tensor(x, {p.B, p.O, p.OH, p.OW});
   const Launch launch(x);
-  gemm(multiplier,
+  gemm({multiplier, entries},
        {view(x, 1, p.in_channels(), pixels(p, x), elements(p, x)), weights(p, weight, 0, 1),
         images(out, p.out_channels()), p.G, p.B * p.OH * p.OW, p.out_channels(),
         p.in_channels() * p.R * p.S},
@@ -95,7 +95,8 @@ Tensor forward(Tensor x, Tensor weight, Ints stride, Ints padding, Ints dilation
 }
 
 Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints padding,
-                      Ints dilation, int64_t groups, std::string multiplier) {
+                      Ints dilation, int64_t groups, std::string multiplier,
+                      std::optional<Tensor> entries) {
   const Conv2d p(size, sizes(weight), stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(weight, grad, "weight");
@@ -113,7 +114,7 @@ Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints p
                        -static_cast<int>(p.dilation[1])});
   outputs.y_every = p.stride[0], outputs.x_every = p.stride[1];
   outputs.leaves_out = true;
-  gemm(multiplier,
+  gemm({multiplier, entries},
        {outputs, weights(p, weight, 1, 0), images(out, p.in_channels()), p.G, p.B * p.H * p.W,
         p.in_channels(), p.out_channels() * p.R * p.S, true},
        grad, launch.stream);
@@ -121,7 +122,7 @@ Tensor backward_input(Tensor grad, Tensor weight, Ints size, Ints stride, Ints p
 }
 
 Tensor backward_weight(Tensor grad, Tensor x, Ints size, Ints stride, Ints padding, Ints dilation,
-                       int64_t groups, std::string multiplier) {
+                       int64_t groups, std::string multiplier, std::optional<Tensor> entries) {
   const Conv2d p(sizes(x), size, stride, padding, dilation, groups);
   check_float(grad, "grad");
   check_alike(x, grad, "x");
@@ -134,7 +135,7 @@ Tensor backward_weight(Tensor grad, Tensor x, Ints size, Ints stride, Ints paddi
       view(grad, 1, p.out_channels(), channel(grad, 1), {Digits(p.OH, p.OW), grad.stride(0), 1, 1});
   View windows = view(x, 1, p.in_channels(), elements(p, x), pixels(p, x));
   outputs.along_columns = windows.along_columns = true;
-  gemm(multiplier,
+  gemm({multiplier, entries},
        {outputs,
         windows,
         {static_cast<float*>(out.mutable_data_ptr()),

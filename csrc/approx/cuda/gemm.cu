@@ -6,12 +6,12 @@
 
 namespace hoconv::approx {
 
-void gemm(const std::string& multiplier, const Product& p, const Tensor& like,
-          cudaStream_t stream) {
+void gemm(const Chosen& multiplier, const Product& p, const Tensor& like, cudaStream_t stream) {
   if (p.batch * p.M * p.N == 0) return;
   STD_TORCH_CHECK(p.M < (int64_t{1} << 31) && p.N < (int64_t{1} << 31) && p.K < (int64_t{1} << 31),
                   "a product's rows, columns and depth: expected less than 2^31 each");
-  with_multiplier(multiplier,
+  if (multiplier.entries) return gemm_by_table(multiplier.table(like), p, stream);
+  with_multiplier(multiplier.name,
                   [&](auto definition) { Gemm<decltype(definition)>::run(p, like, stream); });
 }
 

@@ -30,13 +30,13 @@ View matrix(const Tensor& t, int64_t batch, int64_t row, int64_t column) {
 }
 
 // out (B, M, N) of a (B, M, K) and b (B, K, N), or all of them without B.
-Tensor matmul(Tensor a, Tensor b, std::string multiplier) {
+Tensor matmul(Tensor a, Tensor b, std::string multiplier, std::optional<Tensor> entries) {
   a = compact(a), b = compact(b);
   const Matmul p(a, b);
   Tensor out = make_tensor(a, p.result(a, p.N));
   const Launch launch(a);
   const Digits one(1, 1);
-  gemm(multiplier,
+  gemm({multiplier, entries},
        {matrix(a, p.a.batch_stride, p.a.row_stride, p.a.column_stride),
         matrix(b, p.b.batch_stride, p.b.column_stride, p.b.row_stride),
         {static_cast<float*>(out.mutable_data_ptr()), p.M * p.N, one, one, {p.N, 0, 0}, {1, 0, 0}},

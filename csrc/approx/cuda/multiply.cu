@@ -24,10 +24,11 @@ int64_t blocks_for(int64_t elements) {
 }
 
 template <typename Multiplier>
-__global__ void products(const float* a, const float* b, float* out, int64_t size) {
+__global__ void products(Multiplier multiplier, const float* a, const float* b, float* out,
+                         int64_t size) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step)
-    out[i] = Multiplier::multiply(a[i], b[i]);
+    out[i] = multiplier.multiply(a[i], b[i]);
 }
 
 struct Matrix {  // of a batch, any strides
@@ -63,7 +64,8 @@ __global__ void derivatives(Matrix grad, Matrix a, Matrix b, float* out, Matmul 
   }
 }
 
-Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
+Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier,
+                std::optional<Tensor> entries) {
   check_float(a, "a");
   check_alike(b, a, "b");
   check_same_sizes(b, a, "b");
@@ -71,12 +73,16 @@ Tensor multiply(const Tensor& a, const Tensor& b, std::string multiplier) {
   Tensor out = make_like(a);
   if (a.numel() == 0) return out;
   const Launch launch(a);
-  with_multiplier(multiplier, [&](auto definition) {
-    products<decltype(definition)><<<blocks_for(a.numel()), kThreads, 0, launch.stream>>>(
-        static_cast<const float*>(a.const_data_ptr()),
+  const auto multiply_all = [&](auto definition) {
+    products<<<blocks_for(a.numel()), kThreads, 0, launch.stream>>>(
+        definition, static_cast<const float*>(a.const_data_ptr()),
         static_cast<const float*>(b.const_data_ptr()), static_cast<float*>(out.mutable_data_ptr()),
         a.numel());
-  });
+  };
+  if (entries)
+    multiply_all(Chosen{multiplier, entries}.table(a));
+  else
+    with_multiplier(multiplier, multiply_all);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }

@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "approx/multipliers.h"
+#include "approx/problem.h"
 #include "hoconv/cuda_launch.cuh"
 
 namespace hoconv::approx {
@@ -151,7 +151,7 @@ struct Product {
   int64_t batch, M, N, K;
   bool left_may_be_sparse = false;  // its elements may be mostly zeros
 
-  // The same product with its operands exchanged: the multipliers are commutative.
+  // The same product with its operands exchanged: the multipliers with a name are commutative.
   Product swapped() const {
     Product p = *this;
     std::swap(p.left, p.right);
@@ -169,6 +169,7 @@ struct Gemm {
   static void run(const Product& p, const Tensor& like, cudaStream_t stream);
 };
 
-void gemm(const std::string& multiplier, const Product& p, const Tensor& like, cudaStream_t stream);
+void gemm(const Chosen& multiplier, const Product& p, const Tensor& like, cudaStream_t stream);
+void gemm_by_table(const MantissaTable& table, const Product& p, cudaStream_t stream);
 
 }  // namespace hoconv::approx

@@ -82,14 +82,15 @@ def _refuse_second_derivative(
             return backward(ctx, grad)
         with torch.no_grad():
             found = backward(ctx, grad)
-        sources = grad, *ctx.saved_tensors
+        sources = grad, *ctx.saved_tensors[:2]
         return tuple(None if d is None else _FirstDerivative.apply(d, *sources) for d in found)
 
     return wrapped
 
 
 class _Product(torch.autograd.Function):
-    """A product of two operands; the arguments after them are the options of `backward`."""
+    """A product of two operands by a multiplier, which has entries if it is a table of mantissas;
+    the arguments after them are the options of `backward`."""
 
     generate_vmap_rule = True
     eager: type[torch.autograd.Function]
@@ -115,8 +116,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, *ctx.options = inputs
-        ctx.save_for_backward(a, b)
+        a, b, entries, *ctx.options = inputs
+        ctx.save_for_backward(a, b, entries)
 
 
 def _make_eager(product: type[_Product]) -> type[torch.autograd.Function]:
@@ -146,20 +147,21 @@ class Multiply(_Product):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
-    ) -> Tensor:
-        return OPS[impl].multiply(a.contiguous(), b.contiguous(), multiplier)
+        a: Tensor, b: Tensor, entries: Tensor | None, multiplier: str, gradient: tuple[str, str],
+        impl: str,
+    ) -> Tensor:  # fmt: skip
+        return OPS[impl].multiply(a.contiguous(), b.contiguous(), multiplier, entries)
 
     @staticmethod
     @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
+        a, b, entries = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
         ops = OPS[impl]
 
         def gradient_of(kind: str, operand: Tensor, other: Tensor) -> Tensor:
             if kind == "approx":
-                return ops.multiply(grad.contiguous(), other.contiguous(), multiplier)
+                return ops.multiply(grad.contiguous(), other.contiguous(), multiplier, entries)
             if kind == "ste":
                 return grad * other
             return grad * ops.multiply_derivative(operand, other, multiplier)
@@ -167,7 +169,7 @@ class Multiply(_Product):
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of(gradient[0], a, b) if need_a else None
         d_b = gradient_of(gradient[1], b, a) if need_b else None
-        return d_a, d_b, None, None, None
+        return d_a, d_b, None, None, None, None
 
 
 class Matmul(_Product):
@@ -175,20 +177,21 @@ class Matmul(_Product):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, multiplier: str, gradient: tuple[str, str], impl: str
-    ) -> Tensor:
-        return OPS[impl].matmul(a, b, multiplier)
+        a: Tensor, b: Tensor, entries: Tensor | None, multiplier: str, gradient: tuple[str, str],
+        impl: str,
+    ) -> Tensor:  # fmt: skip
+        return OPS[impl].matmul(a, b, multiplier, entries)
 
     @staticmethod
     @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
+        a, b, entries = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
         ops = OPS[impl]
 
         def gradient_of_left(kind: str, grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
             if kind == "approx":
-                return ops.matmul(grad, right.mT, multiplier)
+                return ops.matmul(grad, right.mT, multiplier, entries)
             if kind == "ste":
                 with without_autocast(grad.device.type):
                     return grad @ right.mT
@@ -197,7 +200,7 @@ class Matmul(_Product):
         need_a, need_b = ctx.needs_input_grad[:2]
         d_a = gradient_of_left(gradient[0], grad, a, b) if need_a else None
         d_b = gradient_of_left(gradient[1], grad.mT, b.mT, a.mT).mT if need_b else None
-        return d_a, d_b, None, None, None
+        return d_a, d_b, None, None, None, None
 
 
 class Conv2d(_Product):
@@ -205,17 +208,18 @@ class Conv2d(_Product):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-        multiplier: str, gradient: tuple[str, str], impl: str,
+        x: Tensor, weight: Tensor, entries: Tensor | None, stride: Pair, padding: Pair,
+        dilation: Pair, groups: int, multiplier: str, gradient: tuple[str, str], impl: str,
     ) -> Tensor:  # fmt: skip
         geometry = stride, padding, dilation, groups
-        return OPS[impl].conv2d(x, weight, *geometry, multiplier)
+        return OPS[impl].conv2d(x, weight, *geometry, multiplier, entries)
 
     @staticmethod
     @_refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, entries = ctx.saved_tensors
         *geometry, multiplier, gradient, impl = ctx.options
+        by = multiplier, entries
         ops = OPS[impl]
         of_x, of_weight = (
             kind if needed else None
@@ -229,14 +233,14 @@ class Conv2d(_Product):
                 [of_x == "ste", of_weight == "ste", False],
             )  # fmt: skip
         if of_x == "approx":
-            d_x = ops.conv2d_backward_input(grad, weight, x.shape, *geometry, multiplier)
+            d_x = ops.conv2d_backward_input(grad, weight, x.shape, *geometry, *by)
         elif of_x == "analytic":
             d_x = _analytic_input(ops, grad, x, weight, geometry, multiplier)
         if of_weight == "approx":
-            d_weight = ops.conv2d_backward_weight(grad, x, weight.shape, *geometry, multiplier)
+            d_weight = ops.conv2d_backward_weight(grad, x, weight.shape, *geometry, *by)
         elif of_weight == "analytic":
             d_weight = _analytic_weight(ops, grad, x, weight, geometry, multiplier)
-        return d_x, d_weight, None, None, None, None, None, None, None
+        return d_x, d_weight, *(None,) * 8
 
 
 def _analytic_input(

@@ -1,5 +1,7 @@
 """Convolution and linear layers whose products go through an approximate multiplier.
 
+With a multiplier of integers a layer quantises its input and its weight (quantization.py).
+
 B batch, C channels of the input, O of the output, H x W pixels of the input, OH x OW of the output.
 """
 
@@ -13,9 +15,13 @@ from torch import Tensor, nn
 from hoconv.dispatch.declaration import Operator
 from hoconv.dispatch.implementations import check_name
 from hoconv.dispatch.registration import check_dense, get_parameter
-from hoconv.ops.approx import multipliers
+from hoconv.ops.approx.geometry import check_windows, pad_widths
 from hoconv.ops.approx.gradients import Gradient, kinds
-from hoconv.ops.approx.operator import CONV2D, MATMUL, conv2d, matmul, pad_widths
+from hoconv.ops.approx.mantissas import MantissaTable
+from hoconv.ops.approx.operator import CONV2D, MATMUL, check_derivative, conv2d, matmul
+from hoconv.ops.approx.quantization import Quantizer, quantized_conv2d, quantized_linear
+from hoconv.ops.approx.sources.find import AnyMultiplier, find
+from hoconv.ops.approx.tables import LookupTable
 
 
 class ApproxConv2d(nn.Conv2d):
@@ -26,20 +32,32 @@ class ApproxConv2d(nn.Conv2d):
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
         padding_mode, device: as for :class:`torch.nn.Conv2d`.
-        multiplier: a name of ``hoconv.approx.MULTIPLIERS``.
+        multiplier: a name of ``hoconv.approx.MULTIPLIERS``, or what
+            :func:`hoconv.approx.multiplier` takes or returns. With one of integers the layer
+            quantises its operands: the input, which is the first one, over the range that
+            `quantizer.input` saw in training (:class:`hoconv.approx.Observer`), the weight over its
+            own.
         gradient: the kind of gradient, or a pair of kinds, for the input and for the weight.
             ``"approx"``: its products are approximate too; ``"ste"`` (straight-through): the exact
-            gradient of the exact convolution; ``"analytic"``: the multiplier's own derivative.
+            gradient of the exact convolution; ``"analytic"``: the multiplier's own derivative. By
+            default ``"approx"``, or ``"ste"`` of a multiplier of integers, which has no other.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
+
+    Parameters and buffers: those of :class:`torch.nn.Conv2d`; with a multiplier of integers also
+    quantizer.input.least and most.
 
     Shape:
         input (B, C, H, W) or (C, H, W), float32 -> output (B, O, OH, OW) or (O, OH, OW).
 
     Raises:
         ValueError: an argument is out of range.
+        RuntimeError: a multiplier of integers, in evaluation before any call in training: the range
+            of the input is unknown.
+        NotImplementedError: a multiplier of integers, with forward mode or, in training, a
+            transform of torch.func.
     """
 
-    operator = CONV2D
+    quantizer: Quantizer | None
 
     def __init__(
         self,
@@ -53,8 +71,8 @@ class ApproxConv2d(nn.Conv2d):
         bias: bool = True,
         padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         *,
-        multiplier: str = "mbm16",
-        gradient: Gradient = "approx",
+        multiplier: AnyMultiplier = "mbm16",
+        gradient: Gradient | None = None,
         impl: str = "auto",
         device: Any = None,
     ) -> None:
@@ -62,13 +80,19 @@ class ApproxConv2d(nn.Conv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             padding_mode, device,
         )  # fmt: skip
-        _check(CONV2D, multiplier, gradient, impl)
-        self.multiplier = multiplier
-        self.gradient = gradient if isinstance(gradient, str) else kinds(gradient)
+        check_name(CONV2D, impl)
+        self.multiplier, self.quantizer = _choose(multiplier, device)
+        self.gradient = _choose_gradient(self.multiplier, gradient)
         self.impl = impl
+
+    @property
+    def operator(self) -> Operator:
+        """The operator whose implementations compute the layer."""
+        return CONV2D if self.quantizer is None else MATMUL
 
     def forward(self, input: Tensor) -> Tensor:
         check_dense(input, "input")
+        _check_unchanged(self)
         if input.dim() not in (3, 4) or input.shape[-3] != self.in_channels:
             raise ValueError(
                 f"input: expected (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W), "
@@ -80,10 +104,15 @@ class ApproxConv2d(nn.Conv2d):
             widths = pad_widths(weight, padding, self.stride, self.dilation)
             x = F.pad(x, widths, mode=self.padding_mode)
             padding = 0
-        out = conv2d(
-            x, weight, self.multiplier, stride=self.stride, padding=padding,
-            dilation=self.dilation, groups=self.groups, gradient=self.gradient, impl=self.impl,
-        )  # fmt: skip
+        if self.quantizer is None:
+            out = conv2d(
+                x, weight, self.multiplier, stride=self.stride, padding=padding,
+                dilation=self.dilation, groups=self.groups, gradient=self.gradient, impl=self.impl,
+            )  # fmt: skip
+        else:
+            sizes = self.stride, padding, self.dilation, self.groups
+            x, *windows = check_windows(x, weight, *sizes)
+            out = quantized_conv2d(x, weight, windows, self.groups, self.quantizer, self.impl)
         bias = get_parameter(self, "bias")
         if bias is not None:
             out = out + bias.view(-1, 1, 1)
@@ -110,6 +139,7 @@ class ApproxLinear(nn.Linear):
     """
 
     operator = MATMUL
+    quantizer: Quantizer | None
 
     def __init__(
         self,
@@ -117,26 +147,30 @@ class ApproxLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        multiplier: str = "mbm16",
-        gradient: Gradient = "approx",
+        multiplier: AnyMultiplier = "mbm16",
+        gradient: Gradient | None = None,
         impl: str = "auto",
         device: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
-        _check(MATMUL, multiplier, gradient, impl)
-        self.multiplier = multiplier
-        self.gradient = gradient if isinstance(gradient, str) else kinds(gradient)
+        check_name(MATMUL, impl)
+        self.multiplier, self.quantizer = _choose(multiplier, device)
+        self.gradient = _choose_gradient(self.multiplier, gradient)
         self.impl = impl
 
     def forward(self, input: Tensor) -> Tensor:
         check_dense(input, "input")
+        _check_unchanged(self)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
             )
         x = input if input.dim() > 1 else input.unsqueeze(0)
         weight = get_parameter(self, "weight")
-        out = matmul(x, weight.mT, self.multiplier, gradient=self.gradient, impl=self.impl)
+        if self.quantizer is None:
+            out = matmul(x, weight.mT, self.multiplier, gradient=self.gradient, impl=self.impl)
+        else:
+            out = quantized_linear(x, weight, self.quantizer, self.impl)
         bias = get_parameter(self, "bias")
         if bias is not None:
             out = out + bias
@@ -146,10 +180,37 @@ class ApproxLinear(nn.Linear):
         return f"{super().extra_repr()}, {_describe(self)}"
 
 
-def _check(operator: Operator, multiplier: str, gradient: Gradient, impl: str) -> None:
-    multipliers.check(multiplier)
-    kinds(gradient)
-    check_name(operator, impl)
+def _choose(multiplier: AnyMultiplier, device: Any) -> tuple[Any, Quantizer | None]:
+    """Returns the multiplier, and what quantises the operands of one of integers."""
+    found = find(multiplier)
+    return found, Quantizer(found).to(device) if isinstance(found, LookupTable) else None
+
+
+def _choose_gradient(multiplier: Any, gradient: Gradient | None) -> Gradient:
+    """Returns the kind of gradient that was asked for, or that a layer has by default."""
+    of_integers = isinstance(multiplier, LookupTable)
+    if gradient is None:
+        return "ste" if of_integers else "approx"
+    pair = kinds(gradient)
+    if isinstance(multiplier, MantissaTable):
+        check_derivative(multiplier, gradient)
+    if of_integers and pair != ("ste", "ste"):
+        raise ValueError(
+            f"gradient: expected 'ste', all that a multiplier of integers has; got {gradient!r}"
+        )
+    return gradient if isinstance(gradient, str) else pair
+
+
+def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
+    """Checks that a layer quantises for the multiplier that it has, if that is one of integers."""
+    table = layer.quantizer and layer.quantizer.table
+    if layer.multiplier is not table and (table or isinstance(layer.multiplier, LookupTable)):
+        raise ValueError(
+            f"multiplier: cannot become {layer.multiplier!r} in a layer that was made for "
+            f"{table or 'floats'}; make a new one"
+        )
+    if table:
+        _choose_gradient(table, layer.gradient)
 
 
 def _describe(layer: ApproxConv2d | ApproxLinear) -> str:

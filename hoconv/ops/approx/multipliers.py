@@ -1,7 +1,7 @@
 """The definition of every multiplier, on tensors, which is the ground truth; and their names.
 
-``csrc/approx/multipliers.h`` has the same definitions in C++: a new multiplier is one entry here
-and one there.
+``csrc/approx/multipliers.h`` has the same definitions in C++: a new multiplier with a kernel of its
+own is one entry here and one there. Any other is a table of the products of its mantissas.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Logarithmic:
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         bits_a, bits_b = _bits(a), _bits(b)
-        exponent_a, exponent_b = _exponent(bits_a), _exponent(bits_b)
         total = self._mantissa(bits_a) + self._mantissa(bits_b)
         carry, fraction = total >> 23, total & _MANTISSA
         correction = torch.bitwise_right_shift(_CORRECTION, carry) & self._kept
@@ -75,13 +74,8 @@ class Logarithmic:
         overflow = corrected > _MANTISSA
         halved = (corrected - _MANTISSA - 1) >> 1
         mantissa = torch.where(overflow, torch.where(carry == 1, fraction, halved), corrected)
-        exponent = exponent_a + exponent_b - 127 + carry + (overflow & (carry == 0)).int()
-        sign = (bits_a ^ bits_b) & _SIGN
-        finite = sign | exponent.clamp(1, 254) << 23 | mantissa & self._kept
-        product = torch.where(exponent >= 255, sign | 255 << 23, finite)
-        zero = (exponent_a == 0) | (exponent_b == 0) | (exponent <= 0)
-        product = torch.where(zero, 0, product).view(torch.float32)
-        return torch.where((exponent_a == 255) | (exponent_b == 255), a * b, product)
+        more = carry + (overflow & (carry == 0)).int()
+        return _compose(a, b, more, mantissa & self._kept)
 
     def derivative(self, a: Tensor, b: Tensor) -> Tensor:
         """sign(b) 2^e(b) (1 + carry): the slope of a sum of mantissas, doubled where it carries.
@@ -117,14 +111,32 @@ MULTIPLIERS: Mapping[str, Multiplier] = {
 }
 
 
-def check(name: str) -> None:
-    """Checks the name of a multiplier.
+def multiply_by_entries(entries: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The product of float32 tensors whose mantissas' products are in a table.
 
-    Raises:
-        ValueError: no multiplier has this name.
+    Zeros, subnormal numbers, infinities and NaN, and products out of range are as of
+    :class:`Logarithmic`.
+
+    Args:
+        entries: (2^n, 2^n) int32: the bits of the product of 1.i and 1.j, less those of 1.0.
     """
-    if name not in MULTIPLIERS:
-        raise ValueError(f"multiplier: expected one of {', '.join(MULTIPLIERS)}; got {name!r}")
+    unused = 23 - (entries.shape[0].bit_length() - 1)
+    entry = entries[(_bits(a) & _MANTISSA) >> unused, (_bits(b) & _MANTISSA) >> unused]
+    return _compose(a, b, entry >> 23, entry & _MANTISSA)
+
+
+def _compose(a: Tensor, b: Tensor, more: Tensor, mantissa: Tensor) -> Tensor:
+    """Returns the product of a and b that has this mantissa, and the sum of their exponents plus
+    `more`."""
+    bits_a, bits_b = _bits(a), _bits(b)
+    exponent_a, exponent_b = _exponent(bits_a), _exponent(bits_b)
+    exponent = exponent_a + exponent_b - 127 + more
+    sign = (bits_a ^ bits_b) & _SIGN
+    finite = sign | exponent.clamp(1, 254) << 23 | mantissa
+    product = torch.where(exponent >= 255, sign | 255 << 23, finite)
+    zero = (exponent_a == 0) | (exponent_b == 0) | (exponent <= 0)
+    product = torch.where(zero, 0, product).view(torch.float32)
+    return torch.where((exponent_a == 255) | (exponent_b == 255), a * b, product)
 
 
 def _bits(t: Tensor) -> Tensor:

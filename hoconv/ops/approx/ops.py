@@ -36,26 +36,28 @@ _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
 KERNELS = kernels("approx")
 
+_MULTIPLIER = "str multiplier, Tensor? entries=None"
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
+# A multiplier has a name, or entries of a table of mantissas; then the name is of no account.
 _SCHEMAS = {
     # Of equal shapes, both contiguous; the derivative is with respect to a.
-    "approx_multiply": "(Tensor a, Tensor b, str multiplier) -> Tensor",
+    "approx_multiply": f"(Tensor a, Tensor b, {_MULTIPLIER}) -> Tensor",
     "approx_multiply_derivative": "(Tensor a, Tensor b, str multiplier) -> Tensor",
     # a (B, M, K), b (B, K, N), or all without B; any strides.
-    "approx_matmul": "(Tensor a, Tensor b, str multiplier) -> Tensor",
+    "approx_matmul": f"(Tensor a, Tensor b, {_MULTIPLIER}) -> Tensor",
     "approx_matmul_derivative": "(Tensor grad, Tensor a, Tensor b, str multiplier) -> Tensor",
     # x (B, C, H, W), weight (O, C / G, R, S), grad (B, O, OH, OW), any strides; `size` is that of
     # the result.
-    "approx_conv2d": f"(Tensor x, Tensor weight, {_WINDOWS}, str multiplier) -> Tensor",
+    "approx_conv2d": f"(Tensor x, Tensor weight, {_WINDOWS}, {_MULTIPLIER}) -> Tensor",
     "approx_conv2d_backward_input":
-        f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
+        f"(Tensor grad, Tensor weight, SymInt[] size, {_WINDOWS}, {_MULTIPLIER}) -> Tensor",
     "approx_conv2d_backward_weight":
-        f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, str multiplier) -> Tensor",
-    # 8-bit integers a (B, M, K), b (B, K, N), any strides, table (256, 256) int32; the result is
-    # (B, M, N) int32.
+        f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, {_MULTIPLIER}) -> Tensor",
+    # Bytes a (B, M, K), b (B, K, N), any strides, table (256, 256) int32 of all pairs of them; the
+    # result is (B, M, N) int32.
     "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
-    # float32 a (B, M, K), b (B, K, N) on 8-bit grids, each given by its scale and zero point. The
-    # products of their integers are the table's.
+    # float32 a (B, M, K), b (B, K, N) on grids of integers, each given by its scale and zero point.
+    # The products of their integers are the table's.
     "approx_table_product":
         "(Tensor a, Tensor b, Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, "
         "Tensor table, bool signed) -> Tensor",
@@ -77,11 +79,11 @@ class Ops:
     table_product: Op
 
 
-def _fake_multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def _fake_multiply(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
-def _fake_matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def _fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
@@ -90,8 +92,7 @@ def _fake_matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str)
 
 
 def _fake_conv2d(
-    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int,
-    multiplier: str,
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, *_: Any
 ) -> Tensor:  # fmt: skip
     size = reference.output_size(x.shape, weight.shape, stride, padding, dilation)
     return x.new_empty(x.shape[0], weight.shape[0], *size)

@@ -1,8 +1,8 @@
-"""Layers with affine quantisation to 8 bits, whose products come from a look-up table.
+"""Products of tensors with affine quantisation to 2 to 8 bits, by a look-up table.
 
-A real number x is scale * (q - zero_point), q an 8-bit integer, with one scale and one zero point
-per tensor. The range always includes 0, which has an exact q. Gradients are straight-through: those
-of the exact product of the quantised numbers, and zero for numbers out of range.
+A real number x is scale * (q - zero_point), q an integer of the table, with one scale and one zero
+point per tensor. The range always includes 0, which has an exact q. Gradients are straight-through:
+those of the exact product of the quantised numbers, and zero for numbers out of range.
 
 B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
 kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -11,17 +11,17 @@ kernel; M, N rows and columns of a matrix product, K what it sums over.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from hoconv.dispatch.implementations import check_name, resolve
+from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
-from hoconv.ops.approx.operator import MATMUL, as_pair
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS
-from hoconv.ops.approx.reference import columns, output_size
+from hoconv.ops.approx.reference import Pair, conv2d_by
 from hoconv.ops.approx.tables import LookupTable
 
 Observed = Literal["minmax", "moving_average"]
@@ -69,11 +69,17 @@ class Observer(nn.Module):
                 seen.copy_(torch.where(seen.isnan(), new, average))
 
 
-def affine(least: Tensor, most: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns the scale (float32) and zero point (int32) with which 8 bits cover a range and 0."""
-    lowest, highest = (-128, 127) if signed else (0, 255)
+def limits(bits: int, signed: bool) -> tuple[int, int]:
+    """Returns the least and the largest integer of so many bits."""
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the scale (float32) and zero point (int32) with which integers of so many bits cover
+    a range and 0."""
+    lowest, highest = limits(bits, signed)
     least, most = least.clamp(max=0), most.clamp(min=0)
-    scale = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = ((most - least) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
     zero_point = (lowest - least / scale).round().clamp(lowest, highest)
     return scale, zero_point.int()
 
@@ -82,23 +88,23 @@ def _multiply_by_table(
     a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
     table: LookupTable, impl: str,
 ) -> Tensor:  # fmt: skip
-    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on 8-bit grids, by the table.
+    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on grids of integers, by the table.
 
     It runs where ``approx_matmul`` runs, since the same compiled libraries have both. It is not
-    declared as an operator, since an operator's random samples are not on 8-bit grids.
+    declared as an operator, since an operator's random samples are not on such grids.
     """
     table.check_sum("input", a.shape[2])
     ops = OPS[resolve("approx_matmul", impl, a.device.type)]
     return ops.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
 
 
-class _Quantizer(nn.Module):
+class Quantizer(nn.Module):
     """Quantises the input and the weight of a layer; tracks the input's range in training."""
 
-    def __init__(self, table: LookupTable, observer: Observed, momentum: float) -> None:
+    def __init__(self, table: LookupTable) -> None:
         super().__init__()
         self.table = table
-        self.input = Observer(observer, momentum)
+        self.input = Observer()
 
     def forward(self, x: Tensor, weight: Tensor) -> Any:
         if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
@@ -113,9 +119,15 @@ class _Quantizer(nn.Module):
             self.input(x.detach())
         if not self.input.least.is_meta:
             self._check_range()
-        of_x = affine(self.input.least, self.input.most, self.table.signed)
-        of_weight = affine(*weight.detach().aminmax(), self.table.signed)
-        return self._quantize(x, *of_x), self._quantize(weight, *of_weight), of_x, of_weight
+        signed, (bits_of_x, bits_of_weight) = self.table.signed, self.table.bits
+        of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
+        of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
+        return (
+            self._quantize(x, *of_x, bits_of_x),
+            self._quantize(weight, *of_weight, bits_of_weight),
+            of_x,
+            of_weight,
+        )
 
     def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
         if has_tangent(x) or has_tangent(weight):
@@ -134,140 +146,43 @@ class _Quantizer(nn.Module):
         elif unknown:
             raise RuntimeError(message)
 
-    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
         if x.is_meta:  # PyTorch's op has no implementation for meta tensors
             return x.clone()
-        limits = (-128, 127) if self.table.signed else (0, 255)
+        grid = limits(bits, self.table.signed)
         try:
-            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
         except NotImplementedError as error:  # forward mode around reverse mode
             if "forward AD" not in str(error):
                 raise
             raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
 
 
-class TableConv2d(nn.Conv2d):
-    """:class:`torch.nn.Conv2d` with 8-bit operands whose products come from a table.
+def quantized_conv2d(
+    x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int,
+    quantizer: Quantizer, impl: str,
+) -> Tensor:  # fmt: skip
+    """The convolution of quantised x (B, C, H, W) with quantised weight (O, C / G, R, S), float32.
 
     Args:
-        in_channels, out_channels, kernel_size, and the keywords after `impl`: as for
-            :class:`torch.nn.Conv2d`; zeros are the only padding.
-        table: the table of products. Its first operand is the input, its second the weight.
-        observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
-            range is computed in every call.
-        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
-            convolution is a matrix product of unfolded windows.
+        windows: stride, padding, dilation.
 
-    Parameters and buffers: those of :class:`torch.nn.Conv2d`; and quantizer.input.least and most,
-    which a state dict of PyTorch's layer does not have.
-
-    Shape:
-        input (B, C, H, W), float32 -> output (B, O, OH, OW).
-
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: evaluation before any call in training: the input's range is unknown.
-        NotImplementedError: forward mode; a transform of torch.func in training.
+    Returns: (B, O, OH, OW), float32.
     """
+    x, weight, of_x, of_weight = quantizer(x, weight)
 
-    operator = MATMUL
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return _multiply_by_table(a, b, of_x, of_weight, quantizer.table, impl)
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        *,
-        table: LookupTable,
-        observer: Observed = "moving_average",
-        momentum: float = 0.01,
-        impl: str = "auto",
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        device: Any = None,
-    ) -> None:
-        if isinstance(padding, str):
-            raise ValueError(f"padding: expected a number or a pair of them, got {padding!r}")
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
-                         bias, device=device)  # fmt: skip
-        check_name(MATMUL, impl)
-        self.quantizer = _Quantizer(table, observer, momentum).to(device)
-        self.impl = impl
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.dim() != 4 or input.shape[1] != self.in_channels:
-            raise ValueError(
-                f"input: expected (B, {self.in_channels}, H, W), got shape {tuple(input.shape)}"
-            )
-        if self.padding_mode != "zeros":
-            raise ValueError(
-                "padding_mode: expected 'zeros', which is all that this layer has, got "
-                f"{self.padding_mode!r}; apply F.pad to the input"
-            )
-        (O, channels), G = self.weight.shape[:2], self.groups  # noqa: E741
-        if O % G or channels * G != self.in_channels:
-            raise ValueError(
-                f"groups: expected that of the weight, {self.in_channels // channels}, got {G}"
-            )
-        windows = (
-            as_pair("stride", self.stride, 1),
-            as_pair("padding", self.padding, 0),
-            as_pair("dilation", self.dilation, 1),
-        )
-        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
-        B = x.shape[0]
-        unfolded = columns(x, weight.shape, *windows, groups=G)  # (B * G, K, L)
-        filters = weight.reshape(G, O // G, -1).repeat(B, 1, 1)
-        out = _multiply_by_table(
-            unfolded.mT, filters.mT, of_x, of_weight, self.quantizer.table, self.impl
-        )
-        size = output_size(x.shape, weight.shape, *windows)
-        out = out.mT.reshape(B, O, *size)
-        return out if self.bias is None else out + self.bias[:, None, None]
+    return conv2d_by(product, x, weight, windows, groups)
 
 
-class TableLinear(nn.Linear):
-    """:class:`torch.nn.Linear` with 8-bit operands whose products come from a table.
+def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str) -> Tensor:
+    """The product of quantised x (..., K) with the transposed quantised weight (N, K), float32.
 
-    Args:
-        in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
-        table, observer, momentum, impl: as for :class:`TableConv2d`.
-
-    Shape:
-        input (..., in_features), float32 -> output (..., out_features).
+    Returns: (..., N), float32.
     """
-
-    operator = MATMUL
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        table: LookupTable,
-        observer: Observed = "moving_average",
-        momentum: float = 0.01,
-        impl: str = "auto",
-        bias: bool = True,
-        device: Any = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device)
-        check_name(MATMUL, impl)
-        self.quantizer = _Quantizer(table, observer, momentum).to(device)
-        self.impl = impl
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.dim() < 1 or input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
-            )
-        x, weight, of_x, of_weight = self.quantizer(input, self.weight)
-        rows = x.reshape(1, math.prod(x.shape[:-1]), self.in_features)
-        out = _multiply_by_table(
-            rows, weight.mT[None], of_x, of_weight, self.quantizer.table, self.impl
-        )
-        out = out.reshape(*input.shape[:-1], weight.shape[0])
-        return out if self.bias is None else out + self.bias
+    x, weight, of_x, of_weight = quantizer(x, weight)
+    rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
+    out = _multiply_by_table(rows, weight.mT[None], of_x, of_weight, quantizer.table, impl)
+    return out.reshape(*x.shape[:-1], weight.shape[0])

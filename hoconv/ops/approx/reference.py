@@ -11,13 +11,14 @@ K what it sums over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoconv.ops.approx.multipliers import MULTIPLIERS
+from hoconv.ops.approx.multipliers import MULTIPLIERS, multiply_by_entries
 
 CHUNK = 1024
 _MOST_PRODUCTS = 2**20  # held in memory at once, about: 4 MiB
@@ -25,9 +26,16 @@ Product = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[int, int]
 
 
-def multiply(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def product_of(multiplier: str, entries: Tensor | None) -> Product:
+    """Returns the product of a multiplier, by its name or by the entries of its table."""
+    if entries is None:
+        return MULTIPLIERS[multiplier].multiply
+    return functools.partial(multiply_by_entries, entries)
+
+
+def multiply(a: Tensor, b: Tensor, multiplier: str, entries: Tensor | None = None) -> Tensor:
     """The elementwise product of a and b of equal shapes."""
-    return MULTIPLIERS[multiplier].multiply(a, b)
+    return product_of(multiplier, entries)(a, b)
 
 
 def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -35,10 +43,10 @@ def multiply_derivative(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
     return MULTIPLIERS[multiplier].derivative(a, b).clone()  # an exact product's is b itself
 
 
-def matmul(a: Tensor, b: Tensor, multiplier: str) -> Tensor:
+def matmul(a: Tensor, b: Tensor, multiplier: str, entries: Tensor | None = None) -> Tensor:
     """a (M, K) times b (K, N), or a (B, M, K) times b (B, K, N): out[m, n] = sum over k of
     a[m, k] * b[k, n]."""
-    return _sum_of_products(MULTIPLIERS[multiplier].multiply, a, b)
+    return _sum_of_products(product_of(multiplier, entries), a, b)
 
 
 def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Tensor:
@@ -55,7 +63,7 @@ def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Te
 
 
 def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
-    """a (B, M, K) times b (B, K, N) of 8-bit integers, whose products are table (256, 256)."""
+    """a (B, M, K) times b (B, K, N) of bytes, whose products are table (256, 256)."""
     (B, M, K), N = a.shape, b.shape[2]
     out = table.new_zeros(B, M, N)
     step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
@@ -68,24 +76,32 @@ def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
 
 def conv2d(
     x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    multiplier: str,
+    multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out[o, oh, ow] = sum over k = (c, r, s) of x[c, ...] * weight[o, c, r, s].
 
     x (B, C, H, W), padded with zeros, which are operands like all others; weight (O, C / G, R, S);
     out (B, O, OH, OW).
     """
+    windows = stride, padding, dilation
+    return conv2d_by(lambda a, b: matmul(a, b, multiplier, entries), x, weight, windows, groups)
+
+
+def conv2d_by(
+    product: Product, x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int
+) -> Tensor:
+    """Computes a convolution by a product of matrices: unfolded windows (B * G, L, K) times filters
+    (B * G, K, O / G). `windows` are stride, padding and dilation."""
     B, O = x.shape[0], weight.shape[0]  # noqa: E741
-    size = output_size(x.shape, weight.shape, stride, padding, dilation)
-    windows = columns(x, weight.shape, stride, padding, dilation, groups)  # (B * G, K, L)
+    unfolded = columns(x, weight.shape, *windows, groups=groups)  # (B * G, K, L)
     filters = weight.reshape(groups, O // groups, -1).repeat(B, 1, 1)  # (B * G, O / G, K)
-    out = matmul(windows.mT, filters.mT, multiplier)  # (B * G, L, O / G)
-    return out.mT.reshape(B, O, *size)
+    out = product(unfolded.mT, filters.mT)  # (B * G, L, O / G)
+    return out.mT.reshape(B, O, *output_size(x.shape, weight.shape, *windows))
 
 
 def conv2d_backward_input(
     grad: Tensor, weight: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, multiplier: str,
+    groups: int, multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of x: out[c, h, w] = sum over k = (o, r, s) of grad[o, ...] * weight[o, c, r, s]
     where an output multiplies x[c, h, w] by weight[o, c, r, s]; other terms are left out."""
@@ -109,14 +125,14 @@ def conv2d_backward_input(
     exists = windows(torch.ones_like(grad)) == 1
     filters = weight.unflatten(0, (groups, O // groups)).transpose(1, 2)  # (G, C / G, O / G, R, S)
     filters = filters.flatten(2).repeat(B, 1, 1)
-    product = MULTIPLIERS[multiplier].multiply
+    product = product_of(multiplier, entries)
     out = _sum_of_products(product, windows(grad).mT, filters.mT, exists.mT)
     return out.mT.reshape(size)
 
 
 def conv2d_backward_weight(
     grad: Tensor, x: Tensor, size: list[int], stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, multiplier: str,
+    groups: int, multiplier: str, entries: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the weight: out[o, c, r, s] = sum over k = (b, oh, ow) of
     grad[b, o, oh, ow] * x[b, c, ...]."""
@@ -124,7 +140,8 @@ def conv2d_backward_weight(
     windows = columns(x, size, stride, padding, dilation, groups)
     windows = windows.unflatten(0, (B, groups)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B * L, K)
     grad = grad.flatten(2).unflatten(1, (groups, O // groups))  # (B, G, O / G, L)
-    return matmul(grad.permute(1, 2, 0, 3).flatten(2), windows, multiplier).reshape(size)
+    grad = grad.permute(1, 2, 0, 3).flatten(2)
+    return matmul(grad, windows, multiplier, entries).reshape(size)
 
 
 def output_size(

@@ -1,4 +1,4 @@
-"""Look-up tables that define multipliers of 8-bit integers, and the matrix product with a table.
+"""Look-up tables that define multipliers of integers, and the matrix product with a table.
 
 B batch, M, N rows and columns of a matrix product, K what it sums over.
 """
@@ -6,7 +6,7 @@ B batch, M, N rows and columns of a matrix product, K what it sums over.
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,31 +14,45 @@ from torch import Tensor
 
 from hoconv.dispatch.implementations import resolve
 from hoconv.ops.approx.ops import OPS
+from hoconv.ops.approx.reference import Pair, conv2d_by
+from hoconv.ops.approx.sources import table_files
+from hoconv.ops.approx.sources.table_files import Bits, Order
 
-_ENTRIES = 256 * 256
-# Bytes of a file -> whether the table is signed -> the dtype of the file's numbers.
-_RAW = {_ENTRIES * 2: {True: "<i2", False: "<u2"}, _ENTRIES * 4: {True: "<i4", False: "<i4"}}
+_SIDE = 256  # rows and columns of the table that kernels read: of all bytes
 
 
 class LookupTable:
-    """The product of every pair of 8-bit integers.
+    """The product of every pair of integers of 2 to 8 bits.
 
     Args:
-        products: (256, 256), integers that fit int32. ``products[a % 256, b % 256]`` is a times b:
-            a negative number's row is that of its byte in two's complement.
-        signed: whether the operands are int8, from -128 to 127, or uint8, from 0 to 255.
+        products: (2^p, 2^q), integers that fit int32, for operands of p and of q bits.
+            ``products[a % 2**p, b % 2**q]`` is a times b: a negative number's row is that of its
+            bits in two's complement.
+        signed: whether the operands are from -2^(p - 1) to 2^(p - 1) - 1, or from 0 to 2^p - 1.
+        origin: where the products come from, which the text of the table says.
+        figures: of the circuit, by name.
+
+    Attributes:
+        bits: (p, q).
+        products, signed, origin, figures: as given.
 
     Raises:
         ValueError: another shape; a product that does not fit int32.
         TypeError: the products are not integers.
     """
 
-    def __init__(self, products: Any, *, signed: bool) -> None:
+    def __init__(
+        self,
+        products: Any,
+        *,
+        signed: bool,
+        origin: str = "an array",
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
         import numpy as np  # here, since torch works without NumPy
 
         array = np.asarray(products)
-        if array.shape != (256, 256):
-            raise ValueError(f"products: expected shape (256, 256), got {array.shape}")
+        self.bits = table_files.bits_of(array.shape)
         if not np.issubdtype(array.dtype, np.integer):
             raise TypeError(f"products: expected integers, got {array.dtype}")
         if array.min() < -(2**31) or array.max() >= 2**31:
@@ -47,46 +61,51 @@ class LookupTable:
             )
         self.products = torch.from_numpy(np.array(array, np.int32, order="C"))
         self.signed = signed
+        self.origin = origin
+        self.figures = dict(figures or {})
         self.largest = int(np.abs(array.astype(np.int64)).max())
+        # Kernels index with whole bytes, so that rows and columns repeat.
+        repeats = [_SIDE // size for size in array.shape]
+        self._of_bytes = self.products.repeat(repeats) if max(repeats) > 1 else self.products
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, signed: bool) -> LookupTable:
-        """Reads a table from a file.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        signed: bool | None = None,
+        bits: Bits | None = None,
+        order: Order | None = None,
+    ) -> LookupTable:
+        """Reads a table from a file: what its contents do not say, the arguments must.
 
         Args:
-            path: a ``.npy`` file of shape (256, 256), or flat. Any other file holds 65,536
-                little-endian numbers in the order ``256 * (a % 256) + b % 256``: of 2 bytes (int16,
-                or uint16 if the table is unsigned) or of 4 (int32).
-            signed: as for :class:`LookupTable`; the file does not say it.
+            path: a ``.npy`` file; a ``.txt`` or ``.csv`` file, a line of integers for each first
+                operand; or, of any other name, little-endian integers row by row, of 2 bytes
+                (int16, or uint16 if the table is unsigned) or of 4 (int32).
+            signed: as for :class:`LookupTable`.
+            bits: p = q, or the pair (p, q), of a file that is not one row a line.
+            order: of the rows and columns of a signed table: ``"index"``, 0 first and -1 last, as
+                for :class:`LookupTable`; or ``"value"``, the least number first.
+
+        Without `signed` or `order`, the reading is taken whose products resemble exact ones; of a
+        signed table that resembles neither, that by index, unless it is text.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file does not hold such a table; says what it holds.
+            ValueError: the file does not hold such a table, or fits more than one reading; says
+                what it holds.
         """
-        import numpy as np
-
-        path = Path(path)
-        if path.suffix == ".npy":
-            try:  # mapped, so that a forged header cannot make it allocate memory
-                array = np.lib.format.open_memmap(path, mode="r")
-            except OSError:
-                raise
-            except Exception as error:  # of NumPy's parser, which raises many kinds
-                raise ValueError(f"{path}: not a readable .npy file ({error})") from error
-        else:
-            contents = path.read_bytes()
-            if len(contents) not in _RAW:
-                raise ValueError(
-                    f"{path}: expected 65,536 integers of 2 or 4 bytes, which is 131,072 or "
-                    f"262,144 bytes; it has {len(contents):,}"
-                )
-            array = np.frombuffer(contents, _RAW[len(contents)][signed])
-        if array.size == _ENTRIES:
-            array = array.reshape(256, 256)
+        products, signed, reading = table_files.read(path, bits, signed, order)
         try:
-            return cls(array, signed=signed)
+            return cls(products, signed=signed, origin=f"{os.fspath(path)}, {reading}")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+    def __repr__(self) -> str:
+        p, q = self.bits
+        sign = "signed" if self.signed else "unsigned"
+        return f"LookupTable({sign}, {p} x {q} bits, of {self.origin})"
 
     def check_sum(self, name: str, K: int) -> None:
         """Checks that a sum of K products of the argument `name` fits int32.
@@ -106,20 +125,21 @@ class LookupTable:
         return torch.int8 if self.signed else torch.uint8
 
     def on(self, device: torch.device) -> Tensor:
-        """Returns the products, (256, 256) int32, on a device, and keeps them there."""
+        """Returns the products of all pairs of bytes, which repeat those of fewer bits: (256, 256)
+        int32, on a device, where they are kept."""
         if device.type == "meta":
-            return torch.empty_like(self.products, device=device)
-        if self.products.device != device:
-            self.products = self.products.to(device)
-        return self.products
+            return torch.empty_like(self._of_bytes, device=device)
+        if self._of_bytes.device != device:
+            self._of_bytes = self._of_bytes.to(device)
+        return self._of_bytes
 
 
 def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto") -> Tensor:
-    """The matrix product of 8-bit integers whose products come from a table; sums are exact.
+    """The matrix product of integers whose products come from a table; sums are exact.
 
     Args:
         a: (B, M, K), the table's first operand: int8 if the table is signed, else uint8; any
-            strides.
+            strides. Of its numbers the table's lowest bits count, as in hardware.
         b: (B, K, N), the second operand; dtype and device of a; any strides.
         table: the table of products.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
@@ -146,3 +166,24 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
     table.check_sum("a", a.shape[2])
     name = resolve("approx_matmul", impl, a.device.type)
     return OPS[name].table_matmul(a, b, table.on(a.device))
+
+
+def table_multiply(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
+    """Returns the products of integers a and b of shapes that broadcast, int32."""
+    a, b = (t.int() & (_SIDE - 1) for t in (a, b))
+    return table.on(a.device)[a, b]
+
+
+def table_conv2d(
+    x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int, table: LookupTable, impl: str
+) -> Tensor:
+    """The convolution of integers x (B, C, H, W) with weight (O, C / G, R, S), int32.
+
+    Args:
+        windows: stride, padding with zeros, dilation.
+    """
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return table_matmul(a.to(table.dtype), b.to(table.dtype), table, impl=impl)
+
+    return conv2d_by(product, x.float(), weight, windows, groups)  # PyTorch unfolds floats alone

@@ -1,4 +1,6 @@
-"""Products of 8-bit look-up tables: matrix products of integers, and the quantised layers.
+"""Products of look-up tables: matrix products of integers, and the quantised layers.
+
+The second definition reads integers modulo 2^bits, and files as they are described.
 
 B batch, M, N rows and columns of a matrix product, K its inner dimension.
 """
@@ -46,7 +48,7 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
                 draw.choice((torch.int32, torch.float32, torch.uint8 if signed else torch.int8))
             )
         else:
-            given = approx.LookupTable(np.full((256, 256), 2**30), signed=signed)
+            given = approx.LookupTable(np.full(products.shape, 2**30), signed=signed)
             a, b = integers(1, 1, 2 + K), integers(1, 2 + K, 1)
     nothing = torch.zeros((), device=draw.device)  # added, since programs differentiate a tensor
 
@@ -54,7 +56,10 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
         return approx.table_matmul(a, b, given, impl=impl) + x
 
     def exact(x: Tensor) -> Tensor:
-        left, right = (t.cpu().numpy().astype(np.int64) % 256 for t in (a, b))
+        left, right = (
+            t.cpu().numpy().astype(np.int64) % size
+            for t, size in zip((a, b), products.shape, strict=True)
+        )
         out = products[left[:, :, :, None], right[:, None]].sum(2)
         return torch.from_numpy(out).to(torch.int32) + x
 
@@ -68,12 +73,14 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
 def _table(draw: Draw, signed: bool) -> tuple[np.ndarray, approx.LookupTable]:
     """Draws a table of products, from an array in any layout or from a file."""
+    bits = draw.choice(((8, 8), (8, 8), (draw.integer(2, 8), draw.integer(2, 8))))
     most = draw.choice((100, 2**15 - 1, 2**22))
     random = np.random.default_rng(draw.integer(0, 2**31))
-    products = random.integers(-most if signed else 0, most + 1, (256, 256))
+    products = random.integers(-most if signed else 0, most + 1, [2**n for n in bits])
     way = draw.choice(
-        ("array", "fortran", "strided", "list", "npy", "npy flat", "npy fortran", "raw")
-    )
+        ("array", "fortran", "strided", "list", "npy", "npy flat", "npy fortran", "raw", "text",
+         "text by value", "text in one line", "npy by value")
+    )  # fmt: skip
     if way == "array":
         return products, approx.LookupTable(
             products.astype(draw.choice((np.int32, np.int64))), signed=signed
@@ -84,15 +91,26 @@ def _table(draw: Draw, signed: bool) -> tuple[np.ndarray, approx.LookupTable]:
         return products, approx.LookupTable(products.T[::-1].copy()[::-1].T, signed=signed)
     if way == "list":
         return products, approx.LookupTable(products.tolist(), signed=signed)
+    # By value the numbers above the middle of the indices, which are negative, come first.
+    halves = [np.r_[n // 2 : n, 0 : n // 2] if signed else np.arange(n) for n in products.shape]
+    written = products[np.ix_(*halves)] if "by value" in way else products
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / ("table.npy" if way.startswith("npy") else "table.bin")
+        suffix = {"npy": "npy", "raw": "bin", "tex": "txt"}[way[:3]]
+        path = Path(folder, f"table.{suffix}")
         if way == "raw":
             two = most < 2**15
             products.astype(("<i2" if signed else "<u2") if two else "<i4").tofile(path)
-        else:
-            array = products.flatten() if way == "npy flat" else products
+        elif way.startswith("npy"):
+            array = written.flatten() if way == "npy flat" else written
             np.save(path, np.asfortranarray(array) if way == "npy fortran" else array)
-        return products, approx.LookupTable.load(os.fspath(path), signed=signed)
+        else:
+            array = written.reshape(1, -1) if way == "text in one line" else written
+            np.savetxt(path, array, "%d", draw.choice((" ", "\t", ", ")))
+        order = "value" if "by value" in way else "index"
+        given = bits if way in ("raw", "npy flat", "text in one line") else None
+        return products, approx.LookupTable.load(
+            os.fspath(path), signed=signed, bits=given, order=order
+        )
 
 
 def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.LookupTable) -> Call:
@@ -119,8 +137,12 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
     module.quantizer.input.least.fill_(least)
     module.quantizer.input.most.fill_(most)
     module = module.eval().to(draw.device)
-    x, weight = (_between_ties(t, *limits, table.signed)
-                 for t, limits in ((x, (least, most)), (weight, _limits(weight))))  # fmt: skip
+    bits = [n.bit_length() - 1 for n in products.shape]
+    ranges = ((least, most), _limits(weight))
+    x, weight = (
+        _between_ties(t, *limits, n, table.signed)
+        for t, limits, n in zip((x, weight), ranges, bits, strict=True)
+    )
 
     def function(x: Tensor, weight: Tensor, impl: str) -> Tensor:
         module.impl = impl
@@ -128,16 +150,18 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
         """Has the value of the table's sums, and the derivative of the quantised product."""
+        ranges = ((least, most), _limits(weight))
         (on_x, q_x, scale_x, zero_x), (on_w, q_w, scale_w, zero_w) = (
-            _quantised(t, *limits, table.signed)
-            for t, limits in ((x, (least, most)), (weight, _limits(weight)))
+            _quantised(t, *limits, n, table.signed)
+            for t, limits, n in zip((x, weight), ranges, bits, strict=True)
         )
         looked_up = torch.from_numpy(products)
+        rows, columns = products.shape
         if not convolution:
             straight = on_x @ on_w.mT
             left, right = q_x[..., None, :], q_w
             sums = (
-                looked_up[left % 256, right % 256]
+                looked_up[left % rows, right % columns]
                 - zero_w * left
                 - zero_x * right
                 + zero_x * zero_w
@@ -151,7 +175,7 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
             right = q_w.unflatten(0, (G, -1))[
                 ..., None, None, :, :
             ]  # (G, O / G, C / G, 1, 1, R, R)
-            sums = looked_up[windows % 256, right % 256]
+            sums = looked_up[windows % rows, right % columns]
             sums = (sums - zero_w * windows - zero_x * right + zero_x * zero_w).sum((3, 6, 7))
             sums = sums.flatten(1, 2)
         value = scale_x * scale_w * sums.double()
@@ -168,17 +192,17 @@ def _limits(t: Tensor) -> tuple[float, float]:
     return (t.min().item(), t.max().item())
 
 
-def _scale(least: float, most: float, signed: bool) -> tuple[float, int, int, int]:
-    low, high = (-128, 127) if signed else (0, 255)
+def _scale(least: float, most: float, bits: int, signed: bool) -> tuple[float, int, int, int]:
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     first, last = np.float32(min(least, 0)), np.float32(max(most, 0))
-    scale = max((last - first) / np.float32(255), np.finfo(np.float32).tiny)
+    scale = max((last - first) / np.float32(2**bits - 1), np.finfo(np.float32).tiny)
     zero = int(np.clip(np.round(np.float32(low) - first / scale), low, high))
     return float(scale), zero, low, high
 
 
-def _quantised(t: Tensor, least: float, most: float, signed: bool) -> tuple:
+def _quantised(t: Tensor, least: float, most: float, bits: int, signed: bool) -> tuple:
     """Quantises: returns the rounded t, with a gradient inside the range; q; scale; zero point."""
-    scale, zero, low, high = _scale(least, most, signed)
+    scale, zero, low, high = _scale(least, most, bits, signed)
     wanted = (t.detach() / scale).round() + zero
     q = wanted.clamp(low, high)
     inside = (wanted >= low) & (wanted <= high)
@@ -186,9 +210,9 @@ def _quantised(t: Tensor, least: float, most: float, signed: bool) -> tuple:
     return on, q.long(), scale, zero
 
 
-def _between_ties(t: Tensor, least: float, most: float, signed: bool) -> Tensor:
+def _between_ties(t: Tensor, least: float, most: float, bits: int, signed: bool) -> Tensor:
     """Replaces numbers halfway between two integers, where rounding of t / scale decides."""
-    scale = _scale(least, most, signed)[0]
+    scale = _scale(least, most, bits, signed)[0]
     ratio = t.double() / scale
     tie = ((ratio - ratio.floor()) - 0.5).abs() < 1e-2
     if t.is_inference() or not tie.any():

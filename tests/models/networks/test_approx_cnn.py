@@ -32,3 +32,13 @@ def test_multiplier_and_gradient_reach_every_layer():
     found = [layer for _, layer in layers(network)]
     assert [type(layer) for layer in found] == [ApproxConv2d] * 3 + [ApproxLinear]
     assert {(x.multiplier, x.gradient) for x in found} == {("mbm14", ("approx", "ste"))}
+
+
+def test_a_file_of_a_multiplier_quantises_every_layer(tmp_path):
+    path = tmp_path / "mul4u.txt"
+    path.write_text("\n".join(" ".join(str(a * b) for b in range(16)) for a in range(16)))
+    network = ApproxCNN((1, 8, 8), 10, 2, str(path))
+    network(torch.randn(2, 1, 8, 8)).sum().backward()
+    found = [layer for _, layer in layers(network)]
+    assert {layer.quantizer.table for layer in found} == {found[0].multiplier}
+    assert {(layer.gradient, layer.operator.name) for layer in found} == {("ste", "approx_matmul")}

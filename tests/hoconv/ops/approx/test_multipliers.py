@@ -317,8 +317,10 @@ def test_analytic_gradient_of_exact_products_keeps_the_sign_of_zero(variant: Var
 
 def test_unknown_multiplier_is_refused_with_the_known_ones() -> None:
     names = r"exact, mitchell32, mitchell16, mbm32, mbm16, mbm14, mbm12, mbm10"
+    families = "mbm, mitchell, lmul, drum, truncated, rounded, a family with its parameter, such as"
+    message = f"expected one of {names}, {families} mbm:keep=9, or a file; got 'mbm8'$"
     for call in (approx.multiply, approx.matmul):
-        with pytest.raises(ValueError, match=f"^multiplier: expected one of {names}; got 'mbm8'$"):
+        with pytest.raises(ValueError, match=message):
             call(torch.ones(1, 1), torch.ones(1, 1), "mbm8")
 
 
@@ -334,6 +336,10 @@ def test_gradient_of_another_type_is_refused_with_the_known_ones(gradient: Any) 
     for call in (approx.multiply, approx.matmul, approx.conv2d):
         with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):
             call(one, one, "mbm16", gradient=gradient)
+
+
+@pytest.mark.parametrize("gradient", [3, 1.5])
+def test_gradient_of_another_type_is_refused_by_layers(gradient: Any) -> None:
     with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):
         approx.ApproxConv2d(1, 1, 1, gradient=gradient)
     with pytest.raises(TypeError, match=f"^gradient: expected one of .*; got {gradient}$"):

@@ -341,6 +341,15 @@ def test_torch_library_finds_no_fault(impl: str) -> None:
         (ops.conv2d_backward_weight, (out, x, list(weight.shape), *windows)),
     ):
         torch.library.opcheck(op.overload, (*args, "mbm16"))
+    entries = torch.zeros(8, 8, dtype=torch.int32)  # every product of mantissas is 1
+    for op, args in (
+        (ops.multiply, (a, a)),
+        (ops.matmul, (a, b)),
+        (ops.conv2d, (x, weight, *windows)),
+        (ops.conv2d_backward_input, (out, weight, list(x.shape), *windows)),
+        (ops.conv2d_backward_weight, (out, x, list(weight.shape), *windows)),
+    ):
+        torch.library.opcheck(op.overload, (*args, "", entries))
 
 
 def test_floating_point_operations_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""8-bit look-up tables: files, exact sums, quantised layers."""
+"""Look-up tables of integers: files, exact sums, quantised layers."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def exact(signed: bool) -> LookupTable:
 def random_table(signed: bool, least: int = -(2**15), most: int = 2**15 - 1) -> LookupTable:
     products = np.random.default_rng(0).integers(least, most + 1, (256, 256))
     products.flat[[0, -1]] = least, most
+    return LookupTable(products, signed=signed)
+
+
+def narrow(p: int, q: int, signed: bool) -> LookupTable:
+    """A random table of operands of p and q bits."""
+    products = np.random.default_rng(p * q).integers(-(2**15), 2**15, (1 << p, 1 << q))
     return LookupTable(products, signed=signed)
 
 
@@ -134,14 +140,14 @@ def test_layers_on_meta_tell_shapes_and_leave_the_table_alone(training: bool) ->
 def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "table.bin"
     path.write_bytes(bytes(1000))
-    with pytest.raises(ValueError, match=r"table\.bin: expected 65,536 integers .* it has 1,000"):
+    with pytest.raises(ValueError, match=r"table\.bin: expected 2\^p rows .*; it has 1,000$"):
         LookupTable.load(path, signed=True)
     path = tmp_path / "table.npy"
     path.write_bytes(b"no numpy file")
     with pytest.raises(ValueError, match=r"table\.npy: not a readable \.npy file"):
         LookupTable.load(path, signed=True)
     for array, message in (
-        (np.zeros((128, 128), int), r"expected shape \(256, 256\), got \(128, 128\)"),
+        (np.zeros((512, 512), int), r"expected shape \(2\^p, 2\^q\) .*, got \(512, 512\)"),
         (np.zeros((256, 256)), "expected integers, got float64"),
         (np.full((256, 256), 2**31), "expected numbers that fit int32, got 2147483648"),
     ):
@@ -199,6 +205,20 @@ def test_any_table_is_looked_up_by_bytes(
 
 
 @everywhere
+@signs
+@pytest.mark.parametrize(("p", "q"), [(2, 2), (3, 8), (8, 4), (7, 7)])
+def test_tables_of_fewer_bits_are_looked_up_by_the_lowest_ones(
+    variant: Variant, signed: bool, p: int, q: int
+) -> None:
+    table = narrow(p, q, signed)
+    assert table.bits == (p, q)
+    a, b = operands(table, 2, 9, 40), operands(table, 2, 40, 11)  # of all bytes
+    rows, columns = a.numpy().astype(int) % (1 << p), b.numpy().astype(int) % (1 << q)
+    products = table.products.cpu().numpy()[rows[:, :, :, None], columns[:, None]]
+    assert (product(a, b, table, variant).numpy() == products.sum(2)).all()
+
+
+@everywhere
 @pytest.mark.parametrize(
     ("least", "most"), [(-(2**15), 2**15 - 1), (0, 2**16 - 1), (-1, 2**15), (-(2**20), 2**20)]
 )
@@ -234,13 +254,6 @@ def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyP
                          (TableLinear(2, 3, table=table), (1, 2))):  # fmt: skip
         layer(torch.randn(shape))
         assert dispatched.pop() == layer.operator.name
-
-
-def test_a_padding_that_the_layer_has_not_is_refused() -> None:
-    layer = TableConv2d(2, 3, 3, table=random_table(True), padding=1)
-    layer.padding_mode = "reflect"
-    with pytest.raises(ValueError, match=r"padding_mode: expected 'zeros', .* got 'reflect'"):
-        layer(torch.randn(1, 2, 4, 4))
 
 
 def test_wrong_operands_are_refused_by_name() -> None:
@@ -291,6 +304,28 @@ def test_convolution_with_the_exact_table_multiplies_quantised_numbers(
         x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
     )  # pyright: ignore
     assert (out - real).norm() < 0.03 * real.norm()
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("bits", [(2, 2), (4, 4), (8, 3), (5, 8)])
+def test_layers_quantise_the_input_and_the_weight_to_the_bits_of_the_table(
+    variant: Variant, signed: bool, bits: tuple[int, int]
+) -> None:
+    values = [np.arange(1 << n) for n in bits]
+    if signed:
+        values = [np.where(v < len(v) // 2, v, v - len(v)) for v in values]
+    table = LookupTable(np.multiply.outer(*values), signed=signed)
+    layer = TableLinear(6, 5, table=table, observer="minmax", impl=variant.impl).to(variant.device)
+    x = torch.randn(50, 6, device=variant.device)
+    out = layer(x)
+    x_grid, weight, *_ = layer.eval().quantizer(x, layer.weight)
+    for real, grid, n in ((x, x_grid, bits[0]), (layer.weight, weight, bits[1])):
+        step = (real.max() - real.min()) / ((1 << n) - 1)
+        assert len(grid.unique()) <= 1 << n
+        assert (real - grid).abs().max() <= 1.01 * step  # half of it by rounding; the zero point
+    expected = nn.functional.linear(x_grid, weight, layer.bias)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @everywhere

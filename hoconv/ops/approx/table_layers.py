@@ -1,0 +1,78 @@
+"""The layers of a table of integers, with a choice of how the range of the input is tracked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hoconv.ops.approx.layers import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.quantization import Observed, Observer, Quantizer
+from hoconv.ops.approx.tables import LookupTable
+
+
+class TableConv2d(ApproxConv2d):
+    """:class:`hoconv.ApproxConv2d` with a table of integers.
+
+    Args:
+        in_channels, out_channels, kernel_size, and the keywords after `impl`: as for
+            :class:`torch.nn.Conv2d`.
+        table: the table of products. Its first operand is the input, its second the weight.
+        observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
+            range is computed in every call.
+        impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
+            convolution is a matrix product of unfolded windows.
+
+    Shape, state and errors: as of :class:`hoconv.ApproxConv2d`.
+    """
+
+    quantizer: Quantizer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                         bias, multiplier=table, impl=impl, device=device)  # fmt: skip
+        self.quantizer.input = Observer(observer, momentum).to(device)
+
+
+class TableLinear(ApproxLinear):
+    """:class:`hoconv.ApproxLinear` with a table of integers.
+
+    Args:
+        in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
+        table, observer, momentum, impl: as for :class:`TableConv2d`.
+
+    Shape, state and errors: as of :class:`hoconv.ApproxLinear`.
+    """
+
+    quantizer: Quantizer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        table: LookupTable,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        impl: str = "auto",
+        bias: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, multiplier=table, impl=impl, device=device
+        )
+        self.quantizer.input = Observer(observer, momentum).to(device)
