@@ -26,7 +26,7 @@ def compile_cpp(name: str, text: str) -> Path:
         BuildError: no compiler was found, or it failed.
     """
     command = compilers.compiler("cpu")
-    flags = [*compilers.flags("cpu", ()), *_FLAGS]
+    flags = [*compilers.flags("cpu", compilers.machine("cpu")), *_FLAGS]
 
     def make(folder: Path) -> Path:
         source, shared = folder / "source.cpp", folder / "library.so"
