@@ -1,7 +1,7 @@
 # `make` shows what there is. Everything is installed into .venv in this folder.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest lint clean
+.PHONY: help train test test-all test-oldest lint wheel clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,8 +40,11 @@ lint: $(DEV) ## check style and types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	find csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
 
+wheel: $(DEV) ## build a wheel with compiled kernels for CPUs and GPUs, in dist/; needs nvcc
+	@$(BIN)/hoconv build --wheel .
+
 clean: ## remove environments and caches; runs and data stay
-	rm -rf $(VENV) $(OLDEST) *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(APP): pyproject.toml
