@@ -32,6 +32,8 @@ CORES = len(os.sched_getaffinity(0))
 _ERROR = re.compile(r"error|undefined reference|no space left", re.IGNORECASE)
 _SHOWN_ERRORS = 5  # of a compiler that fails
 _COMMON = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11
+# They let the compiler vectorise loops over inlined functions; infinities and NaN stay exact.
+LOOP_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
 # The levels of x86-64 that PyTorch has code for, with those of their instructions that it looks
 # for. Compilers before 2020 do not know the names.
 LEVELS = {
@@ -54,6 +56,10 @@ int main() {
 }
 """
 _running = threading.BoundedSemaphore(CORES)  # compilers of this process, of all its builds
+
+
+class MissingCompilerError(BuildError):
+    """There is no compiler: says where it was looked for, and what to do."""
 
 
 def obstacle(device: str) -> str | None:
@@ -93,7 +99,7 @@ def compiler(device: str) -> str:
     """Returns the path of the compiler of code for a device: for ``"cuda"``, that of nvcc.
 
     Raises:
-        BuildError: there is none; says where it was looked for.
+        MissingCompilerError: there is none.
     """
     if device == "cpu":
         wanted = os.environ.get("CXX")
@@ -101,7 +107,9 @@ def compiler(device: str) -> str:
             if path := shutil.which(name):
                 return path
         missing = f"the C++ compiler CXX={wanted}" if wanted else "a C++ compiler"
-        raise BuildError(f"{missing} was not found; install g++ or clang++, or set CXX to one")
+        raise MissingCompilerError(
+            f"{missing} was not found; install g++ or clang++, or set CXX to one"
+        )
     compiler("cpu")  # nvcc needs it
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     if spec := importlib.util.find_spec("nvidia"):  # the toolkit as installed by pip
@@ -113,7 +121,7 @@ def compiler(device: str) -> str:
             return path
     if path := shutil.which("nvcc"):
         return path
-    raise BuildError(
+    raise MissingCompilerError(
         "no CUDA compiler was found; install the CUDA toolkit "
         "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
     )
