@@ -7,6 +7,7 @@ and auditwheel names the oldest glibc with which all of it loads.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -42,8 +43,12 @@ def build_wheel(package: Path, libraries: Sequence[Library]) -> Path:
         raise BuildError(f"a wheel needs {', '.join(missing)}; pip install 'hoconv[wheel]'")
     with TemporaryDirectory() as temporary:
         made, tree = Path(temporary, "made"), Path(temporary, "tree")
+        # setuptools would keep its folder `build`, and put files into the wheel that were removed.
+        apart = Path(temporary, "build.cfg")
+        apart.write_text(f"[build]\nbuild_base = {temporary}/build\n")
         # Without isolation: what the backend needs is installed, and nothing is downloaded.
-        _run("pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(made), str(package))
+        _run("pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(made), str(package),
+             DIST_EXTRA_CONFIG=str(apart))  # fmt: skip
         (plain,) = made.iterdir()
         _run("wheel", "unpack", str(plain), "-d", str(tree))
         plain.unlink()
@@ -73,13 +78,14 @@ def _find_folder(library: Library, root: Path) -> Path:
     )
 
 
-def _run(module: str, *arguments: str) -> None:
+def _run(module: str, *arguments: str, **environment: str) -> None:
     """Runs a module's command.
 
     Raises:
         BuildError: it fails; with what it says.
     """
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    merged = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=merged)
     if done.returncode:
         raise BuildError(f"{module} {arguments[0]} failed:\n{(done.stderr or done.stdout).strip()}")
