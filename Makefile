@@ -41,10 +41,11 @@ lint: $(DEV) ## check style and types
 	find csrc -type f -print0 | xargs -0 $(BIN)/clang-format --dry-run -Werror
 
 wheel: $(DEV) ## build a wheel with compiled kernels for CPUs and GPUs, in dist/; needs nvcc
-	@$(BIN)/hoconv build --wheel .
+	@trap 'rm -rf csrc/recurrent/ready' EXIT; $(BIN)/python -m hoconv.recurrent.ready && \
+		$(BIN)/hoconv build --wheel .
 
 clean: ## remove environments and caches; runs and data stay
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(APP): pyproject.toml
