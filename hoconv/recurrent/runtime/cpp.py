@@ -95,7 +95,8 @@ def _find_ready(sources: Mapping[str, CppSource]) -> dict[str, Function] | None:
 
 @functools.cache
 def _load_ready() -> ctypes.CDLL | None:
-    return READY.functions() if READY and READY.prebuilt() else None
+    found = READY and READY.prebuilt()  # once: its sources are 9 MB to read
+    return ctypes.CDLL(str(found)) if found else None
 
 
 class Function:
