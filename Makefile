@@ -1,7 +1,7 @@
 # `make` shows what there is. Everything is installed into .venv in this folder.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest lint docs clean
+.PHONY: help train test test-all test-oldest lint docs wheel clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,6 +42,10 @@ lint: $(DEV) ## check style and types
 
 docs: $(DEV) ## build the documentation site into outputs/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(DEV) ## build a wheel with compiled kernels for CPUs and GPUs, in dist/; needs nvcc
+	@trap 'rm -rf csrc/recurrent/ready' EXIT; $(BIN)/python -m hoconv.recurrent.ready && \
+		$(BIN)/hoconv build --wheel .
 
 clean: ## remove environments and caches; runs and data stay
 	rm -rf $(VENV) $(OLDEST) *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,13 +6,14 @@ import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hoconv import jit
 from hoconv.dispatch.declaration import Operator, find, layers, libraries
-from hoconv.jit import BuildError, triton
+from hoconv.jit import BuildError, MissingCompilerError, triton
 
 # How many decisions a process caches. A process may run any number of programs; the decision that
 # was used least recently is dropped first.
@@ -136,8 +137,12 @@ def choose(operator: Operator, impl: str, device_type: str, *program: str) -> Ch
         return _choose_fastest(operator, device_type, *program)
     if reason := obstacle(operator, impl, device_type):
         raise ImplementationError(f"impl={impl} cannot run {operator.name}: {reason}")
-    if reason := _find_failure(operator, impl, device_type, *program):
-        raise BrokenImplementationError(f"impl={impl} is broken for {operator.name}: {reason}")
+    if failure := _find_failure(operator, impl, device_type, *program):
+        if failure.missing:
+            raise ImplementationError(f"impl={impl} cannot run {operator.name}: {failure.reason}")
+        raise BrokenImplementationError(
+            f"impl={impl} is broken for {operator.name}: {failure.reason}"
+        )
     return Choice(impl, "asked for by name")
 
 
@@ -198,8 +203,9 @@ def _choose_fastest(operator: Operator, device_type: str, *program: str) -> Choi
     for name in names:
         if reason := obstacle(operator, name, device_type):
             failed.append(f"{name} cannot: {reason}")
-        elif reason := _find_failure(operator, name, device_type, *program):
-            failed.append(f"{name} is broken: {reason}")
+        elif failure := _find_failure(operator, name, device_type, *program):
+            how = "cannot" if failure.missing else "is broken"
+            failed.append(f"{name} {how}: {failure.reason}")
         else:
             if failed:
                 which = f" ({', '.join(p.partition(' ')[0] for p in program)})" if program else ""
@@ -220,18 +226,31 @@ def _show_once(details: str) -> None:
         print(details, file=sys.stderr)
 
 
+class _Failure(NamedTuple):
+    """Why an implementation does not run; `missing`, whether the machine lacks what it needs, or it
+    is broken."""
+
+    reason: str
+    missing: bool = False
+
+
 @functools.lru_cache(_CACHED)
-def _find_failure(operator: Operator, impl: str, device_type: str, *program: str) -> str | None:
-    """Returns why an implementation for which nothing is missing does not compile or load."""
+def _find_failure(
+    operator: Operator, impl: str, device_type: str, *program: str
+) -> _Failure | None:
+    """Returns why an implementation for which nothing is known to be missing does not run."""
     implementation = operator.implementations[impl]
     try:
         if not program:
-            return implementation.obstacle() or implementation.load()
-        if reason := _find_failure(operator, impl, device_type):
-            return reason
+            reason = implementation.obstacle() or implementation.load()
+            return _Failure(reason) if reason else None
+        if failure := _find_failure(operator, impl, device_type):
+            return failure
         implementation.prepare(device_type, *program)
+    except MissingCompilerError as error:  # what is not generated is here, compiled
+        return _Failure(str(error), missing=True)
     except BuildError as error:
-        return str(error)
+        return _Failure(str(error))
     except (Exception, SystemExit) as error:  # whatever it raises is its failure, not the caller's
-        return f"{type(error).__name__}: {error}"
+        return _Failure(f"{type(error).__name__}: {error}")
     return None

@@ -5,6 +5,7 @@
 """
 
 from hoconv.jit.cache import BuildError as BuildError
+from hoconv.jit.compilers import MissingCompilerError as MissingCompilerError
 from hoconv.jit.compilers import compiler as compiler
 from hoconv.jit.compilers import no_gpu as no_gpu
 from hoconv.jit.compilers import obstacle as obstacle

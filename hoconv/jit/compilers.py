@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -31,10 +32,15 @@ CORES = len(os.sched_getaffinity(0))
 _ERROR = re.compile(r"error|undefined reference|no space left", re.IGNORECASE)
 _SHOWN_ERRORS = 5  # of a compiler that fails
 _COMMON = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11
-_INSTRUCTION_SETS = {
-    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
-}  # fmt: skip
+# They let the compiler vectorise loops over inlined functions; infinities and NaN stay exact.
+LOOP_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
+# The levels of x86-64 that PyTorch has code for, with those of their instructions that it looks
+# for. Compilers before 2020 do not know the names.
+LEVELS = {
+    "x86-64-v2": ["-msse4.2", "-mpopcnt"],
+    "x86-64-v3": ["-mavx2", "-mfma", "-mf16c"],
+    "x86-64-v4": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
 # What is compiled to see how fast this machine is now; a core of its own takes half a second.
 PROBE = """
 #include <algorithm>
@@ -50,6 +56,10 @@ int main() {
 }
 """
 _running = threading.BoundedSemaphore(CORES)  # compilers of this process, of all its builds
+
+
+class MissingCompilerError(BuildError):
+    """There is no compiler: says where it was looked for, and what to do."""
 
 
 def obstacle(device: str) -> str | None:
@@ -89,7 +99,7 @@ def compiler(device: str) -> str:
     """Returns the path of the compiler of code for a device: for ``"cuda"``, that of nvcc.
 
     Raises:
-        BuildError: there is none; says where it was looked for.
+        MissingCompilerError: there is none.
     """
     if device == "cpu":
         wanted = os.environ.get("CXX")
@@ -97,7 +107,9 @@ def compiler(device: str) -> str:
             if path := shutil.which(name):
                 return path
         missing = f"the C++ compiler CXX={wanted}" if wanted else "a C++ compiler"
-        raise BuildError(f"{missing} was not found; install g++ or clang++, or set CXX to one")
+        raise MissingCompilerError(
+            f"{missing} was not found; install g++ or clang++, or set CXX to one"
+        )
     compiler("cpu")  # nvcc needs it
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     if spec := importlib.util.find_spec("nvidia"):  # the toolkit as installed by pip
@@ -109,7 +121,7 @@ def compiler(device: str) -> str:
             return path
     if path := shutil.which("nvcc"):
         return path
-    raise BuildError(
+    raise MissingCompilerError(
         "no CUDA compiler was found; install the CUDA toolkit "
         "(pip install 'nvidia-cuda-nvcc' is enough) or set CUDA_HOME to where it is"
     )
@@ -118,7 +130,7 @@ def compiler(device: str) -> str:
 @functools.cache
 def probe_seconds() -> float | None:
     """Returns how long the C++ compiler takes for `PROBE`; None where it fails."""
-    options = [*flags("cpu", ()), "-x", "c++", "-S", "-", "-o", os.devnull]
+    options = [*flags("cpu", machine("cpu")), "-x", "c++", "-S", "-", "-o", os.devnull]
     begin = time.monotonic()
     try:
         subprocess.run(
@@ -143,19 +155,49 @@ def identity(command: str) -> str:
     return hashlib.sha256(command.encode() + version).hexdigest()[:8]
 
 
+def machine(device: str) -> tuple[str, ...]:
+    """Returns the architectures that this machine's code for a device is compiled for."""
+    if device == "cuda":
+        return visible_gpus()
+    if platform.machine() != "x86_64":
+        return ()
+    # Honours ATEN_CPU_CAPABILITY, so that a test can compile for less than the machine has.
+    capability = torch.backends.cpu.get_cpu_capability()
+    return ({"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}.get(capability, "x86-64-v2"),)
+
+
+def release(command: str) -> str:
+    """Returns the version of nvcc, such as ``"13.0"``.
+
+    Raises:
+        BuildError: it cannot be run, or does not say its version.
+    """
+    try:
+        said = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"the compiler {command} cannot be run ({error.strerror})") from None
+    if found := re.search(r"release (\d+\.\d+)", said.stdout):
+        return found[1]
+    raise BuildError(f"the compiler {command} does not say its release")
+
+
 def flags(device: str, architectures: Sequence[str]) -> list[str]:
     """Returns the options that compile code for a device.
 
     Args:
-        architectures: CUDA compute capabilities to generate code for, such as ``"9.0"``.
+        architectures: CUDA compute capabilities to generate code for, such as ``"9.0"``, and with
+            ``+PTX`` for later ones too; or a level of x86-64, such as ``"x86-64-v3"``.
     """
     if device == "cpu":
-        # Honours ATEN_CPU_CAPABILITY, so that a test can compile for less than the machine has.
-        capability = torch.backends.cpu.get_cpu_capability()
-        return [*_COMMON, "-fPIC", "-Wall", *_INSTRUCTION_SETS.get(capability, [])]
-    # 9.0a: with the instructions that only Hopper has.
-    numbers = [arch.replace(".", "") + ("a" if arch == "9.0" else "") for arch in architectures]
-    code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
+        return [*_COMMON, "-fPIC", "-Wall", *(o for level in architectures for o in LEVELS[level])]
+    code = []
+    for arch in architectures:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        number += "a" * (number == "90")  # with the instructions that only Hopper has
+        kinds = f"[sm_{number},compute_{number}]" if arch.endswith("+PTX") else f"sm_{number}"
+        code.append(f"-gencode=arch=compute_{number},code={kinds}")
+    if len(code) > 1:  # most of it is for GPUs of other machines
+        code.append("--compress-mode=size")
     return [*_COMMON, "-DUSE_CUDA", "-Xcompiler=-fPIC,-Wall", "--expt-relaxed-constexpr",
             "-Wno-deprecated-gpu-targets", *code]  # fmt: skip
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from hoconv.jit import cache, compilers, headers, nvrtc
 
-# They let the compiler vectorise loops over inlined functions; infinities and NaN stay exact.
-_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wno-unknown-pragmas"]
 _FOLDERS = (headers.CSRC, headers.PUBLIC)
 
 
@@ -26,7 +24,7 @@ def compile_cpp(name: str, text: str) -> Path:
         BuildError: no compiler was found, or it failed.
     """
     command = compilers.compiler("cpu")
-    flags = [*compilers.flags("cpu", ()), *_FLAGS]
+    flags = [*compilers.flags("cpu", compilers.machine("cpu")), *compilers.LOOP_FLAGS]
 
     def make(folder: Path) -> Path:
         source, shared = folder / "source.cpp", folder / "library.so"

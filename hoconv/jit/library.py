@@ -1,4 +1,4 @@
-"""A shared library of C++ or CUDA code, compiled on first use into the cache.
+"""A shared library of C++ or CUDA code, brought by a wheel or compiled on first use into the cache.
 
 Every source is compiled to an object of its own, whose key is the source, the headers that it
 includes, the flags and the compiler: after a change, only what includes it is compiled again. The
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import math
 import re
+import shutil
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from hoconv.jit import cache, compilers, headers
+from hoconv.jit import cache, compilers, headers, prebuilt
 from hoconv.jit.cache import BuildError
 
 # Options that name headers, or files of options.
@@ -92,7 +93,8 @@ class Library:
                 )
 
     def load(self) -> str | None:
-        """Loads the library, compiled first if the cache has none. Once, from any thread.
+        """Loads the library, compiled first if neither a wheel nor the cache has it. Once, from any
+        thread.
 
         Its functions that are registered with ``STABLE_TORCH_LIBRARY_IMPL`` become ops.
 
@@ -116,22 +118,28 @@ class Library:
     def obstacle(self) -> str | None:
         """Returns what is missing to compile or run the library, with the fix, or None.
 
-        It compiles nothing. A library that is in the cache needs no compiler.
+        It compiles nothing. A library that a wheel brings or that is in the cache needs no
+        compiler.
         """
         missing = compilers.obstacle(self.device)
         if not missing or (self.device == "cuda" and not torch.cuda.is_available()):
             return missing
         try:
-            return None if self.find() else missing
+            if self.find():
+                return None
+            brought = self._find_brought()
+            misfit = brought and prebuilt.misfit(brought)
+            return f"{misfit}; {missing}" if misfit else missing
         except BuildError as error:
             return f"{missing}; {error}"
 
     def compile(self, architectures: Sequence[str] | None = None) -> Path:
-        """Compiles what changed of the library into the cache.
+        """Compiles what changed of the library into the cache, unless a wheel brings it.
 
         Args:
-            architectures: CUDA compute capabilities to generate code for, such as ``"9.0"``; by
-                default those of the GPUs that PyTorch sees.
+            architectures: CUDA compute capabilities to generate code for, such as ``"9.0"`` or
+                ``"8.0+PTX"``, or a level of x86-64, such as ``"x86-64-v3"``; by default those of
+                this machine.
 
         Returns:
             The path of the shared library.
@@ -140,6 +148,8 @@ class Library:
             BuildError: there is no compiler, or it failed; a source cannot be read; the cache may
                 not be trusted, or cannot be written.
         """
+        if architectures is None and (found := self.prebuilt()):
+            return found
         try:
             command = compilers.compiler(self.device)
         except BuildError:
@@ -155,10 +165,11 @@ class Library:
         return cache.keep(self._key(objects, compilers.identity(command)), make)
 
     def find(self, architectures: Sequence[str] | None = None) -> Path | None:
-        """Finds the library in the cache, of this machine's compiler; without one, of any compiler.
+        """Finds the library of a wheel for this machine, or that in the cache, of this machine's
+        compiler; without one, of any compiler.
 
         Args:
-            architectures: as for :meth:`compile`.
+            architectures: as for :meth:`compile`; a wheel's library is for the default.
 
         Returns:
             The path of the shared library, or None.
@@ -166,6 +177,8 @@ class Library:
         Raises:
             BuildError: a source cannot be read; the cache may not be trusted.
         """
+        if architectures is None and (found := self.prebuilt()):
+            return found
         try:
             identity = compilers.identity(compilers.compiler(self.device))
         except BuildError:
@@ -173,9 +186,41 @@ class Library:
         objects = self._object_keys(self._flags(architectures), identity)
         return cache.find(self._key(objects, identity))
 
+    def prebuilt(self) -> Path | None:
+        """Finds the library that a wheel brings, if it is of these sources and for this machine.
+
+        Raises:
+            BuildError: a source cannot be read.
+        """
+        brought = self._find_brought()
+        return None if brought is None or prebuilt.misfit(brought) else brought
+
+    def place(self, folder: Path) -> None:
+        """Compiles the library for other machines and copies it to where :meth:`prebuilt` finds it.
+
+        Args:
+            folder: where a wheel has the folder of the first source.
+
+        Raises:
+            BuildError: as of :meth:`compile`.
+        """
+        identity = prebuilt.identity(self.device, compilers.compiler(self.device))
+        (folder / prebuilt.FOLDER).mkdir(exist_ok=True)
+        for architectures in prebuilt.targets(self.device):
+            name = self._key(self._object_keys(self._flags(architectures), identity), identity)
+            shutil.copyfile(self.compile(architectures), folder / prebuilt.FOLDER / name)
+
+    def _find_brought(self) -> Path | None:
+        """Finds the library of these sources that a wheel brings, whatever this machine's GPUs."""
+        folder = Path(self.sources[0]).parent / prebuilt.FOLDER
+        if not folder.is_dir():
+            return None  # as in a checkout
+        objects = self._object_keys(self._flags(prebuilt.target(self.device)), "*")
+        return next(folder.glob(self._key(objects, "*")), None)
+
     def _flags(self, architectures: Sequence[str] | None) -> list[str]:
         if architectures is None:
-            architectures = compilers.visible_gpus() if self.device == "cuda" else ()
+            architectures = compilers.machine(self.device)
         return [*compilers.flags(self.device, architectures), *self.flags]
 
     def _folders(self) -> list[Path]:

@@ -137,10 +137,15 @@ class CompiledPlan:
         program = self.program(which)  # of a lower rung of the ladder as it is
         return stream(program) if self.plan.recorded else program
 
-    def _cpp(self, differentiable: bool) -> dict[Program, CppLoop]:
+    def cpp_programs(self, differentiable: bool) -> dict[str, Program]:
+        """Returns the programs whose loops a CPU runs, each once, by name."""
         names = ("forward", "backward") if differentiable else ("inference",)
         programs = {name: self.program(name) for name in names}
         for name in names:
             if (streamed := self._streamed(name)) is not programs[name]:
                 programs[f"{name}_streamed"] = streamed
+        return programs
+
+    def _cpp(self, differentiable: bool) -> dict[Program, CppLoop]:
+        programs = self.cpp_programs(differentiable)
         return {programs[name]: loop for name, loop in compile_loops(programs).items()}

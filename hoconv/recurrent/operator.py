@@ -21,6 +21,7 @@ from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.plans import prepare, request
+from hoconv.recurrent.runtime.libraries import PRODUCTS, READY
 
 _TOLERANCES = {
     torch.float64: 1e-12,
@@ -122,11 +123,11 @@ def _call(
     return ops.Call(bound, names, plan, x, states, parameters, reverse=reverse)
 
 
-def _runtime(impl: str) -> Any:
-    """Returns the module that runs loops in C++ or CUDA; it brings the compiler."""
-    from hoconv.recurrent.runtime import cpp, cuda
+def _runtime() -> Any:
+    """Returns the module that runs loops in CUDA; it brings the compiler."""
+    from hoconv.recurrent.runtime import cuda
 
-    return {"cpp": cpp, "cuda": cuda}[impl]
+    return cuda
 
 
 def _bind(cell: str, input_size: int, hidden_size: int) -> BoundCell:
@@ -226,15 +227,16 @@ OPERATOR = declare(
                 _implementation(ops.RUNS["cpp"]),
                 devices=("cpu", "cuda"),
                 thread_invariant=False,
-                load=lambda: _runtime("cpp").load(),
-                obstacle=lambda: _runtime("cpp").obstacle(),
+                load=PRODUCTS.load,
+                obstacle=PRODUCTS.obstacle,
                 prepare=functools.partial(prepare, "cpp"),
+                libraries=(PRODUCTS, READY) if READY else (PRODUCTS,),
             ),
             "cuda": Implementation(
                 _implementation(ops.RUNS["cuda"]),
                 devices=("cuda",),
-                load=lambda: _runtime("cuda").load(),
-                obstacle=lambda: _runtime("cuda").obstacle(),
+                load=lambda: _runtime().load(),
+                obstacle=lambda: _runtime().obstacle(),
                 prepare=functools.partial(prepare, "cuda"),
             ),
         },

@@ -88,7 +88,7 @@ COMMANDS = {
     "judge": Command("DEFINITION CANDIDATE", "judge a kernel that you do not trust", _judge),
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
     "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
-    "build": Command("[cpu|cuda] [--arch X.Y]", "compile ahead of the first use", _build),
+    "build": Command("[cpu|cuda] [--wheel DIR]", "compile ahead of use; build a wheel", _build),
 }
 
 

@@ -143,24 +143,23 @@ def _compiler_facts() -> dict[str, str]:
 
 
 def _library_facts(compiling: bool) -> dict[str, str]:
-    """Finds the state of each library that this machine can have."""
-    describe = _try_library if compiling else _find_library
+    """Finds the state of each library of the operators."""
     return {
-        f"{library.name} for {library.device}": describe(library)
-        for device in devices()
+        f"{library.name} for {library.device}": _describe_library(library, compiling)
+        for device in ("cpu", "cuda")
         for library in libraries(device)
-        if not library.obstacle()
     }
 
 
-def _try_library(library: jit.Library) -> str:
-    reason = library.load()
-    return f"{_BROKEN}{reason}" if reason else "built and loaded"
-
-
-def _find_library(library: jit.Library) -> str:
+def _describe_library(library: jit.Library, compiling: bool) -> str:
+    if missing := library.obstacle():
+        return missing
     try:
-        return "built" if library.find() else "can be built"
+        if compiling and (reason := library.load()):
+            return f"{_BROKEN}{reason}"
+        if library.prebuilt():
+            return "prebuilt"
+        return "compiled here" if library.find() else "not compiled yet"
     except jit.BuildError as error:
         return f"{_BROKEN}{error}"
 

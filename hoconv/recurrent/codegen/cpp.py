@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES, reduction
 from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target
 from hoconv.recurrent.codegen.loops import Kernel
+from hoconv.recurrent.codegen.sizes import NAME, as_constants, size
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
 from hoconv.recurrent.ir.axes import Layout, layout
@@ -31,11 +32,11 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 
 
 class _Simd(Target):
-    def loop(self, size: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:
+    def loop(self, count: int, sums: Sequence[tuple[Op, str]], body: Sequence[str]) -> list[str]:
         clauses = "".join(f" reduction({reduction(op).openmp} : {name})" for op, name in sums)
         return [
             f"#pragma omp simd{clauses}",
-            f"for (int64_t j = 0; j < {size}; ++j) {{",
+            f"for (int64_t j = 0; j < {size(count)}; ++j) {{",
             *(f"  {line}" for line in body),
             "}",
         ]
@@ -48,7 +49,7 @@ class _Simd(Target):
         at = f"{first}[{nest.index(axes.result)}]"
 
         def simd(clause: str, statement: str) -> list[str]:
-            line = f"for (int64_t i{inner} = 0; i{inner} < {axes.sizes[inner]}; ++i{inner})"
+            line = f"for (int64_t i{inner} = 0; i{inner} < {size(axes.sizes[inner])}; ++i{inner})"
             return [f"#pragma omp simd{clause}", line, f"  {statement}"]
 
         if inner in axes.reduced:
@@ -65,8 +66,8 @@ class _Simd(Target):
             )
         else:
             body = simd("", f"{at} = {nest.product()};")
-        size = axes.count(axes.result)
-        copies = [f"std::copy_n({first}, {size}, {other});" for other in others]
+        count = size(axes.count(axes.result))
+        copies = [f"std::copy_n({first}, {count}, {other});" for other in others]
         return [*_nested(axes, outer, body), *copies]
 
     def scalars(self, body: Sequence[str]) -> list[str]:
@@ -91,7 +92,7 @@ def _nested(axes: Layout, over: Sequence[int], body: Sequence[str]) -> list[str]
     """Loops over some axes, the first outermost."""
     lines = []
     for depth, axis in enumerate(over):
-        loop = f"for (int64_t i{axis} = 0; i{axis} < {axes.sizes[axis]}; ++i{axis}) {{"
+        loop = f"for (int64_t i{axis} = 0; i{axis} < {size(axes.sizes[axis])}; ++i{axis}) {{"
         lines.append("  " * depth + loop)
     lines += ["  " * len(over) + line for line in body]
     return [*lines, *("  " * depth + "}" for depth in reversed(range(len(over))))]
@@ -102,18 +103,27 @@ class CppSource:
     """A time loop in C++.
 
     Attributes:
-        text: of ``int <name>(T, B, seed, buffers, strides, packed, rows)``, which returns 0, or
-            1 where PyTorch failed; `buffers` are pointers in the order of the storage's, `strides`
-            the rows' and the columns' of its strided buffers. It needs :data:`HEADER`.
+        name: of the function.
+        marked: the text of ``int <name>(T, B, seed, buffers, strides, packed, rows, sizes,
+            numbers)``, which returns 0, or 1 where PyTorch failed; `buffers` are pointers in the
+            order of the storage's, `strides` the rows' and the columns' of its strided buffers. It
+            needs :data:`HEADER`. Its sizes are marked, and its name is
+            :data:`hoconv.recurrent.codegen.sizes.NAME`.
         storage: the layout of the buffers.
         packed_bytes: the bytes of memory for packed matrices, a multiple of :data:`ALIGNMENT`.
         row_bytes: likewise the bytes of memory that each row needs.
     """
 
-    text: str
+    name: str
+    marked: str
     storage: Storage
     packed_bytes: int
     row_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The text for one layer, which reads neither `sizes` nor `numbers`."""
+        return as_constants(self.marked).replace(NAME, self.name)
 
 
 def emit_cpp(program: Program, name: str) -> CppSource:
@@ -121,8 +131,9 @@ def emit_cpp(program: Program, name: str) -> CppSource:
     steps = lower_steps(program, keeps_states=True)
     products = _products(steps)
     scratch = max([steps.scratch_bytes, *(_aligned(p.widened_bytes) for p in products.values())])
-    lines = [f"namespace {name}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
+    lines = [f"namespace {NAME}_step {{", "using namespace hoconv::recurrent;", "namespace {"]
     lines += ["", "// The rows of the present step.", "struct Step {", "  int64_t t, seed;"]
+    lines += ["  const int64_t* sizes;", "  const double* numbers;"]
     lines += [f"  {TYPES[b.type.dtype]}* {name};" for b, _, name in pointers(steps.storage)]
     lines += ["  char* scratch;", "};"]
     inner, row_bytes = {}, scratch
@@ -131,10 +142,10 @@ def emit_cpp(program: Program, name: str) -> CppSource:
         row_bytes += _aligned(buffer.type.row_bytes * (1 + (buffer.kind == "state")))
     for kernel_name, kernel in steps.kernels.values():
         lines += ["", *_write_kernel(kernel_name, kernel, scratch)]
-    lines += ["}  // namespace", "", *_write_loop(name, program, steps, products, scratch, inner)]
-    lines.append(f"}}  // namespace {name}_step")
+    lines += ["}  // namespace", "", *_write_loop(program, steps, products, scratch, inner)]
+    lines.append(f"}}  // namespace {NAME}_step")
     packed = sum(p.packed_bytes for p in products.values())
-    return CppSource("\n".join(lines) + "\n", steps.storage, packed, row_bytes)
+    return CppSource(name, "\n".join(lines) + "\n", steps.storage, packed, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,8 @@ def _write_kernel(name: str, kernel: Kernel, scratch_bytes: int) -> list[str]:
     return [
         f"void {name}(const Step& s, int64_t begin, int64_t end) {{",
         "  [[maybe_unused]] const int64_t t = s.t, seed = s.seed;",
+        "  [[maybe_unused]] const int64_t* const sizes = s.sizes;",
+        "  [[maybe_unused]] const double* __restrict__ const numbers = s.numbers;",
         "  for (int64_t row = begin; row < end; ++row) {",
         *(f"    {line}" for line in row_pointers(kernel, scratch_bytes)),
         *(f"    {line}" for line in KernelWriter(_Simd()).row(kernel)),
@@ -219,7 +232,6 @@ def _write_kernel(name: str, kernel: Kernel, scratch_bytes: int) -> list[str]:
 
 
 def _write_loop(
-    name: str,
     program: Program,
     steps: LoweredSteps,
     products: Mapping[Op, _Product],
@@ -232,17 +244,18 @@ def _write_loop(
         for i, buffer in enumerate(storage.buffers)
     }
     start |= {
-        buffer: f"reinterpret_cast<{TYPES[buffer.type.dtype]}*>(rows + B * {bytes})"
+        buffer: f"reinterpret_cast<{TYPES[buffer.type.dtype]}*>(rows + B * {size(bytes)})"
         for buffer, bytes in inner.items()
     }
     lines = [
-        f'extern "C" int {name}([[maybe_unused]] int64_t T, int64_t B, int64_t seed,',
+        f'extern "C" int {NAME}([[maybe_unused]] int64_t T, int64_t B, int64_t seed,',
         "    void** buffers, [[maybe_unused]] const int64_t* strides,",
-        "    [[maybe_unused]] char* packed, char* rows) {",
+        "    [[maybe_unused]] char* packed, char* rows, const int64_t* sizes,",
+        "    const double* numbers) {",
         "  const auto at = [&](int64_t i) {",
         f"    [[maybe_unused]] const int64_t t = {'T - 1 - i' if program.reverse else 'i'};",
         "    Step s;",
-        "    s.t = t, s.seed = seed, s.scratch = rows;",
+        "    s.t = t, s.seed = seed, s.scratch = rows, s.sizes = sizes, s.numbers = numbers;",
     ]
     lines += [
         f"    s.{pointer} = {start[buffer]}{offset(buffer, after, program.reverse)};"
@@ -255,10 +268,10 @@ def _write_loop(
     }
     if products:
         values = sum(p.inner * p.columns for p in products.values())
-        lines.append(f"  if (shares_steps(T, B, {values})) {{")
+        lines.append(f"  if (shares_steps(T, B, {size(values)})) {{")
         lines += [
-            f"    const Matrix {p.name}({start[p.weight]}, {p.inner}, {p.columns}, {apart}, "
-            f"{p.torch_dtype});"
+            f"    const Matrix {p.name}({start[p.weight]}, {size(p.inner)}, {size(p.columns)}, "
+            f"{apart}, {p.torch_dtype});"
             for p, apart in strides.items()
         ]
         lines += ["    enter(0, B);", "    for (int64_t i = 0; i < T; ++i) {"]
@@ -273,7 +286,8 @@ def _write_loop(
     for p, apart in strides.items():
         bias = start[p.bias] if p.bias else "nullptr"
         lines += [
-            f"  const Packed<{p.own}> {p.name}(packed + {p.start}, {p.inner}, {p.columns});",
+            f"  const Packed<{p.own}> {p.name}(packed + {size(p.start)}, {size(p.inner)}, "
+            f"{size(p.columns)});",
             f"  if (!{p.name}.pack({start[p.weight]}, {apart}, {bias})) return 1;",
         ]
     lines += [
@@ -299,11 +313,11 @@ def _write_ends(program: Program, storage: Storage, start: Mapping[Buffer, str])
         n, row = last.type.size, 2 * storage.strided.index(first)
         apart = f"strides[{row}], strides[{row + 1}]"
         read += [
-            f"    copy_rows(s.{each.name}, {start[first]}, begin, end, {n}, {apart});"
+            f"    copy_rows(s.{each.name}, {start[first]}, begin, end, {size(n)}, {apart});"
             for each in own
         ]
         after = f"s.{own[0].name}_after"
-        write.append(f"    copy_rows({start[last]}, {after}, begin, end, {n}, {n}, 1);")
+        write.append(f"    copy_rows({start[last]}, {after}, begin, end, {size(n)}, {size(n)}, 1);")
     if not read:
         return ["  const auto enter = [](int64_t, int64_t) {};", "  const auto leave = enter;"]
     rows = "[&](int64_t begin, int64_t end)"
@@ -316,13 +330,13 @@ def _write_ends(program: Program, storage: Storage, start: Mapping[Buffer, str])
 def _share_kernel(name: str, kernel: Kernel) -> list[str]:
     grain = max(1, _GRAIN // max(1, _statements(kernel)))
     call = f"[&](int64_t begin, int64_t end) {{ {name}(s, begin, end); }}"
-    return [f"      if (!for_rows(B, {grain}, {call})) return 1;"]
+    return [f"      if (!for_rows(B, {size(grain)}, {call})) return 1;"]
 
 
 def _share_product(product: _Product, storage: Storage) -> list[str]:
     out, x = (_start(storage.homes[v]) for v in (product.op.result, product.op.values[0]))
     bias = f"s.{product.bias.name}" if product.bias else "nullptr"
-    sizes = f"B, {product.inner}, {product.columns}, {product.torch_dtype}"
+    sizes = f"B, {size(product.inner)}, {size(product.columns)}, {product.torch_dtype}"
     return [
         f"      if (!multiply<{product.own}>({out}, {x}, {product.name}, {bias},",
         f"              {sizes}))",
@@ -340,12 +354,12 @@ def _grain(steps: LoweredSteps, products: Mapping[Op, _Product]) -> str:
     """The least number of rows that is worth another thread."""
     work = sum(_statements(kernel) for _, kernel in steps.kernels.values())
     work += sum(p.inner * p.columns for p in products.values())
-    return f"{_GRAIN} / ({max(1, work)} * (T + 1)) + 1"
+    return f"{_GRAIN} / ({size(max(1, work))} * (T + 1)) + 1"
 
 
 def _write_product(product: _Product, storage: Storage, scratch_bytes: int) -> list[str]:
     out, x = (_rows(storage.homes[v]) for v in (product.op.result, product.op.values[0]))
-    scratch = f"s.scratch + begin * {scratch_bytes}"
+    scratch = f"s.scratch + begin * {size(scratch_bytes)}"
     return [f"      multiply({out}, {x}, {product.name}, end - begin, {scratch});"]
 
 
@@ -354,4 +368,4 @@ def _start(at: Location) -> str:
 
 
 def _rows(at: Location) -> str:
-    return f"{_start(at)} + begin * {at.buffer.type.size}"
+    return f"{_start(at)} + begin * {size(at.buffer.type.size)}"

@@ -23,6 +23,7 @@ from hoconv.recurrent.codegen.single_kernel import (
     write_block_per_row,
     write_thread_per_feature,
 )
+from hoconv.recurrent.codegen.sizes import as_constants
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.ir.axes import Axes, Layout
 from hoconv.recurrent.ir.program import Group, Op, Program
@@ -275,4 +276,4 @@ def _write_kernel(program: Program, steps: LoweredSteps, name: str, kernel: Kern
         for buffer, after, pointer in named
     ]
     body = [*row_pointers(kernel, steps.scratch_bytes), *KernelWriter(_Block()).row(kernel)]
-    return [*lines, *(f"  {line}" for line in body), "}"]
+    return [as_constants(line) for line in (*lines, *(f"  {line}" for line in body), "}")]

@@ -1,4 +1,7 @@
-"""Writes a kernel's loops as C statements; a target adds what differs between C++ and CUDA."""
+"""Writes a kernel's loops as C statements; a target adds what differs between C++ and CUDA.
+
+Sizes are marked (:mod:`hoconv.recurrent.codegen.sizes`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES, expression, initial, literal, reduced
 from hoconv.recurrent.codegen.loops import Kernel, Load, Memory, Nest, Reduce, Statement, Store
+from hoconv.recurrent.codegen.sizes import size
 from hoconv.recurrent.ir.axes import Axes, Layout, layout
 from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
 from hoconv.recurrent.ir.program import Op, Value
@@ -65,7 +69,7 @@ class LoopNest:
     def index(self, of: Axes) -> str:
         """The index of a position among features that lie along some axes."""
         strides = self.axes.strides(of)
-        terms = (f"i{a}" if n == 1 else f"i{a} * {n}" for a, n in strides.items())
+        terms = (f"i{a}" if n == 1 else f"i{a} * {size(n)}" for a, n in strides.items())
         return " + ".join(terms) or "0"
 
 
@@ -80,13 +84,13 @@ class KernelWriter:
         """All statements for a row."""
         lines = self.target.scalars(self._statements(kernel.first, "0")) if kernel.first else []
         for i, section in enumerate(kernel.sections):
-            for size, statements in sorted(section.loops.items()):
+            for count, statements in sorted(section.loops.items()):
                 sums = [s.op for s in statements if isinstance(s, Reduce)]
                 for op in sums:
                     own = TYPES[op.result.type.dtype]
                     lines.append(f"{own} {self._name(op.result)} = {initial(op)};")
                 named = [(op, self._name(op.result)) for op in sums]
-                lines += self.target.loop(size, named, self._statements(statements, "j"))
+                lines += self.target.loop(count, named, self._statements(statements, "j"))
             for nest in section.nests:
                 lines += self.target.nest(self._nest(nest))
             if any(isinstance(s, Load) for s in section.scalars):
@@ -134,13 +138,15 @@ class KernelWriter:
 def pointer(memory: Memory) -> str:
     """The name of the pointer to a row."""
     if memory.location is None:
-        return f"scratch{memory.scratch}"
+        return f"scratch{memory.number}"
     return f"{memory.location.buffer.name}{'_after' * memory.location.after}"
 
 
 def element(memory: Memory, feature: str, offset: int) -> str:
     """The expression of a feature in memory."""
-    index = f"{feature} + {offset}" if offset and feature != "0" else str(offset or feature)
+    index = feature
+    if offset:
+        index = size(offset) if feature == "0" else f"{feature} + {size(offset)}"
     return f"{pointer(memory)}[{index}]"
 
 

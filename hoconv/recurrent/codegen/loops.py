@@ -22,11 +22,16 @@ _ALIGNMENT = 64  # bytes: vectors in scratch start at multiples of the widest ve
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a value's rows: a location, or the scratch of the row at an offset in bytes."""
+    """The memory of a value's rows: a location, or the scratch of the row.
+
+    Attributes:
+        number, start: of scratch: which of the kernel's, and its offset in bytes.
+    """
 
     location: Location | None
-    scratch: int
     type: Type
+    number: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +123,7 @@ class _Lowering:
             self._place(op)
         for value in copies:
             statements = self._loop(0, value) if value.type.size > 1 else self.first
-            statements.append(Load(value, Memory(storage.homes[value], 0, value.type)))
+            statements.append(Load(value, Memory(storage.homes[value], value.type)))
             self._store(value, statements)
         self.kernel = Kernel(self.first, self.sections, self.scratch_bytes)
 
@@ -159,9 +164,9 @@ class _Lowering:
 
     def _memory(self, value: Value) -> Memory:
         if value in self.storage.homes:
-            return Memory(self.storage.homes[value], 0, value.type)
+            return Memory(self.storage.homes[value], value.type)
         if value not in self.scratch:
-            self.scratch[value] = Memory(None, self.scratch_bytes, value.type)
+            self.scratch[value] = Memory(None, value.type, len(self.scratch), self.scratch_bytes)
             self.scratch_bytes += -(-value.type.row_bytes // _ALIGNMENT) * _ALIGNMENT
         return self.scratch[value]
 
@@ -214,7 +219,7 @@ class _Lowering:
         self._store(result, statements)
 
     def _store(self, value: Value, statements: list[Statement]) -> None:
-        places = [Memory(p, 0, value.type) for p in self.storage.stores.get(value, ())]
+        places = [Memory(p, value.type) for p in self.storage.stores.get(value, ())]
         if value in self.late and value not in self.storage.homes:
             places.append(self._memory(value))
         statements += [Store(value, memory) for memory in places]
@@ -222,7 +227,7 @@ class _Lowering:
     def _place_cat(self, op: Op) -> None:
         """Stores each part of a ``cat`` at its offset, in the loop that computes the part."""
         result = op.result
-        places = [Memory(p, 0, result.type) for p in self.storage.stores.get(result, ())]
+        places = [Memory(p, result.type) for p in self.storage.stores.get(result, ())]
         if not places:
             places.append(self._memory(result))
         start = 0
@@ -249,7 +254,7 @@ class _Lowering:
             else:
                 self._ready(value, section)
                 operands.append(None)
-        places = [Memory(p, 0, result.type) for p in self.storage.stores.get(result, ())]
+        places = [Memory(p, result.type) for p in self.storage.stores.get(result, ())]
         places = places or [self._memory(result)]
         self._in_section(section).nests.append(Nest(op, tuple(operands), tuple(places)))
         if result.type.size == 1:

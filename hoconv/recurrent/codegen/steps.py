@@ -1,5 +1,7 @@
 """Lowers the steps of a program to kernels, products and addresses, for any target.
 
+Sizes in addresses are marked (:mod:`hoconv.recurrent.codegen.sizes`).
+
 B batch, T time steps, i the number of steps already done, t the time step that is computed.
 """
 
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import memories, pointer
 from hoconv.recurrent.codegen.loops import Kernel, lower
+from hoconv.recurrent.codegen.sizes import size
 from hoconv.recurrent.codegen.storage import Buffer, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Op, Program, Value
 
@@ -73,7 +76,7 @@ def pointers(storage: Storage) -> list[tuple[Buffer, bool, str]]:
 
 def offset(buffer: Buffer, after: bool, reverse: bool) -> str:
     """The offset from a buffer's start to the rows of this step, as " + ..." to append."""
-    rows = f"B * {buffer.type.size}"
+    rows = f"B * {size(buffer.type.size)}"
     match buffer.kind:
         case "sequence":
             return f" + t * {rows}"
@@ -96,11 +99,11 @@ def row_pointers(kernel: Kernel, scratch_bytes: int) -> list[str]:
     for memory in memories(kernel):
         own, name = TYPES[memory.type.dtype], pointer(memory)
         if memory.location is None:
-            start = f"s.scratch + row * {scratch_bytes} + {memory.scratch}"
+            start = f"s.scratch + row * {size(scratch_bytes)} + {size(memory.start)}"
             at = f"reinterpret_cast<{own}*>({start})"
         elif memory.location.buffer.kind == "once":
             at = f"s.{name}"
         else:
-            at = f"s.{name} + row * {memory.type.size}"
+            at = f"s.{name} + row * {size(memory.type.size)}"
         lines.append(f"{own}* __restrict__ {name} = {at};")
     return lines

@@ -14,31 +14,14 @@ import functools
 import torch
 from torch import Tensor
 
-from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cpp import ALIGNMENT
 from hoconv.recurrent.ir import evaluate
+from hoconv.recurrent.runtime.libraries import PRODUCTS
 from hoconv.recurrent.runtime.pages import allocate, allocate_aligned
 
 _ENOUGH = 64  # rows for which a matrix is worth packing
 _BLOCK = 256  # kOuterBlock of outer.h
 _TILE = 8  # the largest kTileRows of product.h
-_SOURCE = """
-#include "recurrent/outer.h"
-using namespace hoconv::recurrent;
-#define HOCONV_PRODUCTS(T) \\
-  extern "C" int linear_##T(T* out, const T* x, const T* matrix, int64_t row_stride, \\
-                            int64_t column_stride, const T* added, int64_t rows, int64_t inner, \\
-                            int64_t columns, void* memory) { \\
-    return !multiply_all(out, x, matrix, row_stride, column_stride, added, rows, inner, columns, \\
-                         memory); \\
-  } \\
-  extern "C" int outer_##T(T* out, const T* g, const T* x, int64_t rows, int64_t m, int64_t n, \\
-                           T* packed) { \\
-    return !outer(out, g, x, rows, m, n, packed); \\
-  }
-HOCONV_PRODUCTS(float)
-HOCONV_PRODUCTS(double)
-"""
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -70,12 +53,12 @@ def outer(g: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Compiles the products.
+    """Loads the products.
 
     Raises:
         hoconv.jit.BuildError: there is no compiler, or it failed.
     """
-    return ctypes.CDLL(str(compile_cpp("recurrent", _SOURCE)))
+    return PRODUCTS.functions()
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:

@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.codegen.cpp import emit_cpp
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import agree, cell_case, gradients
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 IMPLS = ["reference", pytest.param("cpp", marks=needs_compiler)]
 
 
@@ -258,7 +260,7 @@ def test_a_batch_of_none_and_of_one() -> None:
         found = [
             gradients(make_equal(impl), torch.randn(3, B, 5, dtype=torch.float64))[0].shape
             for impl in ("reference", "cpp")
-            if impl == "reference" or obstacle() is None
+            if impl == "reference" or jit.obstacle("cpu") is None
         ]
         assert set(found) == {(3, B, 8)}
 

@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent import cells
 from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.definitions import DEFINITIONS
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 _HEADS = {"heads": 2, "keys": 3, "values": 4}
 OPTIONS: dict[str, dict[str, int]] = {
     "lru": {"states": 3},

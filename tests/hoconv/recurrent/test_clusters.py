@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import BuildError, nvrtc
 from hoconv.jit.generated import compile_cuda
@@ -28,7 +29,6 @@ from hoconv.recurrent.passes.cluster.reciprocals import take_reciprocals
 from hoconv.recurrent.plans import find_plan, request
 from hoconv.recurrent.runtime import clusters
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.runtime.interpret import interpret
 from hoconv.recurrent.runtime.packing import pack
@@ -37,7 +37,9 @@ from hoconv.tools.testing.cells import run_program
 from tests.hoconv.recurrent.cluster_shim import shim_clusters
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 needs_clusters = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import obstacle
 from tests.hoconv.recurrent.support import agree
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 
 AS_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda x, h: rnn.sum(x > 0),

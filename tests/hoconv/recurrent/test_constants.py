@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
@@ -22,7 +23,7 @@ from hoconv.recurrent.ir.program import Program, Value, flat
 from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.runtime.clusters import H200, Clusters
-from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import plan
 from hoconv.tools.testing.cells import CellCase
 from tests.hoconv.recurrent.matrix_shim import shim_matrices
@@ -31,7 +32,9 @@ from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import gradients, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 IMPLS = ["reference", pytest.param("cpp", marks=needs_compiler)]
 

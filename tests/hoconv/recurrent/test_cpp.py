@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from hoconv import jit
 from hoconv import recurrent as rnn
+from hoconv.jit import compilers
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir import evaluate
@@ -26,12 +27,12 @@ from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.passes.stream import stream
 from hoconv.recurrent.plans import request
 from hoconv.recurrent.runtime import pages, products
-from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import Plan, plan
 from tests.hoconv.recurrent.support import READY, bound, cell_case, gradients, layer, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+pytestmark = pytest.mark.skipif(jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu")))
 
 
 def test_compiled_loops_are_exact() -> None:
@@ -368,9 +369,12 @@ def test_states_can_be_each_other_and_the_input() -> None:
         torch.testing.assert_close(gradient[0], weights[2, :, :3])
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "compiler", jit.compiler.__wrapped__)  # has found none yet
+def test_without_a_compiler_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compilers, "compiler", jit.compiler.__wrapped__)  # has found none yet
     monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     reason = OPERATOR.implementations["cpp"].obstacle()
     assert reason is not None
     assert "CXX=/nowhere/c++ was not found" in reason

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
@@ -18,7 +19,7 @@ from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.ir.kinds import DELAY, PRODUCTS
 from hoconv.recurrent.ir.program import Program, flat
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import plan
 from hoconv.tools.testing.cells import CellCase
 from tests.hoconv.recurrent.matrix_shim import shim_matrices
@@ -26,7 +27,9 @@ from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import gradients, sequence
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 IMPLS = ["reference", pytest.param("cpp", marks=needs_compiler)]
 H, K, V = 2, 5, 4

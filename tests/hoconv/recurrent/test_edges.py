@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
-from hoconv.recurrent.runtime.cpp import obstacle
 
 DTYPES = (torch.float32, torch.float64)
 # Past 20 softplus is x. The exponential overflows past 88.7 of float32, 709.8 of float64; it is no
@@ -131,7 +131,7 @@ def run(cases: list[Case], impl: str, dtype: torch.dtype) -> dict[str, tuple[Ten
     return dict(zip((name for name, _, _ in cases), zip(*found, strict=True), strict=True))
 
 
-@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+@pytest.mark.skipif(jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu")))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "cases",

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.plans import find_plan
-from hoconv.recurrent.runtime.cpp import obstacle
 from tests.hoconv.recurrent.support import (
     agree,
     check_many_gradients,
@@ -21,7 +21,9 @@ from tests.hoconv.recurrent.support import (
     sequence,
 )
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent import cells
-from hoconv.recurrent.runtime.cpp import obstacle
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 IMPLS = ["reference", pytest.param("cpp", marks=needs_compiler)]
 
 

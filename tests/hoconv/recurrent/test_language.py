@@ -18,16 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.ir.random import keep, philox
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import READY, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 
 x = torch.linspace(-3, 3, 12, dtype=torch.float64).view(2, 6)
 y = x.flip(0).cos()

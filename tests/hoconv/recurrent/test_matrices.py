@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
@@ -25,14 +26,16 @@ from hoconv.recurrent.ir.program import SEGMENT, Program, count_segments
 from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.passes.matrix.tiling import choose_tiling
 from hoconv.recurrent.plans import find_plan, request
-from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.tools.testing.cells import CellCase, run_program
 from tests.hoconv.recurrent.matrix_cells import CELLS
 from tests.hoconv.recurrent.matrix_shim import shim_matrices
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hoconv import jit
 from hoconv import recurrent as rnn
-from hoconv.recurrent.runtime.cpp import obstacle
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
 
 IMPLS = [
     "reference",
-    pytest.param("cpp", marks=pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))),
+    pytest.param(
+        "cpp",
+        marks=pytest.mark.skipif(jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))),
+    ),
 ]
 
 

@@ -10,16 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.ladder import SCHEDULES
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import bound, gradients, layer, sequence
 
 IMPLS = [
     "reference",
-    pytest.param("cpp", marks=pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))),
+    pytest.param(
+        "cpp",
+        marks=pytest.mark.skipif(jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))),
+    ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

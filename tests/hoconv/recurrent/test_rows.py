@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime import host
-from hoconv.recurrent.runtime.cpp import compile_loops, obstacle
+from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import plan
 from tests.hoconv.recurrent.support import cell_case, gradients
 from tests.hoconv.recurrent.test_compiler import check_loops
 from tests.hoconv.recurrent.test_whole import OWN, WAITING
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+pytestmark = pytest.mark.skipif(jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu")))
 
 
 @rnn.cell(state=("h",))

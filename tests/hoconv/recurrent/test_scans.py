@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
@@ -17,7 +18,6 @@ from hoconv.recurrent import cells
 from hoconv.recurrent.codegen.scan import MOST_BLOCKS, emit_scan
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.ir.program import Program, flat
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.scans import LEAST_STEPS, LEAST_WARPS, MOST_FEATURES, divide_steps
 from hoconv.recurrent.schedule import plan
 from hoconv.tools.testing.cells import CellCase, run_program
@@ -25,7 +25,9 @@ from tests.hoconv.recurrent.affine_cells import affine_cell
 from tests.hoconv.recurrent.scan_shim import shim_scans
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 
 

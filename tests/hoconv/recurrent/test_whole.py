@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from hoconv import jit
 from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.frontend.cell import Cell
 from hoconv.recurrent.ir.program import Program
-from hoconv.recurrent.runtime.cpp import obstacle
 from hoconv.recurrent.runtime.cuda import CudaLoop
 from hoconv.recurrent.schedule import plan
 from hoconv.tools.testing.cells import run_program
@@ -21,7 +21,9 @@ from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import bound, cell_case
 from tests.hoconv.recurrent.test_compiler import check_loops
 
-needs_compiler = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 
 

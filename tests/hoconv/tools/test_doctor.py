@@ -142,12 +142,12 @@ def compiled(
 def test_a_library_is_only_said_to_be_built_where_it_is(
     compiled: jit.Library, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(capsys)["toy for cpu"] == "can be built"
+    assert report(capsys)["toy for cpu"] == "not compiled yet"
     path = compiled.compile()
     capsys.readouterr()
-    assert report(capsys)["toy for cpu"] == "built"
+    assert report(capsys)["toy for cpu"] == "compiled here"
     path.write_bytes(b"")
-    assert report(capsys)["toy for cpu"] == "can be built"
+    assert report(capsys)["toy for cpu"] == "not compiled yet"
     path.parent.chmod(0o777)
     assert report(capsys, code=1)["toy for cpu"].startswith("broken: the build cache")
 
@@ -168,7 +168,7 @@ def test_build_tells_what_is_really_chosen_and_what_is_broken(
 def test_build_shows_the_first_errors_of_a_broken_library_once(
     compiled: jit.Library, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(capsys, "--build", code=1)["toy for cpu"] == "built and loaded"
+    assert report(capsys, "--build", code=1)["toy for cpu"] == "compiled here"
     Path(compiled.sources[0]).write_text("int f() { return one; }\nint g() { return two; }\n")
     _load_once.cache_clear()
     obstacle.cache_clear()
