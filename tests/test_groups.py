@@ -173,6 +173,20 @@ def test_several_loggers_get_the_same_metrics(run):
     assert {"train/loss", "val/accuracy", "throughput/step_ms"} <= set(header)
 
 
+def test_mlflow_has_a_run_for_each_job(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs hoconv[mlflow]")
+    monkeypatch.chdir(tmp_path)
+    done = run("-m", *SHORT, "logger=mlflow", "seed=1,2", "trainer.limit_train_batches=2")
+    assert done.exit_code == 0, done.err
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("hoconv").experiment_id])
+    assert {each.info.run_name[-6:] for each in runs} == {"seed 1", "seed 2"}
+    for each in runs:
+        assert each.info.status == "FINISHED"
+        assert {"train/loss", "val/accuracy", "test/accuracy"} <= each.data.metrics.keys()
+        assert each.data.tags["impl"] == "reference"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
