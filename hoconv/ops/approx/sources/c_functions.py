@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoconv.jit import BuildError, generated
+from hoconv.jit import BuildError
 from hoconv.ops.approx.sources.table_files import LEAST, MOST, integers
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -25,7 +25,7 @@ _FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*
 _STATIC = re.compile(r"\bstatic\b(?![^;=(]*\bconst)[^;=(]*[;=\[]")
 # A figure of a comment: its name and number.
 _FIGURE = re.compile(r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)", re.MULTILINE)
-_NAME = re.compile(r"mul(\d+)(?:x(\d+))?([us])(?![a-zA-Z0-9])")
+_NAME = re.compile(r"mul(\d+)(?:x(\d+))?([us])(?![a-z0-9])", re.IGNORECASE)
 _TYPES = {  # -> bits, and whether it is signed
     **{f"{'' if signed else 'u'}int{n}_t": (n, signed)
        for n in (8, 16, 32, 64) for signed in (True, False)},
@@ -50,6 +50,7 @@ class CFunction:
         path, name: of the source, and of the function in it.
         bits: of the operands.
         signed: whether they are.
+        result_bits: of the type that it returns.
         figures: of the source's comments by their names there: errors such as ``MAE`` and ``WCE%``,
             power ``PDK45_PWR`` in mW, area ``PDK45_AREA`` in um2, delay ``PDK45_DELAY`` in ns.
     """
@@ -58,6 +59,7 @@ class CFunction:
     name: str
     bits: tuple[int, int]
     signed: bool
+    result_bits: int
     figures: Mapping[str, float]
     _multiply: Any
 
@@ -65,7 +67,7 @@ class CFunction:
         """Returns the products of arrays of int64 of equal shapes.
 
         A product is the p + q lowest bits of what the function returns, in two's complement if the
-        operands are signed.
+        operands are signed: then the bits above may be the sign's, too.
 
         Raises:
             ValueError: it returns a number of more bits.
@@ -77,6 +79,9 @@ class CFunction:
         self._multiply(*(t.ctypes.data for t in (a, b, products)), a.size)
         width = sum(self.bits)
         least = -(1 << width - 1) if self.signed else 0
+        if self.signed and width < self.result_bits < 64:  # an unsigned type has the sign's bits
+            extended = products >= (1 << self.result_bits) + least
+            products = np.where(extended, products - (1 << self.result_bits), products)
         wide = (products < least) | (products >= 1 << width)
         if wide.any():
             i = wide.ravel().argmax()
@@ -130,15 +135,21 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
     name, types = function[2], _types(function)
     where = f"{path}, line {_line(code, function)}"
     bits, signed = _operands(where, (name, path.stem), types, bits, signed)
-    # Of an unsigned type are an operand's bits, in two's complement if it is signed.
-    masks = [-1 if _TYPES[each][1] else (1 << n) - 1 for each, n in zip(types, bits, strict=True)]
+    # Of an unsigned type are an operand's bits, in two's complement if it is signed: as many as the
+    # name says, of which those of a narrower operand are the lowest.
+    named = _named_bits((name, path.stem)) or bits
+    masks = [
+        -1 if _TYPES[each][1] else (1 << max(pair)) - 1
+        for each, *pair in zip(types, bits, named, strict=True)
+    ]
     operands = ", ".join(
         f"static_cast<{each}>({operand}[i] & {mask})"
         for each, operand, mask in zip(types, "ab", masks, strict=True)
     )
     multiply = _compile(path, text, number="int64_t", name=name, operands=operands)
     figures = {figure: float(number) for figure, number in _FIGURE.findall(text)}
-    return CFunction(path, name, bits, signed, figures, multiply)
+    result_bits, _ = _TYPES.get(function[1].split("static")[-1].strip(), (64, True))
+    return CFunction(path, name, bits, signed, result_bits, figures, multiply)
 
 
 def load_float(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
@@ -161,7 +172,10 @@ def load_float(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _read(path: Path) -> tuple[str, str]:
     """Returns a source, and the same without its comments."""
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 ({error.reason} at byte {error.start})") from None
     code = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     if static := _STATIC.search(code):
         raise ValueError(
@@ -173,6 +187,8 @@ def _read(path: Path) -> tuple[str, str]:
 
 def _compile(path: Path, text: str, **call: str) -> Any:
     """Compiles a source, and returns the function of pointers and a count that calls it."""
+    from hoconv.jit import generated  # here, since most programs compile nothing
+
     source = f'#include <stdint.h>\n#line 1 "{path.name}"\n{text}\n{_CALL.format(**call)}'
     try:
         library = ctypes.CDLL(str(generated.compile_cpp("multiplier", source)))
@@ -215,10 +231,10 @@ def _operands(
     """Returns the bits of the operands and whether they are signed: by the arguments, else by the
     first name that says so, else by types that have no more bits than an operand may have."""
     (width, type_signed), (other, other_signed) = (_TYPES[each] for each in types)
-    said = next(filter(None, map(_NAME.search, names)), None)
+    said = _search_name(names)
     if said:
-        bits = bits or (int(said[1]), int(said[2] or said[1]))
-        signed = said[3] == "s" if signed is None else signed
+        bits = bits or _named_bits(names)
+        signed = said[3] in "sS" if signed is None else signed
     elif max(width, other) <= MOST and type_signed == other_signed:
         bits = bits or (width, other)
         signed = type_signed if signed is None else signed
@@ -242,6 +258,16 @@ def _operands(
             f"{' and '.join(types)}; give signed=True, or correct the name"
         )
     return bits, signed
+
+
+def _search_name(names: tuple[str, ...]) -> re.Match[str] | None:
+    """Returns what the first of these names that says so says of bits and sign."""
+    return next(filter(None, map(_NAME.search, names)), None)
+
+
+def _named_bits(names: tuple[str, ...]) -> tuple[int, int] | None:
+    said = _search_name(names)
+    return (int(said[1]), int(said[2] or said[1])) if said else None
 
 
 def _line(code: str, match: re.Match[str]) -> int:

@@ -26,8 +26,7 @@ def find(multiplier: AnyMultiplier) -> str | LookupTable | MantissaTable:
     file is read once, unless it changes.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: no multiplier has this name; what the file holds is none.
+        ValueError: no multiplier has this name; there is no such file, or it holds none.
     """
     if isinstance(multiplier, LookupTable | MantissaTable):
         return multiplier
@@ -37,7 +36,12 @@ def find(multiplier: AnyMultiplier) -> str | LookupTable | MantissaTable:
         if multiplier.partition(":")[0] in FAMILIES:
             return of_family(multiplier)
     if isinstance(multiplier, str | os.PathLike) and Path(multiplier).suffix:
-        status = os.stat(multiplier)
+        try:
+            status = os.stat(multiplier)
+        except OSError as error:
+            raise ValueError(
+                f"multiplier: {os.path.abspath(multiplier)} cannot be read ({error.strerror})"
+            ) from None
         return _read(os.path.abspath(multiplier), status.st_mtime_ns, status.st_size)
     names = ", ".join((*MULTIPLIERS, *FAMILIES))
     raise ValueError(
@@ -112,8 +116,22 @@ def multiplier(
             return _of_c(path, bits, signed)
         return _of_floats(c_functions.load_float(path), mantissa_bits, f"{path}, compiled")
     if mantissa_bits is not None or (not given and mantissas.bits_in_name(path) is not None):
+        if mantissa_bits is None and _holds_integers(path):
+            raise ValueError(
+                f"{path}: it may be a table of products of integers, or of mantissas, as its name "
+                "says; give bits= or mantissa_bits="
+            )
         return mantissas.load(path, mantissa_bits)
     return LookupTable.load(path, bits=bits, signed=signed, order=order)
+
+
+def _holds_integers(path: Path) -> bool:
+    """Returns whether a file can be read as a table of products of integers."""
+    try:
+        LookupTable.load(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _of_floats(function: Callable[..., Any], bits: int, origin: str) -> MantissaTable:

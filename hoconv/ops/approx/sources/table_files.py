@@ -218,6 +218,14 @@ def _read_binary(path: Path, bits: tuple[int, int] | None) -> _Contents:
         signed: np.frombuffer(contents, dtype).reshape([1 << n for n in pair])
         for signed, dtype in dtypes.items()
     }
+    largest = max(int(abs(array.astype(np.int64)).max()) for array in products.values())
+    # A table of 2 bytes a product, of p and p + 1 bits, is as long as one of 4 bytes of p bits; as
+    # such its products are some 2^16 times as large.
+    if not bits and size == 4 and largest >= 4 << sum(pair):
+        raise ValueError(
+            f"{path}: as a table of {pair[0]} x {pair[1]} bits it has products of up to "
+            f"{largest:,}; give bits= of both operands"
+        )
     return _Contents(f"integers of {size} bytes", products, "index")
 
 

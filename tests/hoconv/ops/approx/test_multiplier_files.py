@@ -288,3 +288,42 @@ def test_files_of_tables_are_read(tmp_path: Path) -> None:
     assert torch.equal(table.products, same.products)
     with pytest.raises(FileNotFoundError):
         multiplier(tmp_path / "missing.c")
+
+
+@pytest.mark.parametrize(("name", "bits"), [("mul16s_a", 8), ("mul8s_a", 4), ("MUL8S_a", 8)])
+def test_a_narrow_operand_of_an_unsigned_type_keeps_its_sign(
+    tmp_path: Path, name: str, bits: int
+) -> None:
+    width = 16 if "16" in name else 8
+    path = tmp_path / f"{name}.c"
+    path.write_text(
+        f"#include <stdint.h>\nuint32_t {name}(uint{width}_t A, uint{width}_t B) "
+        f"{{ return (int{width}_t)A * (int{width}_t)B; }}\n"
+    )
+    table = integers(path, bits=bits)
+    values = torch.arange(1 << bits).float()
+    values = torch.where(values >= 1 << bits - 1, values - (1 << bits), values)
+    assert table.signed
+    assert torch.equal(table.products, torch.outer(values, values).int())
+
+
+@pytest.mark.parametrize("p", range(2, 8))
+def test_a_binary_file_of_two_widths_is_not_taken_for_one_of_wider_products(
+    tmp_path: Path, p: int
+) -> None:
+    products = np.multiply.outer(np.arange(1 << p), np.arange(2 << p))
+    path = tmp_path / "products.bin"
+    products.astype("<u2").tofile(path)
+    with pytest.raises(ValueError, match="give bits= of both operands"):
+        multiplier(path)
+    table = integers(path, bits=(p, p + 1), signed=False)
+    assert np.array_equal(table.products.numpy(), products)
+
+
+def test_a_name_of_mantissas_is_not_enough_for_a_table_of_integers(tmp_path: Path) -> None:
+    path = tmp_path / "mul8u_8.bin"
+    products = np.multiply.outer(np.arange(256), np.arange(256))
+    products.astype("<i4").tofile(path)
+    with pytest.raises(ValueError, match="give bits= or mantissa_bits="):
+        multiplier(path)
+    assert np.array_equal(integers(path, bits=8).products.numpy(), products)
