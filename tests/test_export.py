@@ -52,9 +52,8 @@ def expected(ckpt: str, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def draw(name: str, count: int) -> torch.Tensor:
-    """Images as the data has them."""
-    shape = (3, 16, 16) if name == "segmentation" else (1, 8, 8)
-    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8)
+    """Images as a model is given them."""
+    return torch.randn(count, *((3, 16, 16) if name == "segmentation" else (1, 8, 8)))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -101,9 +100,26 @@ def test_weights_in_safetensors_are_a_checkpoint(run, train) -> None:
     tested = [run("mode=test", f"ckpt={each}", "impl=reference", "trainer=cpu").results["metrics"]
               for each in (ckpt, file)]  # fmt: skip
     assert tested[0] == tested[1]
+    again = run("resume=true", f"ckpt={file}", "trainer=cpu")
+    assert "has the weights alone" in " ".join(again.err.split())
     file.write_bytes(file.read_bytes()[:100])
     damaged = run("mode=test", f"ckpt={file}", "trainer=cpu")
     assert "damaged, unreadable, or not of a run" in damaged.err
+
+
+def test_a_program_is_as_accurate_as_the_model(run, train) -> None:
+    ckpt = train("cnn")
+    tested = run("mode=test", f"ckpt={ckpt}", "impl=reference", "trainer=cpu")
+    done = run("mode=export", f"ckpt={ckpt}", "impl=reference", "trainer=cpu")
+    program = torch.export.load(done.folder / "model.pt2").module()
+    data = instantiate(saved.read(ckpt).config.data)
+    data.setup("test")
+    right = total = 0
+    for batch in data.test_dataloader():
+        images, labels = data.on_after_batch_transfer(batch, 0)
+        right += int((program(images).argmax(1) == labels).sum())
+        total += len(labels)
+    assert right / total == pytest.approx(tested.results["metrics"]["test/accuracy"])
 
 
 def test_what_cannot_be_exported_is_one_line(run, train, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_ways_to_predict(run, train, photos, experiment, written, how):
         (("mode=predict", "ckpt={ckpt}", "input=/no/such"), "input: there is no /no/such"),
         (("mode=predict", "ckpt={ckpt}", "input={ckpt}"), "is no image ("),
         (("mode=predict", "ckpt={damaged}", "input=."), "is damaged"),
-        (("mode=guess",), "mode: expected train, test, predict; got 'guess'"),
+        (("mode=guess",), "mode: expected train, test, predict, export; got 'guess'"),
     ],
 )
 def test_what_is_missing_is_one_line(run, trained, tmp_path, overrides, message):

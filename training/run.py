@@ -28,12 +28,12 @@ from training.command import failed_jobs
 from training.configuration.checks import check_config
 from training.configuration.errors import MisconfigurationException
 from training.configuration.names import as_override
-from training.export import export
-from training.fit import fit_and_test
 from training.folder import as_given, begin, discard, find_step_checkpoints, is_finished
 from training.lock import RunningError, held
 from training.model import as_plain
-from training.predict import predict, test, written
+from training.modes.export import export
+from training.modes.fit import fit_and_test
+from training.modes.predict import predict, test, written
 from training.results import loggers
 from training.results.record import Results
 from training.results.saved import read
@@ -134,6 +134,11 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     chosen = HydraConfig.get()
     given = as_given(chosen.overrides.task)
     saved = None if config.ckpt is None else read(config.ckpt)
+    if saved and config.resume is True and saved.path.suffix == ".safetensors":
+        raise MisconfigurationException(
+            f"resume=true: {saved.path} has the weights alone; give the run's own checkpoint, or "
+            "start from these weights without resume"
+        )
     if uses_configuration(config.mode, config.resume):
         if saved is None:
             needing = "resume=true" if config.mode == "train" else f"mode={config.mode}"

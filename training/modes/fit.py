@@ -20,7 +20,7 @@ from training.checkpoints import find_newest
 from training.configuration.instantiation import instantiate_as
 from training.folder import RESUMING
 from training.model import build, show_implementations
-from training.predict import missing_for_test
+from training.modes.predict import missing_for_test
 from training.results.loggers import make_loggers
 from training.results.record import Results
 from training.results.saved import Saved, describe

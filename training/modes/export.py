@@ -35,8 +35,8 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
     The formats are ``safetensors``, the weights, with the description of the run, so that
     ``ckpt=`` takes it; ``pt2``, a program of :func:`torch.export.export`, with the implementations
     that ``impl=`` names; and ``onnx``, of the reference's operations, compared with the model by
-    ONNX Runtime. Programs take a batch of any number of inputs, as large as those that the data
-    has for tests.
+    ONNX Runtime. Programs take a batch of any number of inputs, as the model is given those of the
+    data's tests: normalised, and of their size.
 
     Args:
         config: that of the checkpoint, with what the command names.
@@ -143,7 +143,9 @@ def _inputs(model: pl.LightningModule, config: DictConfig) -> tuple[Tensor, ...]
     data = instantiate(config.data)
     data.prepare_data()
     data.setup("test")
-    first, *_ = tree_leaves(next(iter(data.test_dataloader())))
+    batch = next(iter(data.test_dataloader()))
+    # As a model is given it: images in memory are bytes until then.
+    first, *_ = tree_leaves(data.on_after_batch_transfer(batch, 0))
     return (first[:2],)
 
 

@@ -1,0 +1,1 @@
+"""What a run does, by `mode`: train, test, predict, export."""
