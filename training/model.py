@@ -18,6 +18,7 @@ from hoconv.dispatch.implementations import Choice, choose
 from training import console
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate_as
+from training.results.saved import Saved, load_weights
 
 
 def build(model: DictConfig, config: DictConfig) -> Any:
@@ -41,6 +42,17 @@ def build(model: DictConfig, config: DictConfig) -> Any:
     if config.compile:
         getattr(built, "network", built).compile()
     return built
+
+
+def build_trained(saved: Saved, config: DictConfig) -> Any:
+    """Makes the model of a checkpoint, with its weights; `config` is as for :func:`build`.
+
+    Raises:
+        MisconfigurationException: as of :func:`build`; or the weights are not those of the model.
+    """
+    model = build(config.model, config)
+    load_weights(model, saved)
+    return model
 
 
 def set_implementations(model: nn.Module, impl: Any) -> None:

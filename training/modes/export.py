@@ -20,9 +20,9 @@ import hoconv
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
 from training.disk import replaced
-from training.model import build
+from training.model import build_trained
 from training.results.record import Results
-from training.results.saved import KEY, Saved, load_weights
+from training.results.saved import KEY, Saved
 
 # Largest difference between the outputs of an ONNX model and of the model, over the largest output.
 ONNX_TOLERANCE = 1e-5
@@ -34,9 +34,9 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
 
     The formats are ``safetensors``, the weights, with the description of the run, so that
     ``ckpt=`` takes it; ``pt2``, a program of :func:`torch.export.export`, with the implementations
-    that ``impl=`` names; and ``onnx``, of the reference's operations, compared with the model by
-    ONNX Runtime. Programs take a batch of any number of inputs, as the model is given those of the
-    data's tests: normalised, and of their size.
+    that ``impl=`` names, on a CPU; and ``onnx``, of the reference's operations, compared with the
+    model by ONNX Runtime. Programs take a batch of any number of inputs, as the model is given
+    those of the data's tests: normalised, and of their size.
 
     Args:
         config: that of the checkpoint, with what the command names.
@@ -53,8 +53,7 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
         raise MisconfigurationException(
             f"format={config.format} needs {', '.join(missing)}; pip install 'hoconv[export]'"
         )
-    model = build(config.model, config).eval()
-    load_weights(model, saved)
+    model = build_trained(saved, config).eval()
     contents = write(model, config, saved)
     with replaced(run_dir / f"model.{config.format}") as file:
         file.write(contents)

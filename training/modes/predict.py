@@ -20,9 +20,9 @@ from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.progress import make_progress
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
-from training.model import build, show_implementations
+from training.model import build_trained, show_implementations
 from training.results.record import Results
-from training.results.saved import Saved, class_names, difference, load_weights
+from training.results.saved import Saved, class_names, difference
 from training.trainer import make_callbacks, new_trainer, notes_of
 
 OF_EVERY_RUN = ("config.yaml", "results.json", "train.log")
@@ -43,7 +43,7 @@ def predict(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -
             or there is nothing to predict for.
         DataNotFoundError: ``config.input`` holds no images.
     """
-    model = _build(saved, config)
+    model = build_trained(saved, config)
     if type(model).predict_step is pl.LightningModule.predict_step:
         raise MisconfigurationException(
             f"ckpt: the model of {saved.path} is a {type(model).__name__}, which predicts nothing: "
@@ -79,7 +79,7 @@ def test(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> P
     # As in training, and in its order: data that draws its parts at random has the same ones.
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data)
-    model = _build(saved, config)
+    model = build_trained(saved, config)
     _require_same_classes(saved, data)
     trainer = _make_trainer(config, run_dir)
     if missing := missing_for_test(trainer, model, data):
@@ -124,13 +124,6 @@ def missing_for_test(
 def written(run_dir: Path) -> list[Path]:
     """Returns the files and folders that hold the predictions of a run."""
     return sorted(path for path in run_dir.glob("[!.]*") if path.name not in OF_EVERY_RUN)
-
-
-def _build(saved: Saved, config: DictConfig) -> Any:
-    """Makes the model of a checkpoint, with its weights."""
-    model = build(config.model, config)
-    load_weights(model, saved)
-    return model
 
 
 def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:

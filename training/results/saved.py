@@ -41,8 +41,7 @@ class Saved(NamedTuple):
 
     def description(self) -> dict[str, Any]:
         """Returns what a file says of the run beside the weights, plain data."""
-        plain = OmegaConf.to_container(self.config, resolve=True)
-        return {"config": plain, "identity": self.identity, "class_names": self.class_names}
+        return _describe(self.config, self.identity, self.class_names)
 
 
 def describe(
@@ -52,14 +51,18 @@ def describe(
 
     ``hyper_parameters`` are the model's arguments, for ``load_from_checkpoint``.
     """
-    plain: Any = OmegaConf.to_container(config, resolve=True)
+    run = _describe(config, identity, class_names(data))
+    arguments = run["config"]["model"].items()
+    return {KEY: run, "hyper_parameters": {k: v for k, v in arguments if not k.startswith("_")}}
+
+
+def _describe(
+    config: DictConfig, identity: dict[str, Any], names: list[str] | None
+) -> dict[str, Any]:
     return {
-        KEY: {
-            "config": plain,
-            "identity": {key: identity[key] for key in ("model", "data", "seed")},
-            "class_names": class_names(data),
-        },
-        "hyper_parameters": {k: v for k, v in plain["model"].items() if not k.startswith("_")},
+        "config": OmegaConf.to_container(config, resolve=True),
+        "identity": {key: identity[key] for key in ("model", "data", "seed")},
+        "class_names": names,
     }
 
 
