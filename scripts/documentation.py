@@ -1,4 +1,4 @@
-"""What mkdocs.yml needs beyond MkDocs: pages of the root folder, and the roles of docstrings."""
+"""Hooks of the documentation site: pages of the root folder, and the roles of docstrings."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def train(run, runs: Path, tmp_path: Path):
 
 
 def expected(ckpt: str, inputs: torch.Tensor) -> torch.Tensor:
-    """What the model of a checkpoint computes."""
+    """Returns the output of the model of a checkpoint."""
     found = saved.read(ckpt)
     model = instantiate(found.config.model)
     saved.load_weights(model, found)

@@ -1,4 +1,4 @@
-"""What a wheel's libraries are compiled for, and which of them this machine can use.
+"""Says what a wheel's libraries are compiled for, and which of them this machine can use.
 
 A wheel has each library in a folder beside its first source, under the name that it would have in
 the cache. So a library of other sources, headers or flags is not found. Nobody can change that

@@ -1,1 +1,1 @@
-"""What a run does, by `mode`: train, test, predict, export."""
+"""Trains, tests, predicts or exports, as `mode` says."""

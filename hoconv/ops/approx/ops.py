@@ -38,7 +38,7 @@ KERNELS = kernels("approx")
 
 _MULTIPLIER = "str multiplier, Tensor? entries=None"
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
-# A multiplier has a name, or entries of a table of mantissas; then the name is of no account.
+# A multiplier has a name, or the entries of a table of mantissas, with which the name is ignored.
 _SCHEMAS = {
     # Of equal shapes, both contiguous; the derivative is with respect to a.
     "approx_multiply": f"(Tensor a, Tensor b, {_MULTIPLIER}) -> Tensor",

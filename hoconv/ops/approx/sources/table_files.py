@@ -23,7 +23,7 @@ _ALLOWED = "2^p rows of 2^q products of integers of 2 to 8 bits"
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         form: of the file, in words.
