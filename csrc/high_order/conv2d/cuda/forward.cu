@@ -53,6 +53,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   Tensor out = make_output(x, p);
   if (out.numel() == 0) return out;
   const Launch launch(x);
+  if (apply_from_bands<false>(x, weight, out, p, launch.stream)) return out;
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     if (!apply_from_stage<T>(x, weight, out, p, launch.stream)) {

@@ -81,7 +81,8 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
   const Launch launch(grad);
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
-    bool done = gather_from_stage<T>(grad, weight, out, p, launch.stream);
+    bool done = apply_from_bands<true>(grad, weight, out, p, launch.stream);
+    done = done || gather_from_stage<T>(grad, weight, out, p, launch.stream);
     done = done || dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
              Tiling tiling;
              const dim3 grid =

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p) {
   if (out.numel() == 0) return out;
   const Launch launch(x);
+  if (sum_to_bands(grad, x, out, p, launch.stream)) return out;
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     if (!sum_to_stage<T>(grad, x, out, p, launch.stream)) {

@@ -31,6 +31,13 @@ namespace hoconv::high_order::conv2d {
 Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, const Problem& p);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p);
 
+// Launch the kernels of banded.cuh where they take a call; return whether they do.
+template <bool Adjoint>
+bool apply_from_bands(const Tensor& source, const Tensor& weight, Tensor& out, const Problem& p,
+                      cudaStream_t stream);
+bool sum_to_bands(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
+                  cudaStream_t stream);
+
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
 // computed for a pixel has parts, of N channels or of a row of taps; blockIdx.y counts the blocks
 // that share them.

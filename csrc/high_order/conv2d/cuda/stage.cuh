@@ -15,9 +15,10 @@ constexpr int kWarp = 32;
 constexpr int kPaddingBytes = 8;
 constexpr int kAnyK = 0;  // no constant, or not the K x K taps of windows a pixel apart, of a group
 
-// Divides n by d, while n * d < 2^32.
+// Divides n by d, while n * d < 2^32; by 1 unless told.
 struct Divisor {
   unsigned d, factor;
+  Divisor() : Divisor(1) {}
   explicit Divisor(unsigned d) : d(d), factor((uint64_t{1} << 32) / d + 1) {}
   __device__ int quotient(int n) const { return d == 1 ? n : __umulhi(n, factor); }
 };

@@ -20,7 +20,7 @@
 
 #include <cstring>
 
-#include "hoconv/cuda_launch.cuh"
+#include "high_order/tensor_cores.cuh"
 
 namespace hoconv::high_order::layer {
 
@@ -105,20 +105,8 @@ struct HalfPrecision {
   }
 
   __device__ static void multiply(float (&c)[4], const A& a, const B& b) {
-    const auto& x = a.w[0];
-    const auto& y = b.w[0];
-    if constexpr (std::is_same_v<T, __half>)
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-          "{%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
-    else
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-          "{%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+    const auto& right = b.w[0];
+    high_order::multiply<T>(c, a.w[0], right[0], right[1]);
   }
 
  private:

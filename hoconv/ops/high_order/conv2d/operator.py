@@ -206,6 +206,16 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for C, k, G, dilation in ((8, 5, 1, 1), (32, 7, 2, 2), (128, 4, 2, 3), (256, 3, 1, 1)):
         name = f"channels-last, {C} channels, {G} groups, k={k}, dilation {dilation}"
         yield Sample(generated(last, C, k, G, 3, 9), {"dilation": dilation}, name=name)
+    # Kernels of their own: a scale, and many channels of a group, not a power of two.
+    for memory_format in (last, torch.contiguous_format):
+        for scale, stride, H, W in ((2, 1, 5, 18), ((1, 3), (2, 3), 9, 20)):
+            window = Window.of(15, (3, 5), 1, stride, scale)
+            x, weight = draw(2, 80, H, W), draw(2, 30, *window.output_size(H, W))
+            x, weight = (t.contiguous(memory_format=memory_format) for t in (x, weight))
+            options = {"kernel_size": (3, 5), "stride": stride, "scale": scale}
+            name = f"many channels, scale {scale}" + (", channels-last" * (memory_format == last))
+            args = x, weight.unflatten(1, (15, 2)).transpose(0, 1)
+            yield Sample(args, options, name)
     yield Sample((draw(2, 3, 12, 65)[..., 1:], draw(9, 2, 1, 12, 65)[..., 1:]), name="sliced rows")
     yield Sample((draw(2, 3, 16, 12).mT, draw(9, 2, 1, 16, 12).mT), name="transposed")
     yield Sample((draw(2, 3, 12, 32)[..., ::2], draw(9, 2, 1, 12, 16)), name="every other column")

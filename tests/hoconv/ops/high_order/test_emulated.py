@@ -25,7 +25,7 @@ def test_cuda_kernels_compute_the_definition_on_a_cpu() -> None:
         "MALLOC_PERTURB_": "85",  # what is freed is no number that a kernel may read
     }
     done = subprocess.run(
-        [*command, *map(str, compile_kernels())], env=environment, cwd=_ROOT,
+        [*command, str(compile_kernels())], env=environment, cwd=_ROOT,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ def _random_call(dtype: torch.dtype) -> tuple[str, Tensor, Tensor, dict[str, Any
     taps = math.prod(options["kernel_size"])
     window = Window.of(taps, **options)
     G, size = random.randint(1, 3), (random.randint(1, 12), random.randint(1, 18))
-    x = torch.randn(2, G * random.choice([1, 2, 3, 4, 8, 16]), *size, dtype=dtype)
+    x = torch.randn(2, G * random.choice([1, 2, 3, 4, 8, 16, 40]), *size, dtype=dtype)
     weight = torch.randn(2, taps * G, *window.output_size(*size), dtype=dtype)
     layouts = [torch.contiguous_format, torch.channels_last]
     x, weight = (t.contiguous(memory_format=random.choice(layouts)) for t in (x, weight))
@@ -74,8 +74,7 @@ def _differences(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Iterator
 
 
 def main() -> int:
-    for library in sys.argv[1:]:
-        torch.ops.load_library(library)
+    torch.ops.load_library(sys.argv[1])
     torch.manual_seed(0)
     random.seed(0)
     failed = 0

@@ -12,39 +12,43 @@ from hoconv import jit
 from hoconv.jit import cache, compilers, headers
 
 _SOURCES = [
-    f"high_order/conv2d/cuda/{name}.cu" for name in ("forward", "grad_input", "grad_weight")
+    f"high_order/conv2d/cuda/{name}.cu"
+    for name in ("banded", "forward", "grad_input", "grad_weight")
 ]
+_INSTRUCTIONS = "high_order/tensor_cores.cuh"  # which gpu.h has
 _INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 _LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
 
 
-def compile_kernels() -> list[Path]:
-    """Returns libraries that register each op's overload ``cuda`` for tensors of a CPU."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(_compile, _SOURCES))
-
-
-def _compile(source: str) -> Path:
-    text = _as_cpp("".join(_flatten(source, set())))
-    command = compilers.compiler("cpu")
-    flags = [flag for flag in compilers.flags("cpu", ()) if not flag.startswith("-O")]
-    flags += ["-O1", "-w"]  # compiled once, run for a second
+def compile_kernels() -> Path:
+    """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU."""
+    command, flags = compilers.compiler("cpu"), compilers.flags("cpu", ())
+    # Compiled once, run for a second.
+    flags = [*(flag for flag in flags if not flag.startswith("-O")), "-O1", "-w"]
+    texts = [_as_cpp("".join(_flatten(source, set()))) for source in _SOURCES]
+    includes = compilers.include_flags((jit.CSRC, headers.PUBLIC))
 
     def make(folder: Path) -> Path:
-        path, shared = folder / "source.cpp", folder / "library.so"
-        path.write_text(text)
-        includes = compilers.include_flags((jit.CSRC, headers.PUBLIC))
-        files = ["-shared", str(path), *compilers.link_flags("cpu"), "-o", str(shared)]
-        compilers.run([command, *flags, *includes, *files])
+        def compile_one(number: int) -> str:
+            path = folder / f"{number}.cpp"
+            path.write_text(texts[number])
+            compilers.run([command, *flags, *includes, "-c", str(path), "-o", f"{path}.o"])
+            return f"{path}.o"
+
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_one, range(len(texts))))
+        shared = folder / "library.so"
+        files = ["-shared", *objects, *compilers.link_flags("cpu"), "-o", str(shared)]
+        compilers.run([command, *files])
         return shared
 
-    key = hashlib.sha256("\n".join((text, *flags)).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join((*texts, *flags)).encode()).hexdigest()[:16]
     return cache.keep(f"emulated-{key}-{compilers.identity(command)}.so", make)
 
 
 def _flatten(file: str, seen: set[str]) -> Iterator[str]:
     """Yields a source with the project's headers in the place of their includes."""
-    if file in seen:
+    if file in seen or file == _INSTRUCTIONS:
         return
     seen.add(file)
     folder = next(f for f in (jit.CSRC, headers.PUBLIC) if (f / file).exists())

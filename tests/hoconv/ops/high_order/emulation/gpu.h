@@ -9,6 +9,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,9 @@
 #define __device__
 #define __host__
 #define __global__
+#define __shared__ static
+#define __noinline__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
@@ -31,6 +35,7 @@
 using cudaStream_t = void*;
 using __half = torch::headeronly::Half;
 using __nv_bfloat16 = torch::headeronly::BFloat16;
+using std::isnan;
 using std::max;
 using std::min;
 
@@ -99,6 +104,17 @@ T exchange(T value, int lane) {
   wait(&Fiber::warp_barriers, warp * kWarp, std::min<size_t>(kWarp, fibers.size() - warp * kWarp));
   memcpy(&value, slot[lane], sizeof(T));
   return value;
+}
+
+// The values of all lanes of the warp.
+template <typename T>
+void collect(const T& value, T (&all)[kWarp]) {
+  static_assert(sizeof(T) <= 16);
+  const size_t thread = current->thread.x, warp = thread / kWarp;
+  const auto& slot = slots[warp][(current->warp_barriers + 1) % 2];
+  memcpy(const_cast<char*>(slot[thread % kWarp]), &value, sizeof(T));
+  wait(&Fiber::warp_barriers, warp * kWarp, std::min<size_t>(kWarp, fibers.size() - warp * kWarp));
+  for (int lane = 0; lane < kWarp; ++lane) memcpy(&all[lane], slot[lane], sizeof(T));
 }
 
 template <typename T>
@@ -196,6 +212,21 @@ void __stcs(T* p, T value) {
   gpu::check_aligned(p);
   *p = value;
 }
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  bool votes[gpu::kWarp];
+  gpu::collect(vote, votes);
+  unsigned bits = 0;
+  for (int lane = 0; lane < gpu::kWarp; ++lane) bits |= unsigned{votes[lane]} << lane;
+  return bits;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t{a} * b >> 32; }
 inline float __uint_as_float(unsigned bits) {
   float x;
@@ -223,6 +254,67 @@ int cudaFuncSetAttribute(Kernel, int, int) {
 namespace hoconv {
 
 inline int device_attribute(cudaDeviceAttr attribute) { return attribute; }
+
+// As high_order/tensor_cores.cuh.
+namespace high_order {
+
+inline uint32_t shared_address(const void* p) {
+  return static_cast<const char*>(p) - reinterpret_cast<const char*>(gpu::memory.data());
+}
+template <typename T>
+T* shared_at(uint32_t address) {
+  T* p = reinterpret_cast<T*>(reinterpret_cast<char*>(gpu::memory.data()) + address);
+  if (address + sizeof(T) > gpu::memory.size() * sizeof(uint4)) gpu::fail("no shared memory");
+  gpu::check_aligned(p);
+  return p;
+}
+inline void store_half(uint32_t at, uint32_t half) { *shared_at<uint16_t>(at) = half; }
+inline unsigned short load_half(uint32_t at) { return *shared_at<uint16_t>(at); }
+inline void store_unit(uint32_t at, const uint32_t (&unit)[4]) {
+  *shared_at<uint4>(at) = {unit[0], unit[1], unit[2], unit[3]};
+}
+struct Row {  // of an 8 x 8 matrix
+  uint16_t e[8];
+};
+template <bool Transposed = false>
+void load_matrix(uint32_t at, uint32_t (&to)[4]) {
+  Row own, rows[gpu::kWarp];
+  memcpy(&own, shared_at<uint4>(at), sizeof(own));
+  gpu::collect(own, rows);
+  const int lane = threadIdx.x % gpu::kWarp, row = lane / 4, column = lane % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    const Row* matrix = rows + 8 * i;
+    const uint16_t low = Transposed ? matrix[column].e[row] : matrix[row].e[column];
+    const uint16_t high = Transposed ? matrix[column + 1].e[row] : matrix[row].e[column + 1];
+    to[i] = low | uint32_t{high} << 16;
+  }
+}
+template <typename T>
+void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right, uint32_t deeper) {
+  const auto element = [](uint32_t word, int i) {
+    const uint16_t bits = word >> 16 * i;
+    T value;
+    memcpy(&value, &bits, sizeof(value));
+    return static_cast<float>(value);
+  };
+  uint4 lefts[gpu::kWarp];
+  uint2 rights[gpu::kWarp];
+  gpu::collect(uint4{left[0], left[1], left[2], left[3]}, lefts);
+  gpu::collect(uint2{right, deeper}, rights);
+  const int lane = threadIdx.x % gpu::kWarp;
+  for (int n = 0; n < 4; ++n) {
+    const int row = lane / 4, column = lane % 4 * 2 + n % 2;
+    for (int k = 0; k < 16; ++k) {
+      const uint4& of_row = lefts[row * 4 + k % 8 / 2];
+      const uint2& of_column = rights[column * 4 + k % 8 / 2];
+      const uint32_t upper = k < 8 ? of_row.x : of_row.z, lower = k < 8 ? of_row.y : of_row.w;
+      sum[n] += element(n < 2 ? upper : lower, k % 2) *
+                element(k < 8 ? of_column.x : of_column.y, k % 2);
+    }
+  }
+}
+
+}  // namespace high_order
 
 struct Launch {
   template <typename Tensor>
