@@ -382,11 +382,16 @@ def test_evaluation_without_a_known_range_is_refused() -> None:
 def layers(variant: Variant) -> list[tuple[nn.Module, Tensor]]:
     """Each layer, in evaluation, and an input of it."""
     table = random_table(True)
+    tables = torch.randn(256), torch.randn(256, 256)
+    by_u_and_v = torch.outer(*torch.randn(2, 256))
     made = []
     for layer, shape in (
         (TableLinear(5, 4, table=table, impl=variant.impl), (3, 5)),
         (TableConv2d(4, 6, 3, table=table, impl=variant.impl, padding=1, groups=2), (2, 4, 5, 6)),
-    ):
+        (TableLinear(5, 4, table=table, impl=variant.impl, gradient=tables), (3, 5)),
+        (TableConv2d(2, 3, 3, table=table, impl=variant.impl, gradient=(by_u_and_v, "difference"),
+                     padding=1), (2, 2, 5, 6)),
+    ):  # fmt: skip
         layer, x = layer.to(variant.device), torch.randn(shape, device=variant.device)
         layer(x)
         made.append((layer.eval(), x))
@@ -402,6 +407,7 @@ def gradients(layer: Any, x: Tensor) -> list[Tensor]:
 def test_programs_of_layers_compute_and_learn_as_the_layers_do(
     variant: Variant, tmp_path: Path
 ) -> None:
+    torch.compiler.reset()  # the same code is compiled again a few times only
     for layer, x in layers(variant):
         exported = torch.export.export(layer, (x,))
         torch.export.save(exported, tmp_path / "layer.pt2")
@@ -419,6 +425,7 @@ def test_programs_of_layers_compute_and_learn_as_the_layers_do(
 def test_programs_of_layers_with_no_range_are_refused(variant: Variant) -> None:
     if variant.device == "cuda":
         pytest.skip("there a failed assertion ends every later use of the device")
+    torch.compiler.reset()
     layer, x = TableLinear(2, 1, table=exact(True), impl=variant.impl).eval(), torch.zeros(3, 2)
     program = torch.export.export(layer, (x,)).module()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
