@@ -27,6 +27,7 @@ from hoconv.dispatch.registration import (
 from hoconv.ops.approx.first_derivative import refuse_second_derivative
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair, columns
+from hoconv.ops.approx.table_gradients.choice import describe
 
 KINDS = ("approx", "ste", "analytic")
 # What a user gives: tables and "difference" are of multipliers of integers, in table_gradients/.
@@ -48,7 +49,7 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
     error = ValueError if isinstance(gradient, Sequence) else TypeError
     raise error(
         f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands, "
-        f"for a multiplier of floats; got {gradient!r}"
+        f"for a multiplier of floats; got {describe(gradient)}"
     )
 
 

@@ -164,20 +164,17 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
             for t, limits, n in zip((x, weight), ranges, bits, strict=True)
         )
         rows, columns = products.shape
-        if not convolution:
-            dims = -1
+        dims = (3, 6, 7) if convolution else (-1,)
 
-            def pair(left: Tensor, right: Tensor, _: float) -> tuple[Tensor, Tensor]:
+        def pair(left: Tensor, right: Tensor, zero: float) -> tuple[Tensor, Tensor]:
+            if not convolution:
                 return left[..., None, :], right
-        else:
-            R, dims = weight.shape[2], (3, 6, 7)
-
-            def pair(left: Tensor, right: Tensor, zero: float) -> tuple[Tensor, Tensor]:
-                framed = torch.nn.functional.pad(left, (padding,) * 4, value=zero)
-                windows = framed.unfold(2, R, stride).unfold(3, R, stride)  # (B, C, OH, OW, R, R)
-                windows = windows.unflatten(1, (G, 1, -1))  # (B, G, 1, C / G, OH, OW, R, R)
-                # (G, O / G, C / G, 1, 1, R, R)
-                return windows, right.unflatten(0, (G, -1))[..., None, None, :, :]
+            R = right.shape[2]
+            framed = torch.nn.functional.pad(left, (padding,) * 4, value=zero)
+            windows = framed.unfold(2, R, stride).unfold(3, R, stride)  # (B, C, OH, OW, R, R)
+            windows = windows.unflatten(1, (G, 1, -1))  # (B, G, 1, C / G, OH, OW, R, R)
+            # (G, O / G, C / G, 1, 1, R, R)
+            return windows, right.unflatten(0, (G, -1))[..., None, None, :, :]
 
         left, right = pair(q_x, q_w, zero_x)
         real_left, real_right = pair(on_x, on_w, 0)

@@ -57,27 +57,33 @@ def integers_of(real: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (real / scale).round().int() + zero
 
 
-def _factorised(own: Operand, other: Operand, exact: Callable[[Tensor], Tensor]) -> Tensor:
+def _factorised(
+    own: Operand, other: Operand, exact: Callable[[Tensor], Tensor], of_ones: Callable[[], Tensor]
+) -> Tensor:
     """Computes a gradient by ``exact(numbers)``, that of the exact product with such numbers in
-    place of the other operand."""
+    place of the other operand, and by ``of_ones()``, the same with ones, which takes less."""
     if own.terms is None:
         return exact(other.real)
     *u, v = own.terms.unbind()
     derivatives = v[other.index]
     if not u:
         return exact(other.scale * (derivatives - other.zero))
-    constant = (-other.scale * other.zero).expand(other.real.shape)
-    return u[0][own.index] * exact(other.scale * derivatives) + exact(constant)
+    product = u[0][own.index] * exact(other.scale * derivatives)
+    return product - other.scale * other.zero * of_ones()
 
 
 def of_left(grad: Tensor, a: Operand, b: Operand, lookup: Lookup) -> Tensor:
     """The gradient of a (B, M, K) in its product with b (B, K, N), given that of the product."""
+
+    def of_ones() -> Tensor:
+        return grad.sum(2, keepdim=True)
+
     if not a.is_looked_up:
-        return _factorised(a, b, lambda right: grad @ right.mT)
+        return _factorised(a, b, lambda right: grad @ right.mT, of_ones)
     assert a.terms is not None
     left, right = (operand.index.to(torch.uint8) for operand in (a, b))
     total = lookup(grad.contiguous(), left, right, a.terms)
-    return b.scale * (total - b.zero * grad.sum(2, keepdim=True))
+    return b.scale * (total - b.zero * of_ones())
 
 
 def of_matmul(
@@ -97,7 +103,7 @@ def of_conv2d(
     padding and dilation."""
     stride, padding, dilation = windows
 
-    def exact(x: Tensor, weight: Tensor, padding: Pair, operand: int) -> Tensor:
+    def exact(grad: Tensor, x: Tensor, weight: Tensor, padding: Pair, operand: int) -> Tensor:
         return torch.ops.aten.convolution_backward(
             grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups,
             [operand == 0, operand == 1, False],
@@ -107,7 +113,16 @@ def of_conv2d(
     if needed[0] and x.is_looked_up:
         d_x = _looked_up_input(grad, x, weight, windows, groups, lookup)
     elif needed[0]:
-        d_x = _factorised(x, weight, lambda w: exact(x.real, w, padding, 0))
+
+        def ones_of_weight() -> Tensor:
+            # Of all filters of a group, and for all its channels, the same.
+            summed = grad.unflatten(1, (groups, -1)).sum(2)
+            first = x.real.unflatten(1, (groups, -1))[:, :, 0]
+            ones = weight.real.new_ones(groups, 1, *weight.real.shape[2:])
+            found = exact(summed, first, ones, padding, 0)
+            return found.repeat_interleave(weight.real.shape[1], 1)
+
+        d_x = _factorised(x, weight, lambda w: exact(grad, x.real, w, padding, 0), ones_of_weight)
     if needed[1] and weight.is_looked_up:
         d_weight = _looked_up_weight(grad, x, weight, windows, groups, lookup)
     elif needed[1]:
@@ -115,7 +130,10 @@ def of_conv2d(
             rows, across = padding
             x = replace(x, real=F.pad(x.real, (across, across, rows, rows)))
             padding = (0, 0)
-        d_weight = _factorised(weight, x, lambda t: exact(t, weight.real, padding, 1))
+        d_weight = _factorised(
+            weight, x, lambda t: exact(grad, t, weight.real, padding, 1),
+            lambda: grad.sum((0, 2, 3)).view(-1, 1, 1, 1),
+        )  # fmt: skip
     return d_x, d_weight
 
 

@@ -45,12 +45,18 @@ def choose(gradient: Any, table: LookupTable) -> tuple[str | Choice, list[Gradie
 
 
 def _refusal(got: Any, error: type[Exception]) -> Exception:
-    shown = repr(got) if isinstance(got, str | Sequence) else type(got).__name__
     return error(
         "gradient: expected 'ste', 'difference' or 'difference:window=w', w from "
         f"{WINDOWS[0]} to {WINDOWS[-1]}, or a pair of these and of tables, for a multiplier of "
-        f"integers; got {shown}"
+        f"integers; got {describe(got)}"
     )
+
+
+def describe(gradient: Any) -> str:
+    """Returns a gradient in few words, for an error: of arrays and tensors the type."""
+    if isinstance(gradient, Sequence) and not isinstance(gradient, str):
+        return f"({', '.join(map(describe, gradient))})"
+    return type(gradient).__name__ if hasattr(gradient, "__array__") else repr(gradient)
 
 
 def _window(text: str) -> int | None:
@@ -80,9 +86,9 @@ def _read(path: Path) -> Tensor:
 
     try:
         array = np.load(path) if path.suffix == ".npy" else _read_text(path)
-    except (OSError, ValueError) as error:
+        return torch.from_numpy(np.array(array, np.float64))
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"gradient: {path.absolute()} cannot be read ({error})") from None
-    return torch.from_numpy(array)
 
 
 def _read_text(path: Path) -> Any:
@@ -98,7 +104,7 @@ def _own(values: Tensor, table: LookupTable, operand: int, origin: str) -> Gradi
         raise TypeError(f"gradient: expected a table of real numbers, got {values.dtype}")
     own_first = values.mT if operand and values.dim() == 2 else values
     _check_shape(tuple(own_first.shape), table, operand)
-    if not values.isfinite().all():
+    if not values.float().isfinite().all():
         raise ValueError(f"gradient: expected finite numbers; {origin} has others")
     return GradientTable(own_first if values.dim() == 2 else values[None], origin)
 

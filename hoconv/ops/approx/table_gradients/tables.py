@@ -5,8 +5,6 @@ p, q bits of the operand and of the other one; F the product.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,7 +59,7 @@ def _factorise(table: Tensor) -> Tensor:
     return wide.repeat(_SIDE // len(wide), 1).float()
 
 
-def difference(products: Any, signed: bool, window: int) -> Tensor:
+def difference(products: Tensor, signed: bool, window: int) -> Tensor:
     """Returns the mean slope of products in a window around the first operand.
 
     With lo to hi the range of the operand, a' = min(a + window, hi) and a'' = max(a - window, lo),

@@ -276,7 +276,9 @@ def test_second_derivatives_are_refused() -> None:
         (("ste", "analytic"), ValueError, "expected .*; got 'analytic'"),
         (("ste",) * 3, ValueError, r"expected .*; got \('ste', 'ste', 'ste'\)"),
         (torch.zeros(8, 16), TypeError, "expected .* a pair .* and of tables, .*; got Tensor"),
-        (("ste", 3), TypeError, "expected .*; got int"),
+        ((torch.zeros(9), "ste", 1), ValueError, r"expected .*; got \(Tensor, 'ste', 1\)$"),
+        ((np.full(16, 1e300), "ste"), ValueError, "expected finite numbers; an array has others"),
+        (("ste", 3), TypeError, "expected .*; got 3"),
         ((torch.zeros(16, 8), "ste"), ValueError,
          r"expected a table of shape \(8, 16\), or \(16,\) of the other operand alone, for the "
          r"first operand of LookupTable\(.*\); got \(16, 8\)$"),
@@ -296,8 +298,8 @@ def test_what_is_no_gradient_of_integers_is_refused(
 
 
 def test_differences_of_floats_are_refused() -> None:
-    for gradient in ("difference", ("ste", torch.zeros(8))):
-        with pytest.raises(
-            ValueError, match=r"^gradient: expected one of approx, ste, analytic, or .* floats; got"
-        ):
+    for gradient, shown in (("difference", "'difference'"),
+                            (("ste", torch.zeros(8)), r"\('ste', Tensor\)")):  # fmt: skip
+        message = rf"^gradient: expected one of approx, ste, analytic, or .* floats; got {shown}$"
+        with pytest.raises(ValueError, match=message):
             ApproxLinear(2, 2, multiplier="mbm:keep=7", gradient=gradient)
