@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.ops.approx.reference import Pair, columns
 
@@ -110,8 +111,11 @@ def of_conv2d(
         )[operand]  # fmt: skip
 
     d_x = d_weight = None
-    if needed[0] and x.is_looked_up:
-        d_x = _looked_up_input(grad, x, weight, windows, groups, lookup)
+    # PyTorch refuses convolutions of an empty batch of torch.func.vmap, as in the Jacobian of an
+    # empty output. Matrix products of windows have no such limit.
+    transformed = is_functorch_wrapped_tensor(grad)
+    if needed[0] and (x.is_looked_up or transformed):
+        d_x = _input_by_windows(grad, x, weight, windows, groups, lookup)
     elif needed[0]:
 
         def ones_of_weight() -> Tensor:
@@ -123,8 +127,8 @@ def of_conv2d(
             return found.repeat_interleave(weight.real.shape[1], 1)
 
         d_x = _factorised(x, weight, lambda w: exact(grad, x.real, w, padding, 0), ones_of_weight)
-    if needed[1] and weight.is_looked_up:
-        d_weight = _looked_up_weight(grad, x, weight, windows, groups, lookup)
+    if needed[1] and (weight.is_looked_up or transformed):
+        d_weight = _weight_by_windows(grad, x, weight, windows, groups, lookup)
     elif needed[1]:
         if weight.terms is not None:  # the derivative by a zero of the padding may be any number
             rows, across = padding
@@ -137,7 +141,7 @@ def of_conv2d(
     return d_x, d_weight
 
 
-def _looked_up_input(
+def _input_by_windows(
     grad: Tensor, x: Operand, weight: Operand, windows: Sequence[Pair], groups: int, lookup: Lookup
 ) -> Tensor:
     """The convolution is a matrix product of unfolded windows (B * G, L, K) with filters
@@ -156,7 +160,7 @@ def _looked_up_input(
     return F.fold(d_columns, x.real.shape[2:], kernel[2:], dilation, padding, stride)
 
 
-def _looked_up_weight(
+def _weight_by_windows(
     grad: Tensor, x: Operand, weight: Operand, windows: Sequence[Pair], groups: int, lookup: Lookup
 ) -> Tensor:
     """The convolution is a matrix product of filters (G, O / G, K) with all windows
