@@ -233,12 +233,28 @@ def test_large_products_of_tables_of_every_width(
     assert torch.equal(product(a, b, table, variant), looked_up(a, b, table))
 
 
+# opcheck looks at the gradients of views among its inputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @everywhere
 def test_torch_library_finds_no_fault(variant: Variant) -> None:
     table = random_table(True)
-    args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
-    args = tuple(t.to(variant.device) for t in args)
-    torch.library.opcheck(OPS[variant.impl].table_matmul.overload, args)
+    ops, device = OPS[variant.impl], torch.device(variant.device)
+    a, b = (operands(table, *shape).to(device) for shape in ((2, 3, 4), (2, 4, 5)))
+    products, slopes = table.on(device), torch.randn(256, 256, device=device)
+    torch.library.opcheck(ops.table_matmul.overload, (a, b, products))
+    grad = torch.randn(2, 3, 5, device=device)
+    a, b = (t.view(torch.uint8) for t in (a, b))
+    torch.library.opcheck(ops.table_derivative.overload, (grad, a, b, slopes))
+    grid = torch.tensor(0.25, device=device), torch.tensor(3, dtype=torch.int32, device=device)
+    left, right, x, weight = (
+        (torch.randint(-20, 20, shape, device=device) * 0.25).requires_grad_()
+        for shape in ((2, 3, 4), (2, 4, 5), (2, 4, 5, 6), (6, 2, 3, 3))
+    )
+    windows = [1, 2], [1, 0], [1, 1], 2
+    for terms in ((None, None), (slopes[:1], slopes[:2]), (slopes, None)):
+        given = *grid, *grid, products, *terms, True
+        torch.library.opcheck(ops.table_conv2d.overload, (x, weight, *given, *windows))
+        torch.library.opcheck(ops.table_product.overload, (left, right, *given))
 
 
 def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
