@@ -214,7 +214,8 @@ def test_a_job_that_fails_does_not_end_a_search(run, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("conf/sweep/*.yaml")), ids=lambda path: path.stem)
 def test_every_sweep_composes(monkeypatch, capfd, path):
-    experiment = {"multiplier": "mnist_mbm", "cell": "mnist_lstm"}.get(path.stem, "digits_cnn")
+    experiments = {"multiplier": "mnist_mbm", "gradient": "mnist_mbm", "cell": "mnist_lstm"}
+    experiment = experiments.get(path.stem, "digits_cnn")
     if path.stem == "search":
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs hoconv[sweep]")
     arguments = ["train.py", f"experiment={experiment}", f"sweep={path.stem}", "--cfg", "hydra"]

@@ -101,6 +101,29 @@ struct TableMatmul {
   }
 };
 
+// The gradient of the left operand of such a product, by a table of derivatives.
+struct TableDerivative {
+  int64_t batch, M, K, N;
+
+  // grad (batch, M, N), a (batch, M, K), b (batch, K, N), any strides; table (256, 256).
+  TableDerivative(const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& table) {
+    check_float(grad, "grad");
+    for (const Tensor* t : {&a, &b})
+      STD_TORCH_CHECK(t->scalar_type() == ScalarType::Byte, "a, b: expected uint8");
+    STD_TORCH_CHECK(grad.dim() == 3 && a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) &&
+                        a.size(2) == b.size(1) && grad.size(0) == a.size(0) &&
+                        grad.size(1) == a.size(1) && grad.size(2) == b.size(2),
+                    "grad, b: expected (B, M, N) and (B, K, N) for a of shape (B, M, K)");
+    STD_TORCH_CHECK(
+        table.scalar_type() == ScalarType::Float && table.numel() == 65536 && table.is_contiguous(),
+        "table: expected 65,536 contiguous float32");
+    STD_TORCH_CHECK(
+        grad.device() == a.device() && b.device() == a.device() && table.device() == a.device(),
+        "grad, b, table: expected the device of a");
+    batch = a.size(0), M = a.size(1), K = a.size(2), N = b.size(2);
+  }
+};
+
 struct Conv2d {
   int64_t B, C, H, W, O, R, S, G, OH, OW;
   int64_t stride[2], padding[2], dilation[2];

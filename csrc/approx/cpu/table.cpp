@@ -1,4 +1,5 @@
-// The matrix product of 8-bit integers whose products come from a table of all of them.
+// The matrix product of 8-bit integers whose products come from a table of all of them, and its
+// gradient by a table of derivatives.
 //
 // B batch, M, N rows and columns of the product, K what it sums over.
 
@@ -48,9 +49,54 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
   return out;
 }
 
+// The gradient of a (B, M, K) of bytes, float32: the sum over n of
+// grad[m, n] * table[a[m, k], b[k, n]]. A row of the table is looked up while n runs, so that it
+// stays in the first cache, as do those of the neighbouring m, whose sums do not wait for another.
+Tensor table_derivative(const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& table) {
+  const TableDerivative p(grad, a, b, table);
+  const int64_t B = p.batch, M = p.M, K = p.K, N = p.N;
+  constexpr int64_t kSums = 8;  // neighbouring m
+  Tensor out = make_tensor(grad, {B, M, K});
+  const auto *left = static_cast<const uint8_t*>(a.const_data_ptr()),
+             *right = static_cast<const uint8_t*>(b.const_data_ptr());
+  const auto *derivatives = static_cast<const float*>(table.const_data_ptr()),
+             *gradient = static_cast<const float*>(grad.const_data_ptr());
+  auto* target = static_cast<float*>(out.data_ptr());
+  const int64_t blocks = (M + kSums - 1) / kSums;
+  torch::stable::parallel_for(0, B * blocks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> factors(kSums * N);  // of a block; 0 for an m that there is not
+    std::vector<uint8_t> line(N);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t batch = i / blocks, first = i % blocks * kSums;
+      const int64_t rows = std::min(kSums, M - first);
+      for (int64_t n = 0; n < N; ++n)
+        for (int64_t m = 0; m < rows; ++m)
+          factors[n * kSums + m] =
+              gradient[batch * grad.stride(0) + (first + m) * grad.stride(1) + n * grad.stride(2)];
+      for (int64_t k = 0; k < K; ++k) {
+        const uint8_t* source = right + batch * b.stride(0) + k * b.stride(1);
+        for (int64_t n = 0; n < N; ++n) line[n] = source[n * b.stride(2)];
+        const float* of_factor[kSums];
+        for (int64_t m = 0; m < kSums; ++m)
+          of_factor[m] =
+              derivatives +
+              256 * left[batch * a.stride(0) + (first + std::min(m, rows - 1)) * a.stride(1) +
+                         k * a.stride(2)];
+        float sums[kSums] = {};
+        for (int64_t n = 0; n < N; ++n)
+          for (int64_t m = 0; m < kSums; ++m)
+            sums[m] += factors[n * kSums + m] * of_factor[m][line[n]];
+        for (int64_t m = 0; m < rows; ++m) target[(batch * M + first + m) * K + k] = sums[m];
+      }
+    }
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace hoconv::approx
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CPU, m) {
   m.impl("approx_table_matmul.cpp", TORCH_BOX(&hoconv::approx::table_matmul));
+  m.impl("approx_table_derivative.cpp", TORCH_BOX(&hoconv::approx::table_derivative));
 }

@@ -11,7 +11,7 @@ kernel; M, N rows and columns of a matrix product, K what it sums over.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ from hoconv.dispatch.registration import (
     records_gradients,
     without_autocast,
 )
+from hoconv.ops.approx.first_derivative import refuse_second_derivative
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair, columns
+from hoconv.ops.approx.table_gradients.choice import describe
 
 KINDS = ("approx", "ste", "analytic")
-Gradient = str | Sequence[str]
+# What a user gives: tables and "difference" are of multipliers of integers, in table_gradients/.
+Gradient = str | Sequence[Any]
 Geometry = Sequence[Any]  # stride, padding, dilation, groups
 
 
@@ -41,51 +44,13 @@ def kinds(gradient: Gradient) -> tuple[str, str]:
     """
     is_pair = not isinstance(gradient, str) and isinstance(gradient, Sequence)
     pair = tuple(gradient) if is_pair else (gradient, gradient)
-    if len(pair) == 2 and pair[0] in KINDS and pair[1] in KINDS:
-        return pair[0], pair[1]
+    if len(pair) == 2 and all(isinstance(kind, str) and kind in KINDS for kind in pair):
+        return str(pair[0]), str(pair[1])
     error = ValueError if isinstance(gradient, Sequence) else TypeError
     raise error(
-        f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands; "
-        f"got {gradient!r}"
+        f"gradient: expected one of {', '.join(KINDS)}, or a pair of them for the two operands, "
+        f"for a multiplier of floats; got {describe(gradient)}"
     )
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """Returns a first derivative unchanged, and raises where it is differentiated again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(derivative: Tensor, *sources: Tensor) -> Tensor:
-        return derivative.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("an approximate product has no second derivative")
-
-
-def _refuse_second_derivative(
-    backward: Callable[..., tuple[Any, ...]],
-) -> Callable[..., tuple[Any, ...]]:
-    """Wraps a `backward` so that its results raise where they are differentiated again."""
-
-    @functools.wraps(backward)
-    def wrapped(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # One without memory, which no kernel can read.
-        if not torch.compiler.is_compiling() and grad._is_zerotensor():
-            grad = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-        if not torch.is_grad_enabled():
-            return backward(ctx, grad)
-        with torch.no_grad():
-            found = backward(ctx, grad)
-        sources = grad, *ctx.saved_tensors[:2]
-        return tuple(None if d is None else _FirstDerivative.apply(d, *sources) for d in found)
-
-    return wrapped
 
 
 class _Product(torch.autograd.Function):
@@ -153,7 +118,7 @@ class Multiply(_Product):
         return OPS[impl].multiply(a.contiguous(), b.contiguous(), multiplier, entries)
 
     @staticmethod
-    @_refuse_second_derivative
+    @refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, entries = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
@@ -183,7 +148,7 @@ class Matmul(_Product):
         return OPS[impl].matmul(a, b, multiplier, entries)
 
     @staticmethod
-    @_refuse_second_derivative
+    @refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, entries = ctx.saved_tensors
         multiplier, gradient, impl = ctx.options
@@ -215,7 +180,7 @@ class Conv2d(_Product):
         return OPS[impl].conv2d(x, weight, *geometry, multiplier, entries)
 
     @staticmethod
-    @_refuse_second_derivative
+    @refuse_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, entries = ctx.saved_tensors
         *geometry, multiplier, gradient, impl = ctx.options

@@ -38,9 +38,14 @@ class ApproxConv2d(nn.Conv2d):
             `quantizer.input` saw in training (:class:`hoconv.approx.Observer`), the weight over its
             own.
         gradient: the kind of gradient, or a pair of kinds, for the input and for the weight.
-            ``"approx"``: its products are approximate too; ``"ste"`` (straight-through): the exact
-            gradient of the exact convolution; ``"analytic"``: the multiplier's own derivative. By
-            default ``"approx"``, or ``"ste"`` of a multiplier of integers, which has no other.
+            ``"ste"`` (straight-through): the exact gradient of the exact convolution. With a
+            multiplier of floats also ``"approx"``, the default: its products are approximate too;
+            and ``"analytic"``: the multiplier's own derivative. With a multiplier of p and q bits
+            ``"ste"`` is the default; ``"difference:window=w"``: mean slopes of its products over
+            the operand's w neighbours on either side (1 to 255, by default 16); and in a pair also
+            a table: an array, a tensor or a file (``.npy``, ``.txt``, ``.csv``) of real numbers,
+            the derivative of the product of a and b at [a mod 2^p, b mod 2^q], or, of shape (2^q,)
+            for the input and (2^p,) for the weight, at the other operand alone.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Parameters and buffers: those of :class:`torch.nn.Conv2d`; with a multiplier of integers also
@@ -50,7 +55,8 @@ class ApproxConv2d(nn.Conv2d):
         input (B, C, H, W) or (C, H, W), float32 -> output (B, O, OH, OW) or (O, OH, OW).
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range; a table of derivatives has another shape.
+        TypeError: a gradient or a table of another type.
         RuntimeError: a multiplier of integers, in evaluation before any call in training: the range
             of the input is unknown.
         NotImplementedError: a multiplier of integers, with forward mode or, in training, a
@@ -81,8 +87,7 @@ class ApproxConv2d(nn.Conv2d):
             padding_mode, device,
         )  # fmt: skip
         check_name(CONV2D, impl)
-        self.multiplier, self.quantizer = _choose(multiplier, device)
-        self.gradient = _choose_gradient(self.multiplier, gradient)
+        self.multiplier, self.gradient, self.quantizer = _choose(multiplier, gradient, device)
         self.impl = impl
 
     @property
@@ -154,8 +159,7 @@ class ApproxLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
         check_name(MATMUL, impl)
-        self.multiplier, self.quantizer = _choose(multiplier, device)
-        self.gradient = _choose_gradient(self.multiplier, gradient)
+        self.multiplier, self.gradient, self.quantizer = _choose(multiplier, gradient, device)
         self.impl = impl
 
     def forward(self, input: Tensor) -> Tensor:
@@ -180,37 +184,34 @@ class ApproxLinear(nn.Linear):
         return f"{super().extra_repr()}, {_describe(self)}"
 
 
-def _choose(multiplier: AnyMultiplier, device: Any) -> tuple[Any, Quantizer | None]:
-    """Returns the multiplier, and what quantises the operands of one of integers."""
+def _choose(
+    multiplier: AnyMultiplier, gradient: Gradient | None, device: Any
+) -> tuple[Any, Gradient, Quantizer | None]:
+    """Returns the multiplier; the gradient, by default that of the kind of multiplier; and what
+    quantises the operands of one of integers."""
     found = find(multiplier)
-    return found, Quantizer(found).to(device) if isinstance(found, LookupTable) else None
-
-
-def _choose_gradient(multiplier: Any, gradient: Gradient | None) -> Gradient:
-    """Returns the kind of gradient that was asked for, or that a layer has by default."""
-    of_integers = isinstance(multiplier, LookupTable)
-    if gradient is None:
-        return "ste" if of_integers else "approx"
+    if isinstance(found, LookupTable):
+        quantizer = Quantizer(found, "ste" if gradient is None else gradient).to(device)
+        return found, quantizer.gradient, quantizer
+    gradient = "approx" if gradient is None else gradient
     pair = kinds(gradient)
-    if isinstance(multiplier, MantissaTable):
-        check_derivative(multiplier, gradient)
-    if of_integers and pair != ("ste", "ste"):
-        raise ValueError(
-            f"gradient: expected 'ste', all that a multiplier of integers has; got {gradient!r}"
-        )
-    return gradient if isinstance(gradient, str) else pair
+    if isinstance(found, MantissaTable):
+        check_derivative(found, gradient)
+    return found, gradient if isinstance(gradient, str) else pair, None
 
 
 def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
-    """Checks that a layer quantises for the multiplier that it has, if that is one of integers."""
+    """Checks that a layer quantises for the multiplier that it has, if that is one of integers; its
+    gradient may become another."""
     table = layer.quantizer and layer.quantizer.table
     if layer.multiplier is not table and (table or isinstance(layer.multiplier, LookupTable)):
         raise ValueError(
             f"multiplier: cannot become {layer.multiplier!r} in a layer that was made for "
             f"{table or 'floats'}; make a new one"
         )
-    if table:
-        _choose_gradient(table, layer.gradient)
+    if layer.quantizer and not layer.quantizer.has_gradient(layer.gradient):
+        layer.quantizer.choose_gradient(layer.gradient)
+        layer.gradient = layer.quantizer.gradient
 
 
 def _describe(layer: ApproxConv2d | ApproxLinear) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hoconv.ops.approx.multipliers import Logarithmic, multiply_by_entries
+from hoconv.ops.approx.sources.names import value_of
 
 MOST = 11  # bits of a mantissa; the table has 16 MiB then
 _ONE = 127 << 23  # the bits of 1.0
@@ -225,15 +226,13 @@ def of_family(text: str) -> MantissaTable:
     Raises:
         ValueError: the family has no such parameter or value.
     """
-    name, colon, setting = text.partition(":")
-    parameter, allowed, value, family = FAMILIES[name]
-    if colon:
-        given, _, number = setting.partition("=")
-        value = int(number) if given == parameter and re.fullmatch(r"\d{1,3}", number) else -1
-        if value not in allowed:
-            raise ValueError(
-                f"multiplier: expected {name} or {name}:{parameter}=n, n from {allowed[0]} to "
-                f"{allowed[-1]}; got {text!r}"
-            )
+    name = text.partition(":")[0]
+    parameter, allowed, default, family = FAMILIES[name]
+    value = value_of(text, parameter, allowed, default)
+    if value is None:
+        raise ValueError(
+            f"multiplier: expected {name} or {name}:{parameter}=n, n from {allowed[0]} to "
+            f"{allowed[-1]}; got {text!r}"
+        )
     product, bits = family(value)
     return of_function(product, bits, f"{name}:{parameter}={value}")

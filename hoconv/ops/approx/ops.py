@@ -2,7 +2,8 @@
 
 Each op has an overload per implementation. The reference has one too, since torch.compile would
 unroll its loop over k. An op of a multiplier has no gradient: gradients.py has those that the user
-can choose. The gradient of a table's product is straight-through.
+can choose. Products of quantised numbers by a table of integers have the gradient that they are
+given.
 
 B batch, C channels of the input, O of the output, G groups, H x W pixels of the input, OH x OW of
 the output, R x S the kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -10,6 +11,7 @@ the output, R x S the kernel; M, N rows and columns of a matrix product, K what 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,13 @@ from hoconv.dispatch.registration import (
     register_gradient,
 )
 from hoconv.ops.approx import reference
+from hoconv.ops.approx.first_derivative import refuse_second_derivative
+from hoconv.ops.approx.table_gradients.backward import (
+    Operand,
+    integers_of,
+    of_conv2d,
+    of_matmul,
+)
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
@@ -38,6 +47,10 @@ KERNELS = kernels("approx")
 
 _MULTIPLIER = "str multiplier, Tensor? entries=None"
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
+_GRIDS = (
+    "Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, Tensor table, Tensor? terms_a, "
+    "Tensor? terms_b, bool signed"
+)
 # A multiplier has a name, or the entries of a table of mantissas, with which the name is ignored.
 _SCHEMAS = {
     # Of equal shapes, both contiguous; the derivative is with respect to a.
@@ -56,11 +69,13 @@ _SCHEMAS = {
     # Bytes a (B, M, K), b (B, K, N), any strides, table (256, 256) int32 of all pairs of them; the
     # result is (B, M, N) int32.
     "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
-    # float32 a (B, M, K), b (B, K, N) on grids of integers, each given by its scale and zero point.
-    # The products of their integers are the table's.
-    "approx_table_product":
-        "(Tensor a, Tensor b, Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, "
-        "Tensor table, bool signed) -> Tensor",
+    # float32 grad (B, M, N), bytes a and b, table (256, 256) float32; the result is (B, M, K).
+    "approx_table_derivative": "(Tensor grad, Tensor a, Tensor b, Tensor table) -> Tensor",
+    # float32 a (B, M, K), b (B, K, N), or x and weight, on grids of integers, each given by its
+    # scale and zero point. The products of their integers are the table's. Their gradients have
+    # the terms of table_gradients.tables.GradientTable; without, they are straight-through.
+    "approx_table_product": f"(Tensor a, Tensor b, {_GRIDS}) -> Tensor",
+    "approx_table_conv2d": f"(Tensor x, Tensor weight, {_GRIDS}, {_WINDOWS}) -> Tensor",
 }  # fmt: skip
 
 
@@ -76,7 +91,9 @@ class Ops:
     conv2d_backward_input: Op
     conv2d_backward_weight: Op
     table_matmul: Op
+    table_derivative: Op
     table_product: Op
+    table_conv2d: Op
 
 
 def _fake_multiply(a: Tensor, b: Tensor, *_: Any) -> Tensor:
@@ -110,6 +127,15 @@ def _fake_table_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
+def _fake_table_derivative(grad: Tensor, a: Tensor, *_: Any) -> Tensor:
+    return grad.new_empty(a.shape)
+
+
+def _fake_table_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    stride, padding, dilation, _ = args[-4:]
+    return _fake_conv2d(x, weight, stride, padding, dilation)
+
+
 _FAKES = {
     "approx_multiply": _fake_multiply,
     "approx_multiply_derivative": _fake_multiply,
@@ -119,7 +145,9 @@ _FAKES = {
     "approx_conv2d_backward_input": _fake_gradient,
     "approx_conv2d_backward_weight": _fake_gradient,
     "approx_table_matmul": _fake_table_matmul,
+    "approx_table_derivative": _fake_table_derivative,
     "approx_table_product": _fake_table_product,
+    "approx_table_conv2d": _fake_table_conv2d,
 }
 
 
@@ -130,13 +158,16 @@ def _register(impl: str) -> Ops:
         for name, schema in _SCHEMAS.items()
     ]
     ops = Ops(*defined)
+    of_grids = (ops.table_product, ops.table_conv2d)
     for op in defined:
-        if op is not ops.table_product:
+        if op not in of_grids:
             register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
-    register_gradient(
-        _library, ops.table_product, _straight_through, _save_operands, _refuse_tangents
-    )
-    _implement_table_product(impl, ops.table_matmul)
+    for op in of_grids:
+        differentiate = functools.partial(_differentiate, ops.table_derivative)
+        register_gradient(_library, op, differentiate, _save_operands, _refuse_tangents)
+    _implement_products_of_grids(impl, ops)
+    if impl == "cuda":
+        _implement("approx_table_derivative", impl, reference.table_derivative)
     # The same for all implementations: it sums nothing, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
     return ops
@@ -154,33 +185,52 @@ def _refuse_tangents(*_: Any) -> Any:
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+    *grids, _, terms_a, terms_b = inputs[:9]
+    ctx.save_for_backward(*grids, terms_a, terms_b)
+    ctx.windows = inputs[10:]  # of a convolution
 
 
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of the exact product."""
-    a, b = ctx.saved_tensors
-    d_a = grad @ b.mT if ctx.needs_input_grad[0] else None
-    d_b = a.mT @ grad if ctx.needs_input_grad[1] else None
-    return d_a, d_b, *(None,) * 6
+def _differentiate(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    straight_through = ctx.saved_tensors[6] is None and ctx.saved_tensors[7] is None
+    compute = functools.partial(_gradients, lookup)
+    return (compute if straight_through else refuse_second_derivative(compute))(ctx, grad)
 
 
-def _implement_table_product(impl: str, table_matmul: Op) -> None:
+def _gradients(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, scale_a, zero_a, scale_b, zero_b, terms_a, terms_b = ctx.saved_tensors
+    operands = Operand(a, scale_a, zero_a, terms_a), Operand(b, scale_b, zero_b, terms_b)
+    needed = ctx.needs_input_grad[:2]
+    if ctx.windows:
+        *windows, groups = ctx.windows
+        found = of_conv2d(grad, *operands, windows, groups, needed, lookup)
+    else:
+        found = of_matmul(grad, *operands, needed, lookup)
+    return *found, *(None,) * 12
+
+
+def _implement_products_of_grids(impl: str, ops: Ops) -> None:
     def table_product(
         a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
-        table: Tensor, signed: bool,
+        table: Tensor, terms_a: Tensor | None, terms_b: Tensor | None, signed: bool,
     ) -> Tensor:  # fmt: skip
-        q_a = (a / scale_a).round().int() + zero_a
-        q_b = (b / scale_b).round().int() + zero_b
+        q_a, q_b = integers_of(a, scale_a, zero_a), integers_of(b, scale_b, zero_b)
         dtype = torch.int8 if signed else torch.uint8
-        products = table_matmul(q_a.to(dtype), q_b.to(dtype), table)
+        products = ops.table_matmul(q_a.to(dtype), q_b.to(dtype), table)
         # The sum of (q_a - zero_a) (q_b - zero_b), whose first term, q_a q_b, is the table's.
         rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
         columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
         total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
         return (scale_a.double() * scale_b * total).float()
 
+    def table_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        *grids, stride, padding, dilation, groups = args
+        windows = stride, padding, dilation
+        return reference.conv2d_by(
+            lambda a, b: table_product(a, b, *grids), x, weight, windows, groups
+        )
+
     _implement("approx_table_product", impl, table_product)
+    _implement("approx_table_conv2d", impl, table_conv2d)
 
 
 def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
@@ -197,7 +247,8 @@ def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
 
 # Implementation -> its ops.
 OPS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
-for _name in _SCHEMAS.keys() - {"approx_table_product", "approx_multiply_derivative"}:
+_OF_EVERY_IMPL = {"approx_multiply_derivative", "approx_table_product", "approx_table_conv2d"}
+for _name in _SCHEMAS.keys() - _OF_EVERY_IMPL:
     _implement(_name, "reference", getattr(reference, _name.removeprefix("approx_")))
 
 # FLOPs: a multiply and an add for every product.

@@ -1,11 +1,12 @@
 """Products of tensors with affine quantisation to 2 to 8 bits, by a look-up table.
 
 A real number x is scale * (q - zero_point), q an integer of the table, with one scale and one zero
-point per tensor. The range always includes 0, which has an exact q. Gradients are straight-through:
-those of the exact product of the quantised numbers, and zero for numbers out of range.
+point per tensor. The range always includes 0, which has an exact q. Gradients are those of the
+product of the quantised numbers, exact or by a table of derivatives, and zero for numbers out of
+range.
 
-B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
-kernel; M, N rows and columns of a matrix product, K what it sums over.
+B batch, C channels of the input, O of the output, G groups, R x S the kernel; N columns of a matrix
+product, K what it sums over.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
-from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS
-from hoconv.ops.approx.reference import Pair, conv2d_by
+from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
+from hoconv.ops.approx.reference import Pair
+from hoconv.ops.approx.table_gradients.choice import choose
 from hoconv.ops.approx.tables import LookupTable
 
 Observed = Literal["minmax", "moving_average"]
@@ -84,27 +86,48 @@ def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor
     return scale, zero_point.int()
 
 
-def _multiply_by_table(
-    a: Tensor, b: Tensor, of_a: tuple[Tensor, Tensor], of_b: tuple[Tensor, Tensor],
-    table: LookupTable, impl: str,
-) -> Tensor:  # fmt: skip
-    """Multiplies the matrices a (B, M, K) and b (B, K, N), both on grids of integers, by the table.
-
-    It runs where ``approx_matmul`` runs, since the same compiled libraries have both. It is not
-    declared as an operator, since an operator's random samples are not on such grids.
-    """
-    table.check_sum("input", a.shape[2])
-    ops = OPS[resolve("approx_matmul", impl, a.device.type)]
-    return ops.table_product(a, b, *of_a, *of_b, table.on(a.device), table.signed)
-
-
 class Quantizer(nn.Module):
-    """Quantises the input and the weight of a layer; tracks the input's range in training."""
+    """Quantises the input and the weight of a layer; tracks the input's range in training.
 
-    def __init__(self, table: LookupTable) -> None:
+    Attributes:
+        table: the multiplier.
+        gradient: what the layer's gradient was chosen to be; see :func:`choose`.
+    """
+
+    def __init__(self, table: LookupTable, gradient: Any = "ste") -> None:
         super().__init__()
         self.table = table
         self.input = Observer()
+        self.choose_gradient(gradient)
+
+    def choose_gradient(self, gradient: Any) -> None:
+        """Sets the gradient; errors are those of :func:`choose`."""
+        self.gradient, self._derivatives = choose(gradient, self.table)
+
+    def has_gradient(self, gradient: Any) -> bool:
+        """Returns whether this is the gradient that was chosen. torch.compile can trace it."""
+        chosen = self.gradient
+        if isinstance(chosen, str):
+            return isinstance(gradient, str) and gradient == chosen
+        is_pair = isinstance(gradient, tuple) and len(gradient) == 2
+        return is_pair and gradient[0] is chosen[0] and gradient[1] is chosen[1]
+
+    def grids(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
+        """Returns both operands quantised, and what an op is told about them: scales and zero
+        points, products, derivatives, and whether they are signed."""
+        x, weight, of_x, of_weight = self(x, weight)
+        terms = [each and each.on(x.device) for each in self._derivatives]
+        products = self.table.on(x.device)
+        return x, weight, [*of_x, *of_weight, products, *terms, self.table.signed]
+
+    def ops(self, x: Tensor, K: int, impl: str) -> Ops:
+        """Returns the ops of an implementation that sums K products.
+
+        They run where ``approx_matmul`` runs, since the same compiled libraries have both. They are
+        not declared as operators, since an operator's random samples are not on grids of integers.
+        """
+        self.table.check_sum("input", K)
+        return OPS[resolve("approx_matmul", impl, x.device.type)]
 
     def forward(self, x: Tensor, weight: Tensor) -> Any:
         if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
@@ -169,12 +192,9 @@ def quantized_conv2d(
 
     Returns: (B, O, OH, OW), float32.
     """
-    x, weight, of_x, of_weight = quantizer(x, weight)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return _multiply_by_table(a, b, of_x, of_weight, quantizer.table, impl)
-
-    return conv2d_by(product, x, weight, windows, groups)
+    x, weight, grids = quantizer.grids(x, weight)
+    ops = quantizer.ops(x, math.prod(weight.shape[1:]), impl)
+    return ops.table_conv2d(x, weight, *grids, *windows, groups)
 
 
 def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str) -> Tensor:
@@ -182,7 +202,7 @@ def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str)
 
     Returns: (..., N), float32.
     """
-    x, weight, of_x, of_weight = quantizer(x, weight)
+    x, weight, grids = quantizer.grids(x, weight)
     rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
-    out = _multiply_by_table(rows, weight.mT[None], of_x, of_weight, quantizer.table, impl)
+    out = quantizer.ops(x, x.shape[-1], impl).table_product(rows, weight.mT[None], *grids)
     return out.reshape(*x.shape[:-1], weight.shape[0])

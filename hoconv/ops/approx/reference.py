@@ -74,6 +74,18 @@ def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
     return out
 
 
+def table_derivative(grad: Tensor, a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    """The gradient of a by derivatives in a table: out[m, k] = sum over n of
+    grad[m, n] * table[a[m, k], b[k, n]], of grad (B, M, N), bytes a (B, M, K) and b (B, K, N)."""
+    a, b = a.int(), b.int()
+    out = grad.new_zeros(a.shape)
+    step = max(1, _MOST_PRODUCTS // max(a.numel(), 1))
+    for n in range(0, b.shape[2], step):
+        slopes = table[a.unsqueeze(-1), b[:, None, :, n : n + step]]  # (B, M, K, n)
+        out += (slopes @ grad[:, :, n : n + step, None]).squeeze(-1)
+    return out
+
+
 def conv2d(
     x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     multiplier: str, entries: Tensor | None = None,

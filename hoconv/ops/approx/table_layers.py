@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.quantization import Observed, Observer, Quantizer
 from hoconv.ops.approx.tables import LookupTable
@@ -18,6 +19,7 @@ class TableConv2d(ApproxConv2d):
         table: the table of products. Its first operand is the input, its second the weight.
         observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
             range is computed in every call.
+        gradient: as for :class:`hoconv.ApproxConv2d`, of a multiplier of integers.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
             convolution is a matrix product of unfolded windows.
 
@@ -35,6 +37,7 @@ class TableConv2d(ApproxConv2d):
         table: LookupTable,
         observer: Observed = "moving_average",
         momentum: float = 0.01,
+        gradient: Gradient = "ste",
         impl: str = "auto",
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] | str = 0,
@@ -43,8 +46,10 @@ class TableConv2d(ApproxConv2d):
         bias: bool = True,
         device: Any = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
-                         bias, multiplier=table, impl=impl, device=device)  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            multiplier=table, gradient=gradient, impl=impl, device=device,
+        )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
 
 
@@ -53,7 +58,7 @@ class TableLinear(ApproxLinear):
 
     Args:
         in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
-        table, observer, momentum, impl: as for :class:`TableConv2d`.
+        table, observer, momentum, gradient, impl: as for :class:`TableConv2d`.
 
     Shape, state and errors: as of :class:`hoconv.ApproxLinear`.
     """
@@ -68,11 +73,13 @@ class TableLinear(ApproxLinear):
         table: LookupTable,
         observer: Observed = "moving_average",
         momentum: float = 0.01,
+        gradient: Gradient = "ste",
         impl: str = "auto",
         bias: bool = True,
         device: Any = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, multiplier=table, impl=impl, device=device
-        )
+            in_features, out_features, bias, multiplier=table, gradient=gradient, impl=impl,
+            device=device,
+        )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fuzzing.approximate import NotDifferentiable
 from fuzzing.cases import Call
 from fuzzing.draw import Draw
 from fuzzing.programs import Program
@@ -118,6 +120,9 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
     largest one, 0 included."""
     K, N, rows = max(1, draw.length(40)), max(1, draw.length(20)), draw.choice((0, 1, 2, 5))
     convolution = draw.chance(0.5)
+    chosen = [_derivatives(draw, products, table.signed, operand) for operand in range(2)]
+    gradient, derivatives = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
+    straight_through = gradient == ["ste", "ste"]
     weight = draw.tensor(N, K, dtype=torch.float32) if not convolution else None
     stride, padding, G = draw.choice((1, 2)), draw.choice((0, 1, 2)), draw.choice((1, 1, 2))
     if convolution:
@@ -127,11 +132,12 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
             rows, C, 3 + draw.integer(0, 4), 3 + draw.integer(0, 4), dtype=torch.float32
         )
         module = approx.TableConv2d(
-            C, weight.shape[0], R, table=table, stride=stride, padding=padding, groups=G, bias=False
-        )
+            C, weight.shape[0], R, table=table, stride=stride, padding=padding, groups=G,
+            bias=False, gradient=gradient,
+        )  # fmt: skip
     else:
         x = draw.tensor(*draw.choice(((), (rows,), (2, rows))), K, dtype=torch.float32)
-        module = approx.TableLinear(K, N, table=table, bias=False)
+        module = approx.TableLinear(K, N, table=table, bias=False, gradient=gradient)
     least, most = sorted(draw.values(2).float().tolist())
     assert weight is not None
     module.quantizer.input.least.fill_(least)
@@ -149,43 +155,100 @@ def _layer(draw: Draw, program: Program, products: np.ndarray, table: approx.Loo
         return torch.func.functional_call(module, {"weight": weight}, (x,))
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        """Has the value of the table's sums, and the derivative of the quantised product."""
+        """Has the value of the table's sums, and the derivatives that were drawn."""
         ranges = ((least, most), _limits(weight))
+        if not straight_through:
+            x, weight = _FirstOrder.apply(x, weight)  # pyright: ignore
         (on_x, q_x, scale_x, zero_x), (on_w, q_w, scale_w, zero_w) = (
             _quantised(t, *limits, n, table.signed)
             for t, limits, n in zip((x, weight), ranges, bits, strict=True)
         )
-        looked_up = torch.from_numpy(products)
         rows, columns = products.shape
-        if not convolution:
-            straight = on_x @ on_w.mT
-            left, right = q_x[..., None, :], q_w
-            sums = (
-                looked_up[left % rows, right % columns]
-                - zero_w * left
-                - zero_x * right
-                + zero_x * zero_w
-            ).sum(-1)
-        else:
-            straight = torch.nn.functional.conv2d(on_x, on_w, None, stride, padding, 1, G)
-            R = weight.shape[2]
-            framed = torch.nn.functional.pad(q_x, (padding,) * 4, value=zero_x)
+        dims = (3, 6, 7) if convolution else (-1,)
+
+        def pair(left: Tensor, right: Tensor, zero: float) -> tuple[Tensor, Tensor]:
+            if not convolution:
+                return left[..., None, :], right
+            R = right.shape[2]
+            framed = torch.nn.functional.pad(left, (padding,) * 4, value=zero)
             windows = framed.unfold(2, R, stride).unfold(3, R, stride)  # (B, C, OH, OW, R, R)
             windows = windows.unflatten(1, (G, 1, -1))  # (B, G, 1, C / G, OH, OW, R, R)
-            right = q_w.unflatten(0, (G, -1))[
-                ..., None, None, :, :
-            ]  # (G, O / G, C / G, 1, 1, R, R)
-            sums = looked_up[windows % rows, right % columns]
-            sums = (sums - zero_w * windows - zero_x * right + zero_x * zero_w).sum((3, 6, 7))
-            sums = sums.flatten(1, 2)
+            # (G, O / G, C / G, 1, 1, R, R)
+            return windows, right.unflatten(0, (G, -1))[..., None, None, :, :]
+
+        left, right = pair(q_x, q_w, zero_x)
+        real_left, real_right = pair(on_x, on_w, 0)
+        looked_up, slope_x, slope_w = (
+            torch.from_numpy(t)[left % rows, right % columns] for t in (products, *derivatives)
+        )
+        sums = (looked_up - zero_w * left - zero_x * right + zero_x * zero_w).sum(dims)
+        if straight_through:
+            straight = (real_left * real_right).sum(dims)
+        else:
+            straight = scale_w * (slope_x - zero_w) * real_left
+            straight = (straight + scale_x * (slope_w - zero_x) * real_right).sum(dims)
+        if convolution:
+            sums, straight = sums.flatten(1, 2), straight.flatten(1, 2)
         value = scale_x * scale_w * sums.double()
         return value + (straight - straight.detach())
 
-    what = f"{type(module).__name__} x in [{least:.3g}, {most:.3g}] {table.dtype} stride={stride} "
+    named = [g if isinstance(g, str) else f"{g.dim()}-D table" for g in gradient]
+    what = f"{type(module).__name__} {named} x in [{least:.3g}, {most:.3g}] {table.dtype}"
     return Call(
-        function, exact, [x, weight], f"{what} padding={padding} groups={G}", torch.float32,
-        {torch.float32: 2e-6}, in_float32=True, chains=False,
+        function, exact, [x, weight], f"{what} stride={stride} padding={padding} groups={G}",
+        torch.float32, {torch.float32: 2e-6}, in_float32=True, chains=False,
+        special=straight_through,
     )  # fmt: skip
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Passes two tensors on, and raises where their gradients are differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor):
+        ctx.save_for_backward(a, b)
+        return a.clone(), b.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        if not torch.is_grad_enabled():
+            return grads
+        return tuple(NotDifferentiable.apply(g, g, *ctx.saved_tensors) for g in grads)
+
+
+def _derivatives(
+    draw: Draw, products: np.ndarray, signed: bool, operand: int
+) -> tuple[str | Tensor, np.ndarray]:
+    """Draws the gradient of an operand; returns it as a layer takes it, and its derivatives by
+    index."""
+    way = draw.choice(("ste", "ste", "difference", "one", "outer", "any"))
+    random = np.random.default_rng(draw.integer(0, 2**31))
+    # By value, the operand first.
+    halves = [n // 2 if signed else 0 for n in products.shape]
+    mine = np.roll(products, halves, (0, 1)).astype(np.float64)
+    mine = mine.T if operand else mine
+    size, others = mine.shape
+    if way == "difference":
+        window = draw.choice((1, 2, 5, 16, 255))
+        given = f"difference:window={window}"
+        last = np.minimum(np.arange(size) + window, size - 1)
+        first = np.maximum(np.arange(size) - window, 0)
+        found = (mine[last] - mine[first]) / (last - first)[:, None]
+    elif way == "ste":
+        given = way
+        found = np.broadcast_to(np.arange(others) - halves[1 - operand], mine.shape)
+    else:
+        rows = 1 if way == "one" else size
+        found = random.standard_normal((rows, others)).astype(np.float32)
+        if way == "outer":
+            found = np.outer(found[:, 0], found[0])
+        shifts = [-halves[operand] * (rows > 1), -halves[1 - operand]]
+        by_index = np.roll(found, shifts, (0, 1))
+        by_index = by_index[0] if rows == 1 else by_index.T if operand else by_index
+        given = torch.from_numpy(np.ascontiguousarray(by_index))
+        found = np.broadcast_to(found, mine.shape)
+    found = found.T if operand else found
+    return given, np.roll(found, [-n for n in halves], (0, 1)).astype(np.float64)
 
 
 def _limits(t: Tensor) -> tuple[float, float]:

@@ -182,9 +182,7 @@ def test_what_does_not_fit_a_multiplier_of_integers_is_refused(tmp_path: Path) -
         ):  # fmt: skip
             call(torch.ones(2, 2), torch.ones(2, 2), multiplier)
     for gradient in ("approx", "analytic", ("ste", "approx")):
-        with pytest.raises(
-            ValueError, match=r"^gradient: expected 'ste', all that a multiplier of"
-        ):
+        with pytest.raises(ValueError, match=r"^gradient: expected 'ste', .* of integers; got"):
             ApproxLinear(2, 2, multiplier=multiplier, gradient=gradient)
     layer = ApproxLinear(2, 2, multiplier=multiplier, gradient="ste")
     layer.gradient = "approx"

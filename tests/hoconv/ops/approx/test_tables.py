@@ -233,12 +233,28 @@ def test_large_products_of_tables_of_every_width(
     assert torch.equal(product(a, b, table, variant), looked_up(a, b, table))
 
 
+# opcheck looks at the gradients of views among its inputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @everywhere
 def test_torch_library_finds_no_fault(variant: Variant) -> None:
     table = random_table(True)
-    args = operands(table, 2, 3, 4), operands(table, 2, 4, 5), table.products
-    args = tuple(t.to(variant.device) for t in args)
-    torch.library.opcheck(OPS[variant.impl].table_matmul.overload, args)
+    ops, device = OPS[variant.impl], torch.device(variant.device)
+    a, b = (operands(table, *shape).to(device) for shape in ((2, 3, 4), (2, 4, 5)))
+    products, slopes = table.on(device), torch.randn(256, 256, device=device)
+    torch.library.opcheck(ops.table_matmul.overload, (a, b, products))
+    grad = torch.randn(2, 3, 5, device=device)
+    a, b = (t.view(torch.uint8) for t in (a, b))
+    torch.library.opcheck(ops.table_derivative.overload, (grad, a, b, slopes))
+    grid = torch.tensor(0.25, device=device), torch.tensor(3, dtype=torch.int32, device=device)
+    left, right, x, weight = (
+        (torch.randint(-20, 20, shape, device=device) * 0.25).requires_grad_()
+        for shape in ((2, 3, 4), (2, 4, 5), (2, 4, 5, 6), (6, 2, 3, 3))
+    )
+    windows = [1, 2], [1, 0], [1, 1], 2
+    for terms in ((None, None), (slopes[:1], slopes[:2]), (slopes, None)):
+        given = *grid, *grid, products, *terms, True
+        torch.library.opcheck(ops.table_conv2d.overload, (x, weight, *given, *windows))
+        torch.library.opcheck(ops.table_product.overload, (left, right, *given))
 
 
 def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,11 +398,16 @@ def test_evaluation_without_a_known_range_is_refused() -> None:
 def layers(variant: Variant) -> list[tuple[nn.Module, Tensor]]:
     """Each layer, in evaluation, and an input of it."""
     table = random_table(True)
+    tables = torch.randn(256), torch.randn(256, 256)
+    by_u_and_v = torch.outer(*torch.randn(2, 256))
     made = []
     for layer, shape in (
         (TableLinear(5, 4, table=table, impl=variant.impl), (3, 5)),
         (TableConv2d(4, 6, 3, table=table, impl=variant.impl, padding=1, groups=2), (2, 4, 5, 6)),
-    ):
+        (TableLinear(5, 4, table=table, impl=variant.impl, gradient=tables), (3, 5)),
+        (TableConv2d(2, 3, 3, table=table, impl=variant.impl, gradient=(by_u_and_v, "difference"),
+                     padding=1), (2, 2, 5, 6)),
+    ):  # fmt: skip
         layer, x = layer.to(variant.device), torch.randn(shape, device=variant.device)
         layer(x)
         made.append((layer.eval(), x))
@@ -402,6 +423,7 @@ def gradients(layer: Any, x: Tensor) -> list[Tensor]:
 def test_programs_of_layers_compute_and_learn_as_the_layers_do(
     variant: Variant, tmp_path: Path
 ) -> None:
+    torch.compiler.reset()  # the same code is compiled again a few times only
     for layer, x in layers(variant):
         exported = torch.export.export(layer, (x,))
         torch.export.save(exported, tmp_path / "layer.pt2")
@@ -419,6 +441,7 @@ def test_programs_of_layers_compute_and_learn_as_the_layers_do(
 def test_programs_of_layers_with_no_range_are_refused(variant: Variant) -> None:
     if variant.device == "cuda":
         pytest.skip("there a failed assertion ends every later use of the device")
+    torch.compiler.reset()
     layer, x = TableLinear(2, 1, table=exact(True), impl=variant.impl).eval(), torch.zeros(3, 2)
     program = torch.export.export(layer, (x,)).module()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
