@@ -131,6 +131,11 @@ struct Problem {
   }
 };
 
+inline Tensor make_channels_last(const Tensor& like, const std::vector<int64_t>& sizes) {
+  const auto strides = contiguous_strides({sizes[0], sizes[2], sizes[3], sizes[1]});
+  return make_strided(like, sizes, {strides[0], strides[3], strides[1], strides[2]});
+}
+
 // The output of a problem, or its gradient, in memory as x is.
 inline std::vector<int64_t> output_sizes(const Problem& p) {
   return {p.B, p.C, p.down.out, p.across.out};
@@ -139,9 +144,7 @@ inline std::vector<int64_t> output_sizes(const Problem& p) {
 inline Tensor make_output(const Tensor& x, const Problem& p) {
   if (p.keeps_size) return make_like(x);
   const std::vector<int64_t> sizes = output_sizes(p);
-  if (!channels_last(x)) return make_tensor(x, sizes);
-  const auto strides = contiguous_strides({sizes[0], sizes[2], sizes[3], sizes[1]});
-  return make_strided(x, sizes, {strides[0], strides[3], strides[1], strides[2]});
+  return channels_last(x) ? make_channels_last(x, sizes) : make_tensor(x, sizes);
 }
 
 // Checks the gradient of a problem's output, beside x or the weights.

@@ -74,15 +74,28 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
+// Whether a pixel gathers from so many, of so many channels, that it pays to copy: of 4 images of
+// 384 channels, 32 x 32, k = 7, scale 4, in float32 on an H200, this takes 1,650 us with rows last,
+// 205 with channels last, and 400 with the copies.
+bool gathers_many(const Problem& p) {
+  constexpr int64_t many_channels = 32;
+  return p.down.scale * p.across.scale > 1 && p.group_channels() >= many_channels;
+}
+
 }  // namespace
 
 Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, const Problem& p) {
   if (out.numel() == 0) return out;
   const Launch launch(grad);
+  const bool banded = apply_from_bands<true>(grad, weight, out, p, launch.stream);
+  if (!banded && !channels_last(grad) && gathers_many(p) && fills_loads(grad, p)) {
+    const Tensor last = make_channels_last(out, {out.sizes().begin(), out.sizes().end()});
+    torch::stable::copy_(out, cuda_grad_input(last, copy_channels_last(grad), weight, p));
+    return out;
+  }
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
-    bool done = apply_from_bands<true>(grad, weight, out, p, launch.stream);
-    done = done || gather_from_stage<T>(grad, weight, out, p, launch.stream);
+    bool done = banded || gather_from_stage<T>(grad, weight, out, p, launch.stream);
     done = done || dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
              Tiling tiling;
              const dim3 grid =

@@ -56,12 +56,14 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
   if (out.numel() == 0) return out;
   const Launch launch(x);
   if (sum_to_bands(grad, x, out, p, launch.stream)) return out;
+  // Then several threads share the channels of a pixel, in general.cuh.
+  const bool shares =
+      p.group_channels() >= kManyChannels && p.B * p.G * p.down.in * p.across.in < kFewPixels;
+  if (shares && fills_loads(x, p) && !(channels_last(grad) && channels_last(x)))
+    return cuda_grad_weight(out, copy_channels_last(grad), copy_channels_last(x), p);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     if (!sum_to_stage<T>(grad, x, out, p, launch.stream)) {
-      // In general.cuh several threads share the channels of a pixel.
-      const bool shares =
-          p.group_channels() >= kManyChannels && p.B * p.G * p.down.in * p.across.in < kFewPixels;
       const bool done =
           !shares && dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
             Tiling tiling;

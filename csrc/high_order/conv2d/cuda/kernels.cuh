@@ -38,6 +38,19 @@ bool apply_from_bands(const Tensor& source, const Tensor& weight, Tensor& out, c
 bool sum_to_bands(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                   cudaStream_t stream);
 
+// Whether a load of 16 bytes has channels of one group, where channels are last.
+inline bool fills_loads(const Tensor& t, const Problem& p) {
+  return p.group_channels() * t.element_size() % 16 == 0;
+}
+// An image with channels last, for general.cuh, whose lanes and loads are of channels then. PyTorch
+// copies other layouts at a fraction of the memory's rate, so it pays only where it saves a lot.
+inline Tensor copy_channels_last(const Tensor& t) {
+  if (channels_last(t)) return t;
+  Tensor copy = make_channels_last(t, {t.sizes().begin(), t.sizes().end()});
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
 // computed for a pixel has parts, of N channels or of a row of taps; blockIdx.y counts the blocks
 // that share them.
