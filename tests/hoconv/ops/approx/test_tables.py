@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
 from hoconv.dispatch.implementations import resolve
-from hoconv.ops.approx import quantization
+from hoconv.ops.approx.layers import quantization
 from hoconv.ops.approx.operator import MATMUL
 from hoconv.ops.approx.ops import OPS
 from hoconv.tools.testing.variants import Variant, variants

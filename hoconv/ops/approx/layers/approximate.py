@@ -17,9 +17,9 @@ from hoconv.dispatch.implementations import check_name
 from hoconv.dispatch.registration import check_dense, get_parameter
 from hoconv.ops.approx.geometry import check_windows, pad_widths
 from hoconv.ops.approx.gradients import Gradient, kinds
+from hoconv.ops.approx.layers.quantization import Quantizer, quantized_conv2d, quantized_linear
 from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.operator import CONV2D, MATMUL, check_derivative, conv2d, matmul
-from hoconv.ops.approx.quantization import Quantizer, quantized_conv2d, quantized_linear
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import LookupTable
 

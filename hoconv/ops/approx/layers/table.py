@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hoconv.ops.approx.gradients import Gradient
-from hoconv.ops.approx.layers import ApproxConv2d, ApproxLinear
-from hoconv.ops.approx.quantization import Observed, Observer, Quantizer
+from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.layers.quantization import Observed, Observer, Quantizer
 from hoconv.ops.approx.tables import LookupTable
 
 

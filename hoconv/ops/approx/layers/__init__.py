@@ -1,0 +1,1 @@
+"""Layers whose products are approximate, and models converted to them."""

@@ -1,0 +1,176 @@
+"""Replacing the layers of a model by approximate ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from hoconv import approx
+
+
+def make_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, (3, 1), stride=2, dilation=(2, 1), groups=4, padding_mode="reflect",
+                  padding=(2, 0)),
+        nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def make_images() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_exact_products_give_what_the_model_gave() -> None:
+    network, images = make_network(), make_images()
+    expected, state = network(images), network.state_dict()
+    done = approx.convert(network, "exact", impl="reference")
+    assert done.model is network
+    assert [*done.replaced] == ["0", "3", "5"]
+    assert not done.left
+    torch.testing.assert_close(network(images), expected)
+    assert network.state_dict().keys() == state.keys()
+
+
+def test_an_optimizer_of_before_trains_the_converted_model() -> None:
+    network, images = make_network(), make_images()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    parameters = [*network.parameters()]
+    random = torch.random.get_rng_state()
+    approx.convert(network, "mbm16", impl="reference")
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(a is b for a, b in zip(parameters, network.parameters(), strict=True))
+    losses = []
+    for _ in range(3):
+        loss = F.cross_entropy(network(images), torch.arange(4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_patterns_choose_in_their_order_by_names_of_layers_and_of_modules_around_them() -> None:
+    body = make_network()
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(10, 2)})
+    done = approx.convert(
+        model, {"body.5": None, "body": "mitchell16", "head": "mbm12", "*": "exact"}
+    )
+    assert done.replaced == {"body.0": "mitchell16", "body.3": "mitchell16", "head": "mbm12"}
+    assert done.left == {"body.5": "'body.5' is None"}
+    assert isinstance(body[0], approx.ApproxConv2d)
+    assert body[0].multiplier == "mitchell16"
+    assert type(body[5]) is nn.Linear
+    assert "head    mbm12" in str(done)
+    assert "body.5  left: 'body.5' is None" in str(done)
+
+
+def test_what_is_left_says_why() -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_pre_hook(lambda *_: None)
+    model = nn.ModuleDict({
+        "first": nn.Linear(2, 2),
+        "own": Own(2, 2),
+        "norm": parametrizations.spectral_norm(nn.Linear(2, 2)),
+        "hooked": hooked,
+        "small": nn.Linear(2, 2, dtype=torch.float16),
+        "rows": nn.Embedding(3, 2),
+        "attention": nn.MultiheadAttention(2, 1),
+        "last": nn.Linear(2, 2),
+    })  # fmt: skip
+    done = approx.convert(model, "exact", skip_first=True)
+    assert [*done.replaced] == ["last"]
+    assert done.left == {
+        "first": "the first layer",
+        "own": "Own may not compute what Linear does",
+        "norm": "it has parametrizations",
+        "hooked": "it has forward pre hooks",
+        "small": "its weight is torch.float16",
+        "rows": "there is no approximate Embedding",
+        "attention": "there is no approximate MultiheadAttention",
+        "attention.out_proj": "NonDynamicallyQuantizableLinear may not compute what Linear does",
+    }
+
+
+def test_layers_and_weights_with_two_names_stay_one() -> None:
+    shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = shared.weight
+    model = nn.Sequential(shared, other, shared)
+    done = approx.convert(model, "exact")
+    assert [*done.replaced] == ["0", "1", "2"]
+    assert model[0] is model[2]
+    assert model[0].weight is model[1].weight is shared.weight
+
+
+def test_a_layer_by_itself_and_one_that_is_approximate_are_replaced() -> None:
+    layer = approx.ApproxLinear(4, 2, multiplier="mbm16").eval()
+    done = approx.convert(layer, "exact", gradient="ste", impl="reference")
+    assert isinstance(done.model, approx.ApproxLinear)
+    assert done.model is not layer
+    assert (done.model.multiplier, done.model.gradient) == ("exact", "ste")
+    assert done.model.weight is layer.weight
+    assert not done.model.training
+
+
+def test_a_multiplier_of_integers_quantises() -> None:
+    network, images = make_network(), make_images()
+    expected = network(images)
+    table = approx.multiplier(lambda a, b: a * b, bits=8, signed=True)
+    done = approx.convert(network, {"3": table, "5": table}, skip_first=True, impl="reference")
+    assert [*done.left] == ["0"]
+    found = network(images)
+    assert 0 < (found - expected).abs().max() < 0.1 * expected.abs().max()
+    assert "3.quantizer.input.least" in network.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "options", "message"),
+    [
+        ({"features": "exact"}, {}, r"multipliers: 'features' fits no layer; layers are 0, 3, 5"),
+        ({"0": "exakt"}, {}, "multiplier"),
+        ("exakt", {}, "multiplier"),
+        ({"0": "mbm16", "*": "lmul"}, {"gradient": "analytic"}, "gradient"),
+        ("exact", {"impl": "cudnn"}, "impl"),
+    ],
+)
+def test_errors_name_the_argument_and_change_nothing(
+    multipliers: Any, options: Any, message: str
+) -> None:
+    network = make_network()
+    with pytest.raises(ValueError, match=message):
+        approx.convert(network, multipliers, **options)
+    assert type(network[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_a_network_of_torchvision_trains_a_step(name: str) -> None:
+    import torchvision
+
+    torch.manual_seed(0)
+    network = getattr(torchvision.models, name)(num_classes=4)
+    done = approx.convert(network, "exact", skip_first=True)
+    layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(done.left) == 1
+    assert len(done.replaced) == len(layers) - 1
+    loss = F.cross_entropy(network(torch.randn(2, 3, 32, 32)), torch.arange(2))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+
+
+def test_a_vision_transformer_keeps_its_attention() -> None:
+    import torchvision
+
+    with torch.device("meta"):
+        network = torchvision.models.vit_b_16()
+    done = approx.convert(network, "mbm16")
+    assert len(done.replaced) == 1 + 12 * 2 + 1  # patches, two layers a block, classes
+    assert {name.rpartition(".")[2] for name in done.left} == {"self_attention", "out_proj"}
