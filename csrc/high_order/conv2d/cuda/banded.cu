@@ -102,6 +102,9 @@ std::optional<Bands> cut(const Tensor& source, const Tensor& weight, const Probl
   if (source.element_size() != 2 || p.group_channels() % kUnit != 0 ||
       p.group_channels() < kManyChannels || p.down.scale * p.across.scale == 1)
     return std::nullopt;
+  constexpr int64_t divisible = int64_t{1} << 32;  // by Divisor: a position times the scale
+  if (p.down.out * p.down.scale >= divisible || p.across.out * p.across.scale >= divisible)
+    return std::nullopt;
   if (std::max({p.down.in, p.down.out, p.across.in, p.across.out}) >= kLargest ||
       !fits(source, {1, 3}) || !fits(weight, {0, 4}))
     return std::nullopt;

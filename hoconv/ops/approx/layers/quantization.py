@@ -163,7 +163,10 @@ class Quantizer(nn.Module):
 
     def _check_range(self) -> None:
         unknown = self.input.least.isnan()
-        message = "input: its range is not known; train, or run some data in training mode, first"
+        message = (
+            "input: its range is not known: in training mode the layer saw no numbers, or NaN; "
+            "run data without NaN in training mode first"
+        )
         if torch.compiler.is_compiling():  # a compiled program cannot branch on a tensor's value
             torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]
         elif unknown:
