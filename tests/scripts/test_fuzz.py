@@ -285,6 +285,17 @@ def test_it_writes_a_record_and_repeats_one_case(
     assert bad["why"] in out
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_every_implementation_that_an_operator_has_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--operator", "dynamic_conv1d", "approx_multiply", "--device", "cpu", "--jobs", "1"]
+    assert fuzz.main(["operators", *options, "--cases", "1", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "dynamic_conv1d triton on cpu: not run" in out
+    assert "approx_multiply triton" not in out
+
+
 @pytest.mark.slow
 def test_another_process_loads_a_saved_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,8 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
         operator = declared.get(name, declared["approx_matmul"])
         for device in arguments.device:
             for impl in arguments.impl:
+                if impl not in operator.implementations:  # of another operator
+                    continue
                 try:
                     choose(operator, impl, device)
                 except ImplementationError as error:
