@@ -24,10 +24,9 @@ __device__ __forceinline__ void store_unit(uint32_t at, const uint32_t (&unit)[4
                : "memory");
 }
 
-// Loads a 16 x 16 matrix. Lane l has the shared address of its row l % 16, at column 0
-// or, from lane 16 on, 8.
-// The result is the left operand of `multiply`. With `Transposed` two right operands of 8 columns,
-// of a matrix whose rows are the depth of the product.
+// Loads a 16 x 16 matrix. Lane l has the address of its row l % 16, at column 0 or, from lane 16
+// on, 8. The result is the left operand of `multiply`; with `Transposed` two right operands, of 8
+// columns each, of a matrix whose rows are the depth of the product.
 template <bool Transposed = false>
 __device__ __forceinline__ void load_matrix(uint32_t at, uint32_t (&to)[4]) {
   if constexpr (Transposed)
