@@ -187,16 +187,19 @@ def _refuse_tangents(*_: Any) -> Any:
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *grids, _, terms_a, terms_b = inputs[:9]
     ctx.save_for_backward(*grids, terms_a, terms_b)
+    ctx.is_straight_through = terms_a is None and terms_b is None
     ctx.windows = inputs[10:]  # of a convolution
 
 
 def _differentiate(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    straight_through = ctx.saved_tensors[6] is None and ctx.saved_tensors[7] is None
     compute = functools.partial(_gradients, lookup)
-    return (compute if straight_through else refuse_second_derivative(compute))(ctx, grad)
+    if not ctx.is_straight_through:
+        compute = refuse_second_derivative(compute)
+    return compute(ctx, grad)
 
 
 def _gradients(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # Read once: more often is an error under activation checkpointing.
     a, b, scale_a, zero_a, scale_b, zero_b, terms_a, terms_b = ctx.saved_tensors
     operands = Operand(a, scale_a, zero_a, terms_a), Operand(b, scale_b, zero_b, terms_b)
     needed = ctx.needs_input_grad[:2]

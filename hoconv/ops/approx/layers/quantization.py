@@ -32,6 +32,8 @@ Observed = Literal["minmax", "moving_average"]
 class Observer(nn.Module):
     """Tracks the range of the numbers that it is called with.
 
+    A batch with NaN or infinities changes nothing.
+
     Args:
         kind: ``"minmax"``: the least and the largest number of all batches; ``"moving_average"``:
             exponential averages of each batch's least and largest number, which forget outliers.
@@ -62,13 +64,15 @@ class Observer(nn.Module):
         if x.numel() == 0:
             return
         least, most = x.aminmax()
-        if self.kind == "minmax":
-            self.least.copy_(torch.fmin(self.least, least))  # fmin ignores NaN
-            self.most.copy_(torch.fmax(self.most, most))
-        else:
-            for seen, new in ((self.least, least), (self.most, most)):
-                average = seen + self.momentum * (new - seen)
-                seen.copy_(torch.where(seen.isnan(), new, average))
+        is_finite = least.isfinite() & most.isfinite()
+        for seen, new, extreme in (
+            (self.least, least, torch.minimum),
+            (self.most, most, torch.maximum),
+        ):
+            average = seen + self.momentum * (new - seen)
+            known = extreme(seen, new) if self.kind == "minmax" else average
+            updated = torch.where(seen.isnan(), new, known)
+            seen.copy_(torch.where(is_finite, updated, seen))
 
 
 def limits(bits: int, signed: bool) -> tuple[int, int]:
@@ -164,8 +168,8 @@ class Quantizer(nn.Module):
     def _check_range(self) -> None:
         unknown = self.input.least.isnan()
         message = (
-            "input: its range is not known: in training mode the layer saw no numbers, or NaN; "
-            "run data without NaN in training mode first"
+            "input: its range is not known: in training mode the layer saw no batch of finite "
+            "numbers; run one first"
         )
         if torch.compiler.is_compiling():  # a compiled program cannot branch on a tensor's value
             torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]

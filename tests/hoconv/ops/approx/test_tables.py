@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
 from hoconv.dispatch.implementations import resolve
@@ -393,6 +394,30 @@ def test_evaluation_without_a_known_range_is_refused() -> None:
     layer = TableLinear(2, 1, table=exact(True)).eval()
     with pytest.raises(RuntimeError, match=r"^input: its range is not known: in training mode"):
         layer(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_batch_that_is_not_finite_does_not_change_the_range(observer: Any, value: float) -> None:
+    layer = TableLinear(2, 1, table=exact(True), observer=observer)
+    x = torch.randn(4, 2)
+    layer(x)
+    expected = layer.eval()(x)
+    assert layer.train()(x.masked_fill(x == x.max(), value)).isfinite().all()
+    assert torch.equal(layer.eval()(x), expected)
+
+
+@pytest.mark.parametrize("gradient", ["ste", "difference"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activations_may_be_computed_again(gradient: str, use_reentrant: bool) -> None:
+    layer = TableLinear(4, 3, table=random_table(True), gradient=gradient)
+    x = torch.randn(5, 4, requires_grad=True)
+    layer(x)
+    layer.eval()
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
+    out: Any = checkpoint(layer, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, expected)
 
 
 def layers(variant: Variant) -> list[tuple[nn.Module, Tensor]]:
