@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +21,8 @@ _KINDS = {
     nn.Linear: ApproxLinear,
     ApproxLinear: ApproxLinear,
 }
+# Modules that read the weights of their layers, at least sometimes, where others call the layer.
+_READERS = {"MultiheadAttention", "TransformerEncoderLayer", "ShiftedWindowAttention"}
 
 
 @dataclass
@@ -30,8 +32,8 @@ class Conversion:
     Attributes:
         model: the model.
         replaced: name -> multiplier, of layers that are approximate now.
-        left: name -> why, of other layers with matrices of weights. Products of two tensors that no
-            layer makes, as in attention, are not listed.
+        left: name -> why, of other layers with weights. Products of two tensors that no layer
+            makes, as in attention, are not listed.
     """
 
     model: nn.Module
@@ -41,7 +43,9 @@ class Conversion:
     def __str__(self) -> str:
         rows = {**self.replaced, **{name: f"left: {why}" for name, why in self.left.items()}}
         width = max(map(len, rows), default=0)
-        return "\n".join(f"{name:{width}}  {what}" for name, what in sorted(rows.items()))
+        # features.2 before features.10
+        names = sorted(rows, key=lambda name: [(len(part), part) for part in name.split(".")])
+        return "\n".join(f"{name:{width}}  {rows[name]}" for name in names)
 
 
 def convert(
@@ -57,7 +61,9 @@ def convert(
     Parameters stay the same objects, so that an optimizer keeps them, and tied weights stay tied.
     Replaced are layers of exactly the types :class:`torch.nn.Conv2d`, :class:`torch.nn.Linear`,
     :class:`hoconv.ApproxConv2d` and :class:`hoconv.ApproxLinear`. Left are subclasses of these,
-    which may compute anything, and layers with hooks or parametrizations, or not in float32.
+    which may compute anything; layers with hooks, parametrizations, a `forward` or tensors of their
+    own, or not in float32; and those of modules of PyTorch and torchvision that read weights of
+    their layers without calling these. Another module that does so computes as before.
 
     Args:
         model: any model. If it is one of these layers itself, `model` of the result is its
@@ -65,52 +71,76 @@ def convert(
         multipliers: a multiplier, as :class:`hoconv.ApproxConv2d` takes it, for all layers; or
             pattern -> multiplier, or None to leave layers as they are. A pattern, as of
             :mod:`fnmatch`, fits a layer if it fits its name or that of a module around it:
-            ``"features.*"``, ``"classifier"``. The first one that fits counts.
+            ``"features.*"``, ``"classifier"``. The first one that fits counts; of a layer with
+            several names, for the first name.
         skip_first: leave the first layer, in the order of the model's modules.
-        gradient, impl: as for :class:`hoconv.ApproxConv2d`, of all replaced layers.
+        gradient, impl: as for :class:`hoconv.ApproxConv2d`, of all replaced layers. One that was
+            approximate gets them too, and has to see the range of its input again.
 
     Raises:
         ValueError: a pattern fits no layer; an argument that the layers refuse.
+        TypeError: `model` is not a module; a pattern is not a string.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     patterns = multipliers if isinstance(multipliers, Mapping) else {"*": multipliers}
-    found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
-    done = Conversion(model)
-    layers = dict(_layers(model))
+    if multipliers is None or not patterns:
+        raise ValueError("multipliers: expected a multiplier, or patterns with some; got none")
     for pattern in patterns:
-        if not any(_fits(pattern, name) for name in layers):
-            names = ", ".join(layers) or "none"
-            raise ValueError(f"multipliers: {pattern!r} fits no layer; layers are {names}")
-    made: dict[nn.Module, nn.Module] = {}
-    for number, (name, layer) in enumerate(layers.items()):
-        pattern = next((pattern for pattern in patterns if _fits(pattern, name)), None)
-        obstacle = _obstacle(layer)
-        if number == 0 and skip_first:
-            obstacle = "the first layer"
-        if pattern is None or (multiplier := found[pattern]) is None:
-            done.left[name] = "no pattern fits" if pattern is None else f"{pattern!r} is None"
-        elif obstacle:
-            done.left[name] = obstacle
+        if not isinstance(pattern, str):
+            raise TypeError(f"multipliers: expected patterns that are strings, got {pattern!r}")
+    found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
+    layers: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _has_weights(module):
+            layers.setdefault(module, []).append(name)
+    names = [name for each in layers.values() for name in each]
+    if not names:
+        raise ValueError("model: it has no layers with weights")
+    for pattern in patterns:
+        if not any(_fits(pattern, name) for name in names):
+            raise ValueError(
+                f"multipliers: {pattern!r} fits no layer; layers are {', '.join(names)}"
+            )
+    done = Conversion(model)
+    made: dict[str, nn.Module] = {}
+    for number, (layer, own_names) in enumerate(layers.items()):
+        pattern = next((pattern for pattern in patterns if _fits(pattern, own_names[0])), None)
+        multiplier = None if pattern is None else found[pattern]
+        if multiplier is None:
+            why = "no pattern fits" if pattern is None else f"{pattern!r} is None"
+        elif number == 0 and skip_first:
+            why = "the first layer"
         else:
-            if layer not in made:
-                made[layer] = _make(layer, multiplier, gradient, impl)
-            done.replaced[name] = str(multiplier)
-    for name in done.replaced:  # after all errors
+            why = _obstacle(layer) or _reader_of(model, own_names)
+        if why or multiplier is None:
+            done.left |= dict.fromkeys(own_names, str(why))
+            continue
+        made |= dict.fromkeys(own_names, _make(layer, multiplier, gradient, impl))
+        done.replaced |= dict.fromkeys(own_names, str(multiplier))
+    for name, layer in made.items():  # after all errors
         parent, _, own = name.rpartition(".")
         if name:
-            setattr(model.get_submodule(parent), own, made[layers[name]])
+            setattr(model.get_submodule(parent), own, layer)
         else:
-            done.model = made[layers[name]]
+            done.model = layer
     return done
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules that have a matrix of weights, or are to be replaced, by every name."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        own = module.named_parameters(recurse=False)
-        if isinstance(module, nn.Conv2d | nn.Linear) or any(
-            n.endswith("weight") and p.dim() > 1 for n, p in own
-        ):
-            yield name, module
+def _has_weights(module: nn.Module) -> bool:
+    own = module.named_parameters(recurse=False)
+    plain = isinstance(module, nn.Conv2d | nn.Linear)
+    return plain or any("weight" in name and p.dim() > 1 for name, p in own)
+
+
+def _reader_of(model: nn.Module, names: Sequence[str]) -> str | None:
+    """Returns that a module around a layer may read its weight, if one of PyTorch's does."""
+    for name in names:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        for kind in type(parent).__mro__:
+            if kind.__name__ in _READERS and name:
+                return f"{kind.__name__} may read its weight without calling it"
+    return None
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -130,11 +160,17 @@ def _obstacle(layer: nn.Module) -> str | None:
             if plain
             else f"there is no approximate {kind}"
         )
+    if "forward" in vars(layer):
+        return "its forward is one of its own"
+    plain = type(layer).__mro__[0 if type(layer) in (nn.Conv2d, nn.Linear) else 1]
+    tensors = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+    if extra := next(iter(tensors - {"quantizer"}), None):
+        return f"it has {extra!r}, which a {plain.__name__} has not"
     hooks = (name for name, value in vars(layer).items() if name.endswith("_hooks") and value)
     if name := next(hooks, None):
         return f"it has {name.strip('_').replace('_', ' ')}"
-    assert isinstance(layer, nn.Conv2d | nn.Linear)
-    return None if layer.weight.dtype == torch.float32 else f"its weight is {layer.weight.dtype}"
+    other = (p.dtype for p in layer.parameters(recurse=False) if p.dtype != torch.float32)
+    return next((f"it has {dtype} parameters" for dtype in other), None)
 
 
 def _make(
@@ -156,4 +192,7 @@ def _make(
     made.to(layer.weight.device)
     for name in ("weight", "bias"):
         made.register_parameter(name, getattr(layer, name))
+    for name, value in vars(layer).items():  # attributes of a user
+        if name not in vars(made):
+            setattr(made, name, value)
     return made.train(layer.training)

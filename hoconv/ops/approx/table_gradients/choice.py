@@ -55,7 +55,9 @@ def _refusal(got: Any, error: type[Exception]) -> Exception:
 def describe(gradient: Any) -> str:
     """Returns a gradient in few words, for an error: of arrays and tensors the type."""
     if isinstance(gradient, Sequence) and not isinstance(gradient, str):
-        return f"({', '.join(map(describe, gradient))})"
+        many = 8  # a table, in lists
+        pair = f"({', '.join(map(describe, gradient[:many]))})"
+        return pair if len(gradient) <= many else type(gradient).__name__
     return type(gradient).__name__ if hasattr(gradient, "__array__") else repr(gradient)
 
 
@@ -86,6 +88,8 @@ def _read(path: Path) -> Tensor:
 
     try:
         array = np.load(path) if path.suffix == ".npy" else _read_text(path)
+        if array.dtype.kind not in "iuf":
+            raise ValueError(f"expected real numbers, got {array.dtype}")
         return torch.from_numpy(np.array(array, np.float64))
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"gradient: {path.absolute()} cannot be read ({error})") from None

@@ -94,11 +94,46 @@ def test_what_is_left_says_why() -> None:
         "own": "Own may not compute what Linear does",
         "norm": "it has parametrizations",
         "hooked": "it has forward pre hooks",
-        "small": "its weight is torch.float16",
+        "small": "it has torch.float16 parameters",
         "rows": "there is no approximate Embedding",
         "attention": "there is no approximate MultiheadAttention",
         "attention.out_proj": "NonDynamicallyQuantizableLinear may not compute what Linear does",
     }
+
+
+def test_layers_whose_weights_others_read_are_left() -> None:
+    """PyTorch's encoder calls them in training only."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    done = approx.convert(nn.ModuleDict({"encoder": layer, "head": nn.Linear(8, 2)}), "mbm10")
+    assert [*done.replaced] == ["head"]
+    why = done.left["encoder.linear1"]
+    assert why == "TransformerEncoderLayer may read its weight without calling it"
+
+
+def test_what_a_user_put_into_a_layer_is_kept_or_the_layer_is_left() -> None:
+    patched, extended, tagged = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    patched.forward = lambda input: input  # pyright: ignore[reportAttributeAccessIssue]
+    extended.register_buffer("mask", torch.ones(2))
+    setattr(tagged, "tag", "mine")  # noqa: B010
+    double = nn.Linear(2, 2)
+    double.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    model = nn.Sequential(patched, extended, tagged, double, nn.GRU(2, 2))
+    done = approx.convert(model, "exact")
+    assert done.left == {
+        "0": "its forward is one of its own",
+        "1": "it has 'mask', which a Linear has not",
+        "3": "it has torch.float64 parameters",
+        "4": "there is no approximate GRU",
+    }
+    assert getattr(model[2], "tag") == "mine"  # noqa: B009
+
+
+def test_the_first_name_of_a_shared_layer_chooses_for_all() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    done = approx.convert(model, {"2": "mbm10", "0": "mbm16", "*": "exact"})
+    assert done.replaced == {"0": "mbm16", "1": "exact", "2": "mbm16"}
+    assert model[0] is model[2]
 
 
 def test_layers_and_weights_with_two_names_stay_one() -> None:
@@ -106,7 +141,7 @@ def test_layers_and_weights_with_two_names_stay_one() -> None:
     other.weight = shared.weight
     model = nn.Sequential(shared, other, shared)
     done = approx.convert(model, "exact")
-    assert [*done.replaced] == ["0", "1", "2"]
+    assert {*done.replaced} == {"0", "1", "2"}
     assert model[0] is model[2]
     assert model[0].weight is model[1].weight is shared.weight
 
@@ -140,6 +175,7 @@ def test_a_multiplier_of_integers_quantises() -> None:
         ("exakt", {}, "multiplier"),
         ({"0": "mbm16", "*": "lmul"}, {"gradient": "analytic"}, "gradient"),
         ("exact", {"impl": "cudnn"}, "impl"),
+        ({}, {}, "multipliers: expected a multiplier, or patterns with some; got none"),
     ],
 )
 def test_errors_name_the_argument_and_change_nothing(
@@ -149,6 +185,15 @@ def test_errors_name_the_argument_and_change_nothing(
     with pytest.raises(ValueError, match=message):
         approx.convert(network, multipliers, **options)
     assert type(network[0]) is nn.Conv2d
+
+
+def test_errors_of_other_types() -> None:
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):
+        approx.convert("resnet", "exact")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"multipliers: expected patterns that are strings, got 0"):
+        approx.convert(make_network(), {0: "exact"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="model: it has no layers with weights"):
+        approx.convert(nn.ReLU(), "exact")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])

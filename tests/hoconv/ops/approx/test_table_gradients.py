@@ -287,6 +287,7 @@ def test_second_derivatives_are_refused() -> None:
         ((np.full(16, np.nan), "ste"), ValueError, "expected finite numbers; an array has others"),
         ((np.zeros(16, bool), "ste"), TypeError, "expected a table of real numbers, got .*bool"),
         (("missing.npy", "ste"), ValueError, r".*missing\.npy cannot be read"),
+        (([[1.0] * 16] * 9, "ste"), TypeError, r"expected .*; got list$"),
     ],
 )  # fmt: skip
 def test_what_is_no_gradient_of_integers_is_refused(
@@ -295,6 +296,15 @@ def test_what_is_no_gradient_of_integers_is_refused(
     table = approx.multiplier(torch.mul, bits=(3, 4), signed=True)
     with pytest.raises(error, match=f"^gradient: {message}"):
         ApproxLinear(2, 2, multiplier=table, gradient=gradient)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "bool", "<U3"])
+def test_a_file_has_real_numbers(dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    np.save(path, np.zeros(16).astype(dtype))
+    table = approx.multiplier(torch.mul, bits=(3, 4), signed=True)
+    with pytest.raises(ValueError, match=r"cannot be read .*expected real numbers"):
+        ApproxLinear(2, 2, multiplier=table, gradient=(str(path), "ste"))
 
 
 def test_differences_of_floats_are_refused() -> None:
