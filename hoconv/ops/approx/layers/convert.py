@@ -43,9 +43,8 @@ class Conversion:
     def __str__(self) -> str:
         rows = {**self.replaced, **{name: f"left: {why}" for name, why in self.left.items()}}
         width = max(map(len, rows), default=0)
-        # features.2 before features.10
-        names = sorted(rows, key=lambda name: [(len(part), part) for part in name.split(".")])
-        return "\n".join(f"{name:{width}}  {rows[name]}" for name in names)
+        names = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
+        return "\n".join(f"{name:{width}}  {rows[name]}" for name in names if name in rows)
 
 
 def convert(

@@ -67,8 +67,12 @@ def test_patterns_choose_in_their_order_by_names_of_layers_and_of_modules_around
     assert isinstance(body[0], approx.ApproxConv2d)
     assert body[0].multiplier == "mitchell16"
     assert type(body[5]) is nn.Linear
-    assert "head    mbm12" in str(done)
-    assert "body.5  left: 'body.5' is None" in str(done)
+    assert str(done).splitlines() == [
+        "body.0  mitchell16",
+        "body.3  mitchell16",
+        "body.5  left: 'body.5' is None",
+        "head    mbm12",
+    ]
 
 
 def test_what_is_left_says_why() -> None:
