@@ -25,8 +25,9 @@ __device__ __noinline__ float sum_alone(const Image<const T>& source,
   const int g = c / (p.C / p.G);
   float sum = 0;
   const auto add = [&](int i, int j, int oh, int ow, int y, int x) {
+    const bool inside = y >= 0 && x >= 0;
     sum += widen<float>(*weight.at(i * p.across.taps + j, b, g, oh, ow)) *
-           widen<float>(*source.at(b, c, y, x));
+           (inside ? widen<float>(*source.at(b, c, y, x)) : 0.0f);
   };
   if constexpr (Adjoint) {
     p.down.for_each_reader(h, [&](int i, int oh) {
@@ -35,11 +36,8 @@ __device__ __noinline__ float sum_alone(const Image<const T>& source,
   } else {
     for (int i = 0; i < p.down.taps; ++i) {
       const int y = p.down.pixel_at(p.down.first_position(h) + i * p.down.step);
-      if (y < 0) continue;
-      for (int j = 0; j < p.across.taps; ++j) {
-        const int x = p.across.pixel_at(p.across.first_position(w) + j * p.across.step);
-        if (x >= 0) add(i, j, h, w, y, x);
-      }
+      for (int j = 0; j < p.across.taps; ++j)
+        add(i, j, h, w, y, p.across.pixel_at(p.across.first_position(w) + j * p.across.step));
     }
   }
   return sum;
@@ -65,7 +63,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2)
   const BandBlock at(s);
   const TileColumns<Adjoint> columns(p.across, s, at.strip);
   for (int n = threadIdx.x; n < bands_elements(s) / kUnit; n += blockDim.x) shared[n] = uint4{};
-  const int turns = list_turns<Adjoint>(p.down, s, at.row, false, p.across.taps * weight.s.tap,
+  // Outside the image the output reads zeros: a weight that is no number makes it none, too.
+  const int turns = list_turns<Adjoint>(p.down, s, at.row, !Adjoint, p.across.taps * weight.s.tap,
                                         weight.s.h, list, count);
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -5,6 +5,7 @@ A process of its own: what it registers for tensors of a CPU stays.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -22,6 +23,7 @@ from tests.hoconv.ops.high_order.support import CHANNELS_LAST, generated_last, i
 
 _CPU = torch.device("cpu")
 _RANDOM = 60  # calls of each dtype
+_RESULTS = ("output", "gradient of x", "gradient of weight")
 
 
 def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any]]]:
@@ -52,25 +54,43 @@ def _random_call(dtype: torch.dtype) -> tuple[str, Tensor, Tensor, dict[str, Any
     return name, x, weight.unflatten(1, (taps, G)).transpose(0, 1), options
 
 
+def _run(x: Tensor, weight: Tensor, grad: Tensor, window: Window) -> list[Tensor]:
+    ops, numbers = torch.ops.hoconv, window.numbers()
+    of_x, of_weight = gradient_layout(x), gradient_layout(weight)
+    return [
+        ops.high_order_conv2d.cuda(x, weight, numbers),
+        ops.high_order_conv2d_grad_input.cuda(grad, weight, *of_x, numbers),
+        ops.high_order_conv2d_grad_weight.cuda(grad, x, *of_weight, numbers),
+    ]
+
+
 def _differences(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Iterator[str]:
     """Yields the name of each result that differs."""
-    ops, numbers = torch.ops.hoconv, Window.of(weight.shape[0], **options).numbers()
     leaves = [t.double().requires_grad_() for t in (x, weight)]
     output = high_order_conv2d(*leaves, impl="reference", **options)
     grad = torch.randn_like(output).to(x.dtype)
     expected = [output.detach(), *torch.autograd.grad(output, leaves, grad.double())]
-    found = {
-        "output": ops.high_order_conv2d.cuda(x, weight, numbers),
-        "gradient of x": ops.high_order_conv2d_grad_input.cuda(
-            grad, weight, *gradient_layout(x), numbers
-        ),
-        "gradient of weight": ops.high_order_conv2d_grad_weight.cuda(
-            grad, x, *gradient_layout(weight), numbers
-        ),
-    }
-    for (name, result), exact in zip(found.items(), expected, strict=True):
+    found = _run(x, weight, grad, Window.of(weight.shape[0], **options))
+    for name, result, exact in zip(_RESULTS, found, expected, strict=True):
         if not is_close(result, exact):
             yield name
+
+
+def _planted() -> Iterator[str]:
+    """Yields what differs where infinities or NaN are among the numbers."""
+    options: dict[str, Any] = {"kernel_size": 3, "scale": 2}
+    window = Window.of(9, **options)
+    for channels, place, value in itertools.product((4, 32), range(3), (math.inf, math.nan)):
+        sizes = (1, channels, 5, 6), (9, 1, 1, 10, 12), (1, channels, 10, 12)
+        x, weight, grad = tensors = [torch.randn(size, dtype=torch.bfloat16) for size in sizes]
+        flat = tensors[place].flatten()
+        flat[:: flat.numel() // 3] = value  # the first reads or is read outside the image
+        leaves = [t.double().requires_grad_() for t in (x, weight)]
+        output = high_order_conv2d(*leaves, impl="reference", **options)
+        exact = [output.detach(), *torch.autograd.grad(output, leaves, grad.double())]
+        for name, result, expected in zip(_RESULTS, _run(x, weight, grad, window), exact):
+            if not torch.allclose(result.double(), expected, 0.02, 0.02, equal_nan=True):
+                yield f"{value} in {('x', 'weight', 'grad')[place]}, {channels} channels: {name}"
 
 
 def main() -> int:
@@ -83,6 +103,9 @@ def main() -> int:
             for result in _differences(x, weight, options):
                 print(f"{dtype}, {name}: {result}", flush=True)
                 failed += 1
+    for what in _planted():
+        print(what, flush=True)
+        failed += 1
     return int(failed > 0)
 
 
