@@ -27,10 +27,10 @@ _READERS = {"MultiheadAttention", "TransformerEncoderLayer", "ShiftedWindowAtten
 
 @dataclass
 class Conversion:
-    """What :func:`convert` did.
+    """A converted model: which of its layers are approximate, and why others are not.
 
     Attributes:
-        model: the model.
+        model: the model that :func:`convert` was given, or the replacement of a layer by itself.
         replaced: name -> multiplier, of layers that are approximate now.
         left: name -> why, of other layers with weights. Products of two tensors that no layer
             makes, as in attention, are not listed.
@@ -133,7 +133,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _reader_of(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Returns that a module around a layer may read its weight, if one of PyTorch's does."""
+    """Returns why a layer cannot be replaced, if the module around it may read its weight."""
     for name in names:
         parent = model.get_submodule(name.rpartition(".")[0])
         for kind in type(parent).__mro__:
