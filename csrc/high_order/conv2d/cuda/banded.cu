@@ -4,6 +4,7 @@
 
 #include "high_order/conv2d/cuda/banded.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
+#include "hoconv/blocks.h"
 
 namespace hoconv::high_order::conv2d {
 namespace {
@@ -15,7 +16,6 @@ constexpr int64_t kMostDepthLast = 64;
 constexpr int64_t kLargest = 1 << 20;  // pixels of an axis
 constexpr int64_t kPadding = kUnit;    // elements after a row, so that lanes read all banks
 
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Columns of the source that `pixels` neighbours read.
