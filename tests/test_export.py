@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.utils import instantiate
+from torch import Tensor, nn
 
+import hoconv
+from hoconv import jit
+from hoconv.dispatch.exported import compile_operators
 from training.results import saved
 
+ROOT = Path(__file__).parents[1]
 EXPERIMENTS = {
     "cnn": ("experiment=digits_cnn", "data=digits"),
     "sequence": ("experiment=mnist_lstm", "data=digits", "model.network.cell=gru"),
@@ -42,7 +51,7 @@ def train(run, runs: Path, tmp_path: Path):
     return train
 
 
-def expected(ckpt: str, inputs: torch.Tensor) -> torch.Tensor:
+def expected(ckpt: str, inputs: Tensor) -> Tensor:
     """Returns the output of the model of a checkpoint."""
     found = saved.read(ckpt)
     model = instantiate(found.config.model)
@@ -51,7 +60,7 @@ def expected(ckpt: str, inputs: torch.Tensor) -> torch.Tensor:
         return model.eval()(inputs)
 
 
-def draw(name: str, count: int) -> torch.Tensor:
+def draw(name: str, count: int) -> Tensor:
     """Images as a model is given them."""
     return torch.randn(count, *((3, 16, 16) if name == "segmentation" else (1, 8, 8)))
 
@@ -86,6 +95,74 @@ def test_onnx_runtime_computes_what_the_model_does(run, train, name: str) -> Non
     (output,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     exact = expected(ckpt, inputs)
     assert (torch.from_numpy(output) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.fixture(scope="module")
+def run_exported(tmp_path_factory: pytest.TempPathFactory):
+    """Runs a package and its operators in the program of docs/use/run_exported.cpp, which is
+    compiled by the command that training.md gives."""
+    if reason := jit.obstacle("cpu"):
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("example")
+    page = (ROOT / "docs/use/training.md").read_text()
+    (command,) = re.findall(r"```\n(torch=.*?)\./run_exported", page, re.DOTALL)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = command.replace("docs/use", f"{ROOT}/docs/use")
+    subprocess.run(["bash", "-ec", command], cwd=folder, env={**os.environ, "PATH": path},
+                   check=True)  # fmt: skip
+
+    def run_exported(package: Path, operators: Iterable[Path], inputs: Tensor) -> Tensor:
+        torch.save(inputs, folder / "input.pt")
+        files = [package, folder / "input.pt", folder / "output.pt", *operators]
+        subprocess.run([folder / "run_exported", *files], check=True)
+        return torch.load(folder / "output.pt")
+
+    return run_exported
+
+
+@pytest.mark.slow
+def test_a_package_needs_no_python(run, train, run_exported) -> None:
+    ckpt = train("cnn")
+    done = run("mode=export", f"ckpt={ckpt}", "format=aoti", "impl=cpp", "trainer=cpu")
+    package, operators = done.folder / "model.aoti", [*(done.folder / "operators").iterdir()]
+    here = torch._inductor.aoti_load_package(io.BytesIO(package.read_bytes()))
+    for count in (1, 5):
+        inputs = draw("cnn", count)
+        output = run_exported(package, operators, inputs)
+        torch.testing.assert_close(output, here(inputs), rtol=0, atol=0)
+        torch.testing.assert_close(output, expected(ckpt, inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_operators_compute_the_same_bits_without_python(run_exported, tmp_path: Path) -> None:
+    # Nothing between them that Inductor would compute in another order.
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        hoconv.HighOrderConv2d(4, kernel_size=3),
+        hoconv.ApproxConv2d(4, 6, 3),
+        nn.Flatten(2),
+        hoconv.DynamicConv1d(6, kernel_size=3, heads=2),
+    )
+    hoconv.set_impl(network, "cpp")
+    batch = {0: torch.export.Dim("batch")}
+    program = torch.export.export(network, (torch.randn(2, 3, 9, 9),), dynamic_shapes=(batch,))
+    libraries = compile_operators(program)
+    package = tmp_path / "all.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    for count in (1, 3):
+        inputs = torch.randn(count, 3, 9, 9)
+        output = run_exported(package, libraries, inputs)
+        torch.testing.assert_close(output, program.module()(inputs), rtol=0, atol=0)
+
+
+def test_a_package_has_no_operator_of_python(run, train) -> None:
+    if reason := jit.obstacle("cpu"):
+        pytest.skip(reason)
+    done = run("mode=export", f"ckpt={train('sequence')}", "format=aoti", "impl=cpp", "trainer=cpu")
+    assert done.exit_code == 1
+    said = " ".join(done.err.split())
+    assert "hoconv::recurrent.compiled, which has no compiled code that runs without" in said
+    assert not [*done.folder.glob("model.*")]
 
 
 def test_weights_in_safetensors_are_a_checkpoint(run, train) -> None:
@@ -125,7 +202,9 @@ def test_a_program_is_as_accurate_as_the_model(run, train) -> None:
 def test_what_cannot_be_exported_is_one_line(run, train, tmp_path: Path) -> None:
     done = run("mode=export", f"ckpt={train('cnn')}", "format=tflite")
     assert done.exit_code == 1
-    assert "format: expected safetensors, pt2, onnx; got 'tflite'" in " ".join(done.err.split())
+    assert "format: expected safetensors, pt2, aoti, onnx; got 'tflite'" in " ".join(
+        done.err.split()
+    )
     assert not [*done.folder.glob("model.*")]
 
     captions = run(

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import hoconv
+from hoconv import jit
+from hoconv.dispatch.exported import compile_operators
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
 from training.disk import replaced
@@ -24,8 +26,9 @@ from training.model import build_trained
 from training.results.record import Results
 from training.results.saved import KEY, Saved
 
-# Largest difference between the outputs of an ONNX model and of the model, over the largest output.
-ONNX_TOLERANCE = 1e-5
+# Largest difference between outputs of what is written and of the model, over the largest output.
+TOLERANCE = 1e-5
+Files = dict[str, bytes]  # path in the folder of the run -> contents, in the order of writing
 
 
 def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> Path:
@@ -34,8 +37,10 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
 
     The formats are ``safetensors``, the weights, with the description of the run, so that
     ``ckpt=`` takes it; ``pt2``, a program of :func:`torch.export.export`, with the implementations
-    that ``impl=`` names, on a CPU; and ``onnx``, of the reference's operations, compared with the
-    model by ONNX Runtime. Programs take a batch of any number of inputs, as the model is given
+    that ``impl=`` names, on a CPU; ``onnx``, of the reference's operations; and ``aoti``, that
+    program as AOTInductor's package for CPUs like this one, which needs no Python, with the shared
+    libraries of the operators that it calls in the folder ``operators``. The last two are run, and
+    compared with the model. Programs take a batch of any number of inputs, as the model is given
     those of the data's tests: normalised, and of their size.
 
     Args:
@@ -43,7 +48,7 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
 
     Raises:
         MisconfigurationException: the format is unknown or its package is missing, the model has no
-            ``forward``, it cannot be exported, or an ONNX model computes something else.
+            ``forward``, it cannot be exported, or what would be written computes something else.
     """
     if config.format not in FORMATS:
         raise MisconfigurationException(f"format: expected {', '.join(FORMATS)}; got "
@@ -54,27 +59,45 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
             f"format={config.format} needs {', '.join(missing)}; pip install 'hoconv[export]'"
         )
     model = build_trained(saved, config).eval()
-    contents = write(model, config, saved)
-    with replaced(run_dir / f"model.{config.format}") as file:
-        file.write(contents)
+    for name, contents in write(model, config, saved).items():
+        path = run_dir / name
+        path.parent.mkdir(exist_ok=True)
+        with replaced(path) as file:
+            file.write(contents)
     return saved.path
 
 
-def _safetensors(model: pl.LightningModule, config: DictConfig, saved: Saved) -> bytes:
+def _safetensors(model: pl.LightningModule, config: DictConfig, saved: Saved) -> Files:
     from safetensors.torch import save
 
     # Tensors that share memory, which the format has not, become copies.
     weights = {name: t.detach().clone().contiguous() for name, t in saved.state_dict.items()}
-    return save(weights, {"format": "pt", KEY: json.dumps(saved.description())})
+    described = {"format": "pt", KEY: json.dumps(saved.description())}
+    return {"model.safetensors": save(weights, described)}
 
 
-def _pt2(model: pl.LightningModule, config: DictConfig, saved: Saved) -> bytes:
+def _pt2(model: pl.LightningModule, config: DictConfig, saved: Saved) -> Files:
     file = io.BytesIO()
     torch.export.save(_trace(model, _inputs(model, config)), file)
-    return file.getvalue()
+    return {"model.pt2": file.getvalue()}
 
 
-def _onnx(model: pl.LightningModule, config: DictConfig, saved: Saved) -> bytes:
+def _aoti(model: pl.LightningModule, config: DictConfig, saved: Saved) -> Files:
+    inputs = _inputs(model, config)
+    traced = _trace(model, inputs)
+    file = io.BytesIO()
+    try:
+        jit.compiler("cpu")  # its error says what to install
+        libraries = compile_operators(traced)
+        torch._inductor.aoti_compile_and_package(traced, package_path=file)
+    except Exception as error:  # of many kinds: AOTInductor's, and its compiler's
+        raise MisconfigurationException(f"format=aoti: {str(error).strip()}") from error
+    _require_same("AOTInductor", torch._inductor.aoti_load_package(file)(*inputs), model, inputs)
+    operators = {f"operators/{path.name}": path.read_bytes() for path in libraries}
+    return {**operators, "model.aoti": file.getvalue()}
+
+
+def _onnx(model: pl.LightningModule, config: DictConfig, saved: Saved) -> Files:
     hoconv.set_impl(model, "reference")
     inputs = _inputs(model, config)
     traced = _trace(model, inputs)
@@ -95,16 +118,24 @@ def _onnx(model: pl.LightningModule, config: DictConfig, saved: Saved) -> bytes:
 
     session = onnxruntime.InferenceSession(contents, providers=["CPUExecutionProvider"])
     fed = {each.name: t.numpy() for each, t in zip(session.get_inputs(), inputs, strict=True)}
+    found = [torch.from_numpy(each) for each in session.run(None, fed)]
+    _require_same("ONNX Runtime", found, model, inputs)
+    return {"model.onnx": contents}
+
+
+def _require_same(
+    runtime: str, found: Any, model: pl.LightningModule, inputs: tuple[Tensor, ...]
+) -> None:
+    """Raises where a runtime's outputs are not those of the model."""
     with torch.no_grad():
         expected = tree_leaves(model(*inputs))
-    for got, exact in zip(session.run(None, fed), expected, strict=True):
-        error = (torch.from_numpy(got) - exact).abs().max() / exact.abs().max()
-        if not error <= ONNX_TOLERANCE:
+    for got, exact in zip(tree_leaves(found), expected, strict=True):
+        error = (got - exact).abs().max() / exact.abs().max()
+        if not error <= TOLERANCE:
             raise MisconfigurationException(
-                f"format=onnx: ONNX Runtime differs from the model by {error:.1e}; at most "
-                f"{ONNX_TOLERANCE} is allowed"
+                f"mode=export: {runtime} differs from the model by {error:.1e}; at most "
+                f"{TOLERANCE} is allowed"
             )
-    return contents
 
 
 def _trace(model: pl.LightningModule, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
@@ -148,10 +179,11 @@ def _inputs(model: pl.LightningModule, config: DictConfig) -> tuple[Tensor, ...]
     return (first[:2],)
 
 
-# Name -> what returns the contents of the file, and the packages that it needs.
-Write = Callable[[pl.LightningModule, DictConfig, Saved], bytes]
+# Name -> what returns the files, and the packages that it needs.
+Write = Callable[[pl.LightningModule, DictConfig, Saved], Files]
 FORMATS: dict[str, tuple[Write, tuple[str, ...]]] = {
     "safetensors": (_safetensors, ("safetensors",)),
     "pt2": (_pt2, ()),
+    "aoti": (_aoti, ()),
     "onnx": (_onnx, ("onnx", "onnxruntime", "onnxscript")),
 }

@@ -13,6 +13,8 @@ from hoconv.dispatch.registration.batches import register_vmap
 from hoconv.dispatch.registration.eager import Op
 from hoconv.jit import CSRC, Library
 
+_code: dict[torch._ops.OpOverload, Library] = {}  # what has the kernels of an op
+
 
 def kernels(folder: str) -> dict[str, Library]:
     """Returns the libraries of hoconv's own kernels in a folder of csrc/, by implementation."""
@@ -82,7 +84,14 @@ def define(
         return op.redispatch(keyset, *args)
 
     if code:  # the kernels that it loads take precedence over this
+        _code[op] = code
         call = functools.partial(load_and_call, code)
         library.impl(overload, call, "CompositeExplicitAutograd", with_keyset=True)
     register_vmap(library, op)
     return Op(op)
+
+
+def find_code(op: torch._ops.OpOverload) -> Library | None:
+    """Finds the compiled code that has the kernels of an op; None where :func:`define` was given
+    none."""
+    return _code.get(op)
