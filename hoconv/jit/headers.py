@@ -34,14 +34,23 @@ def digest(text: bytes, folder: Path | None, include: Sequence[Path]) -> str:
     Raises:
         BuildError: a macro names a header, so that its file is not known.
     """
-    parts = [("", text), *_headers(text, folder, include, set())]
+    found = _headers(text, folder, include, set())
+    parts = [("", text), *((name, contents) for name, _, contents in found)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def find(source: Path, include: Sequence[Path]) -> list[Path]:
+    """Returns the headers that a source includes, directly or not; `include` and errors are as of
+    :func:`digest`."""
+    found = _headers(source.read_bytes(), source.parent, include, set())
+    return [Path(path) for _, path, _ in found]
 
 
 def _headers(
     text: bytes, folder: Path | None, include: Sequence[Path], seen: set[str]
-) -> Iterator[tuple[str, bytes]]:
-    """Yields the headers that a text includes, each once, whatever conditions they are under."""
+) -> Iterator[tuple[str, str, bytes]]:
+    """Yields the headers that a text includes, as it names them, with path and contents: each once,
+    whatever conditions they are under."""
     for quoted, bracketed, macro in _INCLUDE.findall(text):
         if macro:
             raise BuildError(
@@ -54,5 +63,5 @@ def _headers(
         if path and (plain := os.path.normpath(path)) not in seen:
             seen.add(plain)
             contents = path.read_bytes()
-            yield name, contents
+            yield name, plain, contents
             yield from _headers(contents, path.parent, include, seen)

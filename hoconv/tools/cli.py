@@ -70,6 +70,12 @@ def _build(argv: list[str]) -> None:
     build.main(argv)
 
 
+def _publish(argv: list[str]) -> int:
+    from hoconv.tools import publish
+
+    return publish.main(argv)
+
+
 def _report(argv: list[str]) -> int:
     from hoconv.tools.report import command
 
@@ -89,6 +95,7 @@ COMMANDS = {
     "doctor": Command("[--build]", "say what works on this machine, and what is missing", _doctor),
     "report": Command("OPERATOR [PATH ...]", "a page that says what its kernels buy", _report),
     "build": Command("[cpu|cuda] [--wheel DIR]", "compile ahead of use; build a wheel", _build),
+    "publish": Command("OPERATOR DIR", "write a kernel repository for Hugging Face", _publish),
 }
 
 

@@ -15,6 +15,7 @@ from hoconv.dispatch.registration.casts import without_autocast as without_autoc
 from hoconv.dispatch.registration.definition import compiled as compiled
 from hoconv.dispatch.registration.definition import define as define
 from hoconv.dispatch.registration.definition import find_code as find_code
+from hoconv.dispatch.registration.definition import find_ops as find_ops
 from hoconv.dispatch.registration.definition import kernels as kernels
 from hoconv.dispatch.registration.eager import Op as Op
 from hoconv.dispatch.registration.eager import is_plain as is_plain

@@ -95,3 +95,8 @@ def find_code(op: torch._ops.OpOverload) -> Library | None:
     """Finds the compiled code that has the kernels of an op; None where :func:`define` was given
     none."""
     return _code.get(op)
+
+
+def find_ops(code: Library) -> list[torch._ops.OpOverload]:
+    """Finds the ops whose kernels are in compiled code."""
+    return [op for op, of in _code.items() if of == code]
