@@ -2,11 +2,11 @@
 // wide as windows reach over the border, and of the gradient of x the pixels that are read so. The
 // other kernels take what is outside for zeros; these write the same elements afterwards.
 //
-// A thread owns V channels of one pixel of what it writes: of the output; of the gradient of x, for
-// which it gathers what every output pixel that reads the pixel has; or of the weights' gradient,
-// of which a few threads share the channels. As in general.cuh, neighbouring threads own
-// neighbouring channels where these are last, and neighbouring pixels elsewhere. Positions are
-// 32-bit, and a row's pixels are reached by adding.
+// A thread owns V channels of one pixel of what it writes: of the output, whose rows of taps a few
+// threads share; of the gradient of x, for which it gathers what every output pixel that reads the
+// pixel has; or of the weights' gradient, of which a few threads share the channels. As in
+// general.cuh, neighbouring threads own neighbouring channels where these are last, and
+// neighbouring pixels elsewhere. Positions are 32-bit, and a row's pixels are reached by adding.
 //
 // B batch, C channels, G groups of channels.
 #pragma once
@@ -15,7 +15,8 @@
 
 namespace hoconv::high_order::conv2d {
 
-constexpr int kTapsAtOnce = 4;  // that a load of the output's gradient is multiplied for
+constexpr int kTapsAtOnce = 4;   // that a load of the output's gradient is multiplied for
+constexpr int kSharingTaps = 4;  // threads of an output pixel, which share its rows of taps
 
 // The pixels of an image that are less than some rows or columns from an edge.
 struct Frame {
@@ -89,31 +90,29 @@ __global__ void __launch_bounds__(kThreads, 6)
     apply_at_border(Image<const T> x, Weights<const T> weight, Image<T> out, Windows p, Frame frame,
                     int64_t pixels) {
   using A = acc_t<T>;
-  const FramePixel<Last> at(thread_index(), p.B, p.C / V, frame, pixels);
-  if (!at.exists) return;
-  const int c = at.part * V, g = c / (p.C / p.G);
-  const int left = p.across.first_position(at.w);
-  const int64_t next_column = p.across.step * x.s.w;
-  const T* image = x.at(at.b, c, 0, 0);
-  const T* taps = weight.at(0, at.b, g, at.h, at.w);
+  const FramePixel<Last> at(thread_index() / kSharingTaps, p.B, p.C / V, frame, pixels);
+  const int lane = threadIdx.x % kSharingTaps;
+  const int c = at.part * V, g = c / (p.C / p.G), left = p.across.first_position(at.w);
   A sum[V] = {};
-  int y = p.down.first_position(at.h);
-  for (int i = 0; i < p.down.taps; ++i, y += p.down.step) {
-    const int h = p.down.pixel_at(y);
-    const T* row = image + h * x.s.h;
-    const T* column = row + left * x.s.w;
-    int z = left;
-    for (int j = 0; j < p.across.taps;
-         ++j, z += p.across.step, column += next_column, taps += weight.s.tap) {
-      const T* pixel = p.across.is_inside(z) ? column : row + p.across.pixel_at(z) * x.s.w;
+  for (int i = lane; at.exists && i < p.down.taps; i += kSharingTaps) {
+    const int h = p.down.pixel_at(p.down.first_position(at.h) + i * p.down.step);
+    const T* row = x.at(at.b, c, h, 0);
+    const T* taps = weight.at(i * p.across.taps, at.b, g, at.h, at.w);
+#pragma unroll 4
+    for (int j = 0; j < p.across.taps; ++j) {
       A channels[V];
-      load_channels<V, Last>(pixel, x.s.c, true, channels);
-      const A tap = widen<A>(__ldg(taps));
+      load_channels<V, Last>(row + p.across.pixel_at(left + j * p.across.step) * x.s.w, x.s.c, true,
+                             channels);
+      const A factor = widen<A>(__ldg(taps + j * weight.s.tap));
 #pragma unroll
-      for (int v = 0; v < V; ++v) sum[v] += tap * channels[v];
+      for (int v = 0; v < V; ++v) sum[v] += factor * channels[v];
     }
   }
-  store_channels<Last>(out.at(at.b, c, at.h, at.w), out.s.c, sum);
+#pragma unroll
+  for (int offset = 1; offset < kSharingTaps; offset *= 2)
+#pragma unroll
+    for (int v = 0; v < V; ++v) sum[v] += __shfl_xor_sync(0xffffffff, sum[v], offset);
+  if (at.exists && lane == 0) store_channels<Last>(out.at(at.b, c, at.h, at.w), out.s.c, sum);
 }
 
 template <typename T, int V, bool Last>
@@ -148,22 +147,16 @@ __global__ void __launch_bounds__(kThreads, 6)
   constexpr int N = kTapsAtOnce;
   const FramePixel<Last> at(thread_index() / lanes, p.B, p.G, frame, pixels);
   const int lane = threadIdx.x % lanes, g = at.part, n = p.C / p.G;
-  const int left = p.across.first_position(at.w), taps = p.down.taps * p.across.taps;
+  const int taps = p.down.taps * p.across.taps;
   const T* gradients = grad.at(at.b, g * n, at.h, at.w);
-  const T* image = x.at(at.b, g * n, 0, 0);
-  // The next tap: its column, its position, and the pixel of its row.
-  int j = 0, z = left, y = p.down.first_position(at.h), h = p.down.pixel_at(y);
+  Taps<> tap(p, at.h, at.w);
   for (int first = 0; first < taps; first += N) {
     const T* pixels[N];
     bool exists[N];
 #pragma unroll
-    for (int t = 0; t < N; ++t) {
-      pixels[t] = image + h * x.s.h + p.across.pixel_at(z) * x.s.w;
+    for (int t = 0; t < N; ++t, tap.next()) {
+      pixels[t] = x.at(at.b, g * n, p.down.pixel_at(tap.y), p.across.pixel_at(tap.z));
       exists[t] = first + t < taps;
-      z += p.across.step;
-      if (++j < p.across.taps) continue;
-      j = 0, z = left, y += p.down.step;
-      h = p.down.pixel_at(y);
     }
     A sum[N][1] = {};
     for (int part = lane * V; at.exists && part < n; part += lanes * V) {
@@ -195,7 +188,8 @@ void apply_border(const Tensor& x, const Tensor& weight, Tensor& out, const Prob
     const Frame frame = Frame::of_output(p);
     const int64_t pixels = frame.pixels();
     if (pixels == 0) return;
-    apply_at_border<T, V, last><<<blocks_for(p.B * (p.C / V) * pixels), kThreads, 0, stream>>>(
+    const int64_t threads = p.B * (p.C / V) * pixels * kSharingTaps;
+    apply_at_border<T, V, last><<<blocks_for(threads), kThreads, 0, stream>>>(
         image<T>(x), weights<T>(weight), mutable_image<T>(out), Windows(p), frame, pixels);
   });
 }

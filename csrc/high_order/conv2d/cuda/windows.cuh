@@ -98,4 +98,32 @@ struct Windows {
   explicit Windows(const Problem& p) : B(p.B), C(p.C), G(p.G), down(p.down), across(p.across) {}
 };
 
+// The taps of an output pixel in turn, row by row, and the position y, z that each reads. With
+// `Adjoint`, where neighbours read neighbours, those of a pixel of x, and the output pixel that
+// reads it.
+template <bool Adjoint = false>
+struct Taps {
+  const Line &down, &across;
+  int left, y, z, j = 0;
+
+  __device__ Taps(const Windows& p, int h, int w)
+      : down(p.down), across(p.across), left(first(across, w)), y(first(down, h)), z(left) {}
+
+  __device__ bool is_inside() const { return is_inside(down, y) && is_inside(across, z); }
+  __device__ void next() {
+    z += Adjoint ? -across.step : across.step;
+    if (++j < across.taps) return;
+    j = 0, z = left, y += Adjoint ? -down.step : down.step;
+  }
+
+ private:
+  static __device__ int first(const Line& line, int pixel) {
+    return Adjoint ? pixel + line.before : line.first_position(pixel);
+  }
+  static __device__ bool is_inside(const Line& line, int position) {
+    return Adjoint ? static_cast<unsigned>(position) < static_cast<unsigned>(line.out)
+                   : line.is_inside(position);
+  }
+};
+
 }  // namespace hoconv::high_order::conv2d
