@@ -13,7 +13,7 @@ namespace {
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
-    tuned(Image<const T> x, Weights<const T> weight, Image<T> out, Tiling t) {
+    apply_tuned(Image<const T> x, Weights<const T> weight, Image<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V> at(t);
@@ -56,18 +56,18 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   if (apply_from_bands<false>(x, weight, out, p, launch.stream)) return out;
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    if (!apply_from_stage<T>(x, weight, out, p, launch.stream)) {
-      const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
-        Tiling tiling;
-        const dim3 grid = grid_for<ThreadPixels<V>>(p, V, p.group_channels() / N, tiling);
-        tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
-                                                                mutable_image<T>(out), tiling);
-      });
-      if (!done) apply_general<false, T>(x, weight, out, p, launch.stream);
-      if (p.repeats()) apply_border<T>(x, weight, out, p, launch.stream);
-    }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (apply_from_stage<T>(x, weight, out, p, launch.stream)) return;
+    const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+      Tiling tiling;
+      const dim3 grid =
+          grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, p.group_channels() / N, tiling);
+      apply_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
+                                                                    mutable_image<T>(out), tiling);
+    });
+    if (!done) apply_general<false, T>(x, weight, out, p, launch.stream);
+    if (p.repeats()) apply_border<T>(x, weight, out, p, launch.stream);
   });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 

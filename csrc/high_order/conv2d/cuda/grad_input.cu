@@ -9,9 +9,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/general.cuh"
+#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/layouts.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -27,7 +28,7 @@ constexpr int kHalo = ((K - 1) / 2 + V - 1) / V;
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 4)
-    tuned(Image<const T> grad, Weights<const T> weight, Image<T> out, Tiling t) {
+    gather_tuned(Image<const T> grad, Weights<const T> weight, Image<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V, kHalo<K, V>> at(t);
@@ -74,12 +75,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// Whether a pixel gathers from so many, of so many channels, that it pays to copy: of 4 images of
-// 384 channels, 32 x 32, k = 7, scale 4, in float32 on an H200, this takes 1,650 us with rows last,
-// 205 with channels last, and 400 with the copies.
+// Whether a pixel gathers from so many, of so many channels, that it pays to copy images to memory
+// with channels last and back: of 4 images of 384 channels, 32 x 32, k = 7, scale 4, in float32 on
+// an H200, this takes 1,650 us with rows last, 205 with channels last, and 270 with the copies.
 bool gathers_many(const Problem& p) {
-  constexpr int64_t many_channels = 32;
-  return p.down.scale * p.across.scale > 1 && p.group_channels() >= many_channels;
+  constexpr int64_t many_channels = 32, many_taps = 9;
+  return p.down.scale * p.across.scale > 1 && p.taps() >= many_taps &&
+         p.group_channels() >= many_channels;
 }
 
 }  // namespace
@@ -90,19 +92,20 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
   const bool banded = apply_from_bands<true>(grad, weight, out, p, launch.stream);
   if (!banded && !channels_last(grad) && gathers_many(p) && fills_loads(grad, p)) {
     const Tensor last = make_channels_last(out, {out.sizes().begin(), out.sizes().end()});
-    torch::stable::copy_(out, cuda_grad_input(last, copy_channels_last(grad), weight, p));
+    const Tensor gradients = copy_channels_last(grad, launch.stream);
+    copy_image(out, cuda_grad_input(last, gradients, weight, p), launch.stream);
     return out;
   }
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
-    bool done = banded || gather_from_stage<T>(grad, weight, out, p, launch.stream);
-    done = done || dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
-             Tiling tiling;
-             const dim3 grid =
-                 grid_for<ThreadPixels<V, kHalo<K, V>>>(p, V, p.group_channels() / N, tiling);
-             tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
-                 image<T>(grad), weights<T>(weight), mutable_image<T>(out), tiling);
-           });
+    const bool done = banded || gather_from_stage<T>(grad, weight, out, p, launch.stream) ||
+                                    dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
+                        Tiling tiling;
+                        const dim3 grid = grid_for<ThreadPixels<V, kHalo<K, V>>>(
+                            p, p.down.in, p.across.in, V, p.group_channels() / N, tiling);
+                        gather_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                            image<T>(grad), weights<T>(weight), mutable_image<T>(out), tiling);
+                      });
     if (!done) apply_general<true, T>(grad, weight, out, p, launch.stream);
     if (p.repeats()) gather_border<T>(grad, weight, out, p, launch.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -6,9 +6,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/general.cuh"
+#include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
+#include "high_order/conv2d/cuda/layouts.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
 
 namespace hoconv::high_order::conv2d {
@@ -19,7 +20,7 @@ constexpr int64_t kFewPixels = 1 << 14;  // whose threads leave most of a GPU id
 
 template <typename T, int K, int V, int N>
 __global__ void __launch_bounds__(kThreads, 5)
-    tuned(Image<const T> grad, Image<const T> x, Weights<T> out, Tiling t) {
+    sum_tuned(Image<const T> grad, Image<const T> x, Weights<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
   const ThreadPixels<V> at(t);
@@ -50,32 +51,58 @@ __global__ void __launch_bounds__(kThreads, 5)
   }
 }
 
+// Strides of weights of one group whose neighbours are those of the next pixel of a row.
+std::vector<int64_t> strides_of_rows(const Problem& p) {
+  const int64_t pixels = p.down.out * p.across.out;
+  return {pixels, p.taps() * pixels, pixels, p.across.out, 1};
+}
+
+// Whether weights are written so, and then transposed to where all of a pixel are neighbours: the
+// threads of general.cuh would write their elements one by one to as many places. With many
+// channels a pixel's threads, which share them, are enough for that; few are for staged.cuh.
+bool is_worth_transposing(const Tensor& weight, const Problem& p) {
+  const int64_t taps = p.taps(), pixels = p.down.out * p.across.out;
+  const WeightStrides s = weight_strides(weight);
+  constexpr int64_t many_taps = 16;
+  return p.G == 1 && taps >= many_taps && s.tap == 1 && s.w == taps && s.h == p.across.out * taps &&
+         (p.B == 1 || s.b == pixels * taps) && p.C > kFewChannels && p.C < kManyChannels &&
+         is_transposable(p.B, taps);
+}
+
 }  // namespace
 
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p) {
   if (out.numel() == 0) return out;
   const Launch launch(x);
   if (sum_to_bands(grad, x, out, p, launch.stream)) return out;
+  if (is_worth_transposing(out, p)) {
+    Tensor rows = make_strided(out, {out.sizes().begin(), out.sizes().end()}, strides_of_rows(p));
+    cuda_grad_weight(rows, grad, x, p);
+    transpose_all(rows, out, p.B, p.taps(), p.down.out * p.across.out, launch.stream);
+    return out;
+  }
   // Then several threads share the channels of a pixel, in general.cuh.
-  const bool shares =
-      p.group_channels() >= kManyChannels && p.B * p.G * p.down.in * p.across.in < kFewPixels;
-  if (shares && fills_loads(x, p) && !(channels_last(grad) && channels_last(x)))
-    return cuda_grad_weight(out, copy_channels_last(grad), copy_channels_last(x), p);
+  const int64_t n = p.group_channels(), pixels = p.B * p.G * p.down.in * p.across.in;
+  const bool shares = n >= 2 * kManyChannels || (n >= kManyChannels && pixels < kFewPixels);
+  if (shares && fills_loads(x, p) && !(channels_last(grad) && channels_last(x))) {
+    const Tensor gradients = copy_channels_last(grad, launch.stream);
+    return cuda_grad_weight(out, gradients, copy_channels_last(x, launch.stream), p);
+  }
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    if (!sum_to_stage<T>(grad, x, out, p, launch.stream)) {
-      const bool done =
-          !shares && dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
-            Tiling tiling;
-            const dim3 grid = grid_for<ThreadPixels<V>>(p, V, K, tiling);
-            tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
-                image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
-          });
-      if (!done) sum_general<T>(grad, x, out, p, launch.stream);
-      if (p.repeats()) sum_border<T>(grad, x, out, p, launch.stream);
-    }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (sum_to_stage<T>(grad, x, out, p, launch.stream)) return;
+    const bool done =
+        !shares && (dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
+                      Tiling tiling;
+                      const dim3 grid =
+                          grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, K, tiling);
+                      sum_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                          image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
+                    }));
+    if (!done) sum_general<T>(grad, x, out, p, launch.stream);
+    if (p.repeats()) sum_border<T>(grad, x, out, p, launch.stream);
   });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 

@@ -1,14 +1,16 @@
 // How the tuned CUDA kernels of the high-order convolution cut their work, and how a thread loads
 // its pixels.
 //
-// The `tuned` kernels take square windows of odd sizes from 3 to 11, padded with zeros, of
-// dilation, stride and scale 1, contiguous rows, and all dtypes but float64. general.cuh has the
-// kernels for everything else. A border that repeats pixels is zeros for both; border.cuh then
-// writes what reads it.
-// At C = 3 and k = 5 four fifths of all bytes are weights, so a tuned kernel reads them as well as
-// it can: a thread owns V neighbouring pixels of a row, loads a row of their weights, 16 bytes at a
-// time, and applies it to N channels, whose pixels come from the L1 cache and whose sums stay in
-// registers. It uses no shared memory and no atomics: two runs give the same bits.
+// The first of these that takes a call computes it: the kernels of bands.cuh, staged.cuh,
+// the `tuned` ones, and those of general.cuh, which take everything. A border that
+// repeats pixels is zeros for the last three; border.cuh then writes what reads it.
+//
+// The tuned kernels take square windows of odd sizes from 3 to 11, padded with zeros, of dilation,
+// stride and scale 1, contiguous rows, and all dtypes but float64. At C = 3 and k = 5 four fifths
+// of all bytes are weights, so a tuned kernel reads them as well as it can: a thread owns V
+// neighbouring pixels of a row, loads a row of their weights, 16 bytes at a time, and applies it to
+// N channels, whose pixels come from the L1 cache and whose sums stay in registers. It uses no
+// shared memory and no atomics: two runs give the same bits.
 //
 // Where there are more than N channels, the weights are read again, from the L2 cache. What did not
 // help, measured at C = 3 and k = 5 in bfloat16 on an H200: to copy the weights to shared memory
@@ -37,19 +39,6 @@ bool apply_from_bands(const Tensor& source, const Tensor& weight, Tensor& out, c
                       cudaStream_t stream);
 bool sum_to_bands(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
                   cudaStream_t stream);
-
-// Whether a load of 16 bytes has channels of one group, where channels are last.
-inline bool fills_loads(const Tensor& t, const Problem& p) {
-  return p.group_channels() * t.element_size() % 16 == 0;
-}
-// An image with channels last, for general.cuh, whose lanes and loads are of channels then. PyTorch
-// copies other layouts at a fraction of the memory's rate, so it pays only where it saves a lot.
-inline Tensor copy_channels_last(const Tensor& t) {
-  if (channels_last(t)) return t;
-  Tensor copy = make_channels_last(t, {t.sizes().begin(), t.sizes().end()});
-  torch::stable::copy_(copy, t);
-  return copy;
-}
 
 // How a tuned kernel's work is cut: blockIdx.x counts the blocks of all images and groups. What is
 // computed for a pixel has parts, of N channels or of a row of taps; blockIdx.y counts the blocks
@@ -193,14 +182,13 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
   }
 }
 
-// The grid of a tuned kernel, given the parts of a pixel. Several blocks share them only where the
-// pixels alone do not fill the GPU.
+// The grid of a tuned kernel that writes H x W pixels, given the parts of a pixel. Several blocks
+// share them only where the pixels alone do not fill the GPU.
 template <typename Pixels>
-dim3 grid_for(const Problem& p, int V, int64_t parts, Tiling& tiling) {
-  tiling.H = p.down.in, tiling.W = p.across.in, tiling.columns = p.across.in / V, tiling.G = p.G;
+dim3 grid_for(const Problem& p, int64_t H, int64_t W, int V, int64_t parts, Tiling& tiling) {
+  tiling.H = H, tiling.W = W, tiling.columns = W / V, tiling.G = p.G;
   tiling.group_channels = p.group_channels();
-  tiling.blocks =
-      (p.down.in * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
+  tiling.blocks = (H * tiling.columns + Pixels::kept_per_block - 1) / Pixels::kept_per_block;
   const int64_t x = tiling.blocks * p.B * p.G;
   const int64_t blocks = std::clamp<int64_t>(kEnoughBlocks / x, 1, std::min(parts, kMaxGridYZ));
   tiling.parts = (parts + blocks - 1) / blocks;

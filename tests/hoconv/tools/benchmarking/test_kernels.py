@@ -15,9 +15,10 @@ from hoconv.tools.benchmarking.measurement import Contender
     ("name", "short"),
     [
         (
-            "void hoconv::high_order::conv2d::(anonymous namespace)::tuned<__nv_bfloat16, 5, 8, 3>"
+            "void hoconv::high_order::conv2d::(anonymous namespace)::"
+            "apply_tuned<__nv_bfloat16, 5, 8, 3>"
             "(hoconv::high_order::Image<__nv_bfloat16 const>, hoconv::high_order::conv2d::Tiling)",
-            "tuned<__nv_bfloat16, 5, 8, 3>",
+            "apply_tuned<__nv_bfloat16, 5, 8, 3>",
         ),
         (
             "void hoconv::high_order::conv2d::apply<float, (int)4, (bool)1>(int, long)",
@@ -41,7 +42,7 @@ def test_the_kernels_of_a_call_are_named() -> None:
     found = launched(contender)
     assert found is not None
     assert len(found["forward"]) == 1
-    assert found["forward"][0].startswith("tuned<float, 5")
+    assert found["forward"][0].startswith("apply_tuned<float, 5")
     assert len(found["backward"]) == 2
 
 
