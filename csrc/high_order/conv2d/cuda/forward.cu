@@ -3,8 +3,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "high_order/conv2d/cuda/aligned.cuh"
 #include "high_order/conv2d/cuda/border.cuh"
-#include "high_order/conv2d/cuda/general.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
 
@@ -57,13 +57,14 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
     if (apply_from_stage<T>(x, weight, out, p, launch.stream)) return;
-    const bool done = dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
-      Tiling tiling;
-      const dim3 grid =
-          grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, p.group_channels() / N, tiling);
-      apply_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(image<T>(x), weights<T>(weight),
-                                                                    mutable_image<T>(out), tiling);
-    });
+    const bool done = apply_where_aligned<false, T>(x, weight, out, p, launch.stream) ||
+                      dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+                        Tiling tiling;
+                        const dim3 grid = grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V,
+                                                                    p.group_channels() / N, tiling);
+                        apply_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                            image<T>(x), weights<T>(weight), mutable_image<T>(out), tiling);
+                      });
     if (!done) apply_general<false, T>(x, weight, out, p, launch.stream);
     if (p.repeats()) apply_border<T>(x, weight, out, p, launch.stream);
   });

@@ -9,7 +9,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "high_order/conv2d/cuda/general.cuh"
+#include "high_order/conv2d/cuda/aligned.cuh"
 #include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/layouts.cuh"
@@ -99,7 +99,8 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
   dispatch_cuda(grad, [&](auto zero) {
     using T = decltype(zero);
     const bool done = banded || gather_from_stage<T>(grad, weight, out, p, launch.stream) ||
-                                    dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
+                      apply_where_aligned<true, T>(grad, weight, out, p, launch.stream) ||
+                      dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
                         Tiling tiling;
                         const dim3 grid = grid_for<ThreadPixels<V, kHalo<K, V>>>(
                             p, p.down.in, p.across.in, V, p.group_channels() / N, tiling);

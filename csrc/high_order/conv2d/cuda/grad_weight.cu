@@ -6,7 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "high_order/conv2d/cuda/general.cuh"
+#include "high_order/conv2d/cuda/aligned.cuh"
 #include "high_order/conv2d/cuda/border.cuh"
 #include "high_order/conv2d/cuda/kernels.cuh"
 #include "high_order/conv2d/cuda/layouts.cuh"
@@ -92,7 +92,8 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
     using T = decltype(zero);
     if (sum_to_stage<T>(grad, x, out, p, launch.stream)) return;
     const bool done =
-        !shares && (dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
+        !shares && (sum_where_aligned<T>(grad, x, out, p, launch.stream) ||
+                    dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
                       Tiling tiling;
                       const dim3 grid =
                           grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, K, tiling);

@@ -2,7 +2,7 @@
 // its pixels.
 //
 // The first of these that takes a call computes it: the kernels of bands.cuh, staged.cuh,
-// the `tuned` ones, and those of general.cuh, which take everything. A border that
+// aligned.cuh, the `tuned` ones, and those of general.cuh, which take everything. A border that
 // repeats pixels is zeros for the last three; border.cuh then writes what reads it.
 //
 // The tuned kernels take square windows of odd sizes from 3 to 11, padded with zeros, of dilation,

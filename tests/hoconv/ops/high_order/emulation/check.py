@@ -38,14 +38,21 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, dict[str, 
 
 def _random_call(dtype: torch.dtype) -> tuple[str, Tensor, Tensor, dict[str, Any]]:
     """Draws a window with any stride, scale, dilation and padding, and layouts."""
+    dense = random.random() < 0.5
     options: dict[str, Any] = {
         name: (random.randint(1, most), random.randint(1, most))
-        for name, most in (("kernel_size", 8), ("stride", 4), ("scale", 3), ("dilation", 4))
+        for name, most in (("kernel_size", 8), ("dilation", 4), ("stride", 4), ("scale", 3))
+        if not (dense and name in ("stride", "scale"))
     }
-    options["padding"] = random.choice(["zeros", "replicate"])
+    if dense and random.random() < 0.5:  # taps that are aligned for loads of several pixels
+        options["dilation"] = options["dilation"][0], random.choice([4, 8, 16])
+    options["padding"] = random.choice(["zeros", "replicate", "valid"])
     taps = math.prod(options["kernel_size"])
     window = Window.of(taps, **options)
-    G, size = random.randint(1, 3), (random.randint(1, 12), random.randint(1, 18))
+    width = random.choice([8, 16, 24]) if dense else random.randint(1, 18)
+    G, size = random.randint(1, 3), (random.randint(1, 12), width)
+    if options["padding"] == "valid":
+        size = tuple(axis.reach + pixels for axis, pixels in zip(window, size, strict=True))
     x = torch.randn(2, G * random.choice([1, 2, 3, 4, 8, 16, 40]), *size, dtype=dtype)
     weight = torch.randn(2, taps * G, *window.output_size(*size), dtype=dtype)
     layouts = [torch.contiguous_format, torch.channels_last]
