@@ -97,13 +97,18 @@ class AttentionDecoder(nn.Module):
         self.query = nn.Linear(hidden_size, hidden_size)
         self.sentinel_key = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
-        self.set_vocabulary(len(SPECIAL_TOKENS))
+        self.embedding = nn.Embedding(len(SPECIAL_TOKENS), hidden_size)
+        self.classifier = nn.Linear(hidden_size, len(SPECIAL_TOKENS))
 
     def set_vocabulary(self, size: int) -> None:
-        """Replaces the word vectors and the classifier by new ones for V = `size` words."""
-        n = self.hidden_size
+        """Replaces the word vectors and the classifier's parameters by new ones for V = `size`
+        words."""
+        n, layer = self.hidden_size, self.classifier  # which may have become an approximate one
         self.embedding = nn.Embedding(size, n)
-        self.classifier = nn.Linear(n, size)
+        layer.out_features = size
+        layer.weight = nn.Parameter(layer.weight.new_empty(size, n))
+        layer.bias = nn.Parameter(layer.bias.new_empty(size))
+        layer.reset_parameters()
 
     def forward(self, images: Tensor, words: Tensor) -> Tensor:
         grid = self.look(images)

@@ -111,7 +111,9 @@ class Backbone(nn.Module):
                 f"{self._weights.url} ({error}). Put the file there, or train from random weights "
                 "with model.weights=null"
             ) from error
-        self.stages.load_state_dict({n: v for n, v in state.items() if not n.startswith("fc.")})
+        published = {n: v for n, v in state.items() if not n.startswith("fc.")}
+        # Layers that have become approximate may have a state of their own, which stays.
+        self.stages.load_state_dict(self.stages.state_dict() | published)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [x, *self.stages(x).values()]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from hoconv import approx
 from hoconv.dispatch.declaration import layers
 from models.networks.attention_decoder import AttentionDecoder
 from models.networks.backbone import Backbone
@@ -13,6 +14,15 @@ def decoder(**options) -> AttentionDecoder:
     network = set_to_reference(AttentionDecoder(width=4, hidden_size=8, **options))
     network.set_vocabulary(V)
     return network
+
+
+def test_a_classifier_that_became_approximate_stays_so_for_other_words():
+    network = AttentionDecoder(width=4, hidden_size=8)
+    approx.convert(network, {"classifier": "mbm16"})
+    network.set_vocabulary(V)
+    assert network.classifier.multiplier == "mbm16"
+    assert network.classifier.weight.shape == (V, 8)
+    assert network.classifier.out_features == len(network.classifier.bias) == V
 
 
 @pytest.mark.parametrize("size", [(8, 8), (33, 17)])

@@ -3,7 +3,7 @@ import torch
 import torchvision
 from torch import nn
 
-from hoconv import HighOrderConv2d
+from hoconv import HighOrderConv2d, approx
 from hoconv.dispatch.declaration import layers
 from models.networks.backbone import Backbone, WeightsNotFoundError
 from models.networks.encoder_decoder import EncoderDecoder
@@ -66,6 +66,14 @@ def test_a_backbone_with_published_weights_replaces_the_encoder(published):
     weights = network.encoder.stages.state_dict()
     assert torch.equal(weights["conv1.weight"], published.conv1.weight)
     assert torch.equal(weights["layer4.1.bn2.weight"], published.layer4[1].bn2.weight)
+
+
+def test_a_backbone_of_approximate_layers_takes_published_weights(published):
+    encoder = Backbone("ResNet18_Weights.DEFAULT")
+    table = approx.multiplier(lambda a, b: a * b, bits=8, signed=True)
+    approx.convert(encoder, table, impl="reference")
+    encoder.load()
+    assert torch.equal(encoder.stages.get_parameter("conv1.weight"), published.conv1.weight)
 
 
 def test_features_of_a_backbone_are_those_of_the_network(published):
