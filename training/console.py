@@ -97,6 +97,11 @@ def show_implementations(
     stdout().print(table)
 
 
+def show_multipliers(lines: object) -> None:
+    """Prints which layers were made approximate, and why others were not, a line for each."""
+    stdout().print(f"Multipliers\n{lines}", soft_wrap=True, highlight=False)
+
+
 def show_results(
     metrics: Mapping[str, float],
     notes: Iterable[str],

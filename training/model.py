@@ -16,14 +16,16 @@ import hoconv
 from hoconv.dispatch.declaration import layers
 from hoconv.dispatch.implementations import Choice, choose
 from training import console
+from training.approximation import approximate
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate_as
 from training.results.saved import Saved, load_weights
 
 
 def build(model: DictConfig, config: DictConfig) -> Any:
-    """Makes the LightningModule that `model` describes; `config` says which implementations its
-    layers use, in which memory format it is and whether it is compiled.
+    """Makes the LightningModule that `model` describes; `config` says which of its layers are
+    approximate, which it prints, which implementations layers use, in which memory format it is
+    and whether it is compiled.
 
     Raises:
         MisconfigurationException: a value of either is not allowed, or a layer is lazy.
@@ -36,6 +38,8 @@ def build(model: DictConfig, config: DictConfig) -> Any:
             f"model: {lazy[0]} has no shape before a forward pass; give its layer all sizes, or "
             f"call it once in the __init__ of {type(built).__name__}"
         )
+    if converted := approximate(built, config.approx):
+        console.show_multipliers(converted)
     set_implementations(built, config.impl)
     if config.channels_last:
         built.to(memory_format=torch.channels_last)

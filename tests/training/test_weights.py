@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from torch import Tensor, nn
 
 from training.configuration.errors import MisconfigurationException
 from training.results.saved import Saved
 from training.start.weights import InitialWeights
+
+INTEGERS = str(Path(__file__).parents[2] / "docs/use/mul7u_truncated.c")
 
 
 class Named(pl.LightningModule):
@@ -39,7 +42,8 @@ class Named(pl.LightningModule):
 
 def start(model: Named, of: Named) -> None:
     saved = Saved(Path("other.ckpt"), None, {}, None, of.state_dict())
-    weights = InitialWeights(saved, {"_target_": f"{__name__}.Named", "words": ["a", "b"]})
+    described = {"_target_": f"{__name__}.Named", "words": ["a", "b"]}
+    weights = InitialWeights(saved, described, OmegaConf.create({"multiplier": None}))
     pl.Trainer(
         callbacks=[weights], max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
@@ -65,10 +69,14 @@ def folder_of_classes(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_the_head_starts_anew_for_other_classes_of_the_same_number(run, tmp_path) -> None:
+@pytest.mark.parametrize("multiplier", ["null", INTEGERS])
+def test_the_head_starts_anew_for_other_classes_of_the_same_number(
+    run, tmp_path, multiplier
+) -> None:
     still = (
         "trainer=cpu", "impl=reference", "logger=none", "data=folder", "model.network.width=2",
         "data.image_size=16", "debug=fast", f"data.cache_dir={tmp_path / 'cache'}",
+        f"approx.multiplier={multiplier}",
     )  # fmt: skip
     first = folder_of_classes(tmp_path / "first", "cat", "dog")
     other = folder_of_classes(tmp_path / "other", "bolt", "nut")

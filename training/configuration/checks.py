@@ -37,8 +37,8 @@ NUMBERS = {
 SEEDS = 2**32  # what NumPy takes are less
 # What Python takes for true if it is another word than these.
 FLAGS = (
-    "channels_last", "compile", "data.augment", "data.cache_images", "find_nan", "print_config",
-    "tf32",
+    "approx.skip_first", "channels_last", "compile", "data.augment", "data.cache_images",
+    "find_nan", "print_config", "tf32",
 )  # fmt: skip
 WORDS = {"direction": ("maximize", "minimize"), "unavailable": ("error", "skip")}
 MAY_BE_NULL = (
@@ -64,7 +64,7 @@ def check_config(config: DictConfig) -> None:
     is_number = _is_number((int, float), 0)
     interval = "trainer.val_check_interval"
     _require(config, interval, "a number above 0", lambda x: is_number(x) and x > 0)
-    for name in ("checkpoint", "step_checkpoints"):
+    for name in ("approx", "checkpoint", "step_checkpoints"):
         _require(config, name, "its keys", OmegaConf.is_dict)
     for name in FLAGS:
         _require(config, name, "true or false", lambda value: isinstance(value, bool))

@@ -58,7 +58,7 @@ def fit_and_test(
             callbacks.append(GoesOn(start.path, run_dir))
         else:
             described = OmegaConf.to_container(config.model, resolve=True)
-            callbacks.append(InitialWeights(start, described))
+            callbacks.append(InitialWeights(start, described, config.approx))
     # Each checkpoint has it; to resolve the configuration takes longer than to write a small one.
     description = functools.cache(functools.partial(describe, config, results.identity, data))
     trainer = make_trainer(config, run_dir, callbacks, description)

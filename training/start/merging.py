@@ -20,7 +20,7 @@ from training.configuration.targets import check_targets
 from training.results.saved import Saved, read
 
 # What a test or a prediction takes from the checkpoint. The rest says where and how it computes.
-OF_THE_MODEL = ("callbacks", "data", "model", "optimizer", "scheduler", "seed", "task")
+OF_THE_MODEL = ("approx", "callbacks", "data", "model", "optimizer", "scheduler", "seed", "task")
 # What a run that goes on takes from the command; all else must be as the checkpoint has it.
 OF_THE_COMMAND = (*ABOUT, "data_dir", "logger", "step_checkpoints")
 MAY_DIFFER = (

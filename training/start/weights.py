@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from training import console
+from training.approximation import approximate
 from training.configuration.errors import MisconfigurationException
 from training.configuration.instantiation import instantiate
-from training.results.saved import Saved, class_names, difference
+from training.results.saved import RANGES, Saved, class_names, difference
 
 # Arguments of models that say how many classes they tell apart.
 COUNTS = ("num_categories", "num_classes")
@@ -30,17 +31,19 @@ class InitialWeights(pl.Callback):
     Args:
         start: the checkpoint that they come from.
         described: the configuration of the model, plain data.
+        approx: that of its approximate layers.
 
     Raises:
         MisconfigurationException: when the fit starts: none of the weights fits; or they stand for
             other classes or words, and nothing says which do.
     """
 
-    def __init__(self, start: Saved, described: Any) -> None:
+    def __init__(self, start: Saved, described: Any, approx: Any) -> None:
         self._path = start.path
         self._weights = start.state_dict
         self._class_names = start.class_names
         self._described = described
+        self._approx = approx
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = pl_module.state_dict()
@@ -75,7 +78,8 @@ class InitialWeights(pl.Callback):
         )  # fmt: skip
         for name in [*own, *(name for name in self._weights if name not in own)]:
             fits = _shape(own.get(name)) == _shape(self._weights.get(name)) is not None
-            if not fits and not _same(own.get(name), self._weights.get(name)):
+            found = name.endswith(RANGES)  # by training, where only one of both has them
+            if not fits and not found and not _same(own.get(name), self._weights.get(name)):
                 console.warn(f"ckpt: {name}: {_describe(own, self._weights, name)}")
         self._weights = {}
 
@@ -92,6 +96,7 @@ class InitialWeights(pl.Callback):
         """Returns the weights whose shapes another class or word would change."""
         described: Any = OmegaConf.create(_with_one_more(self._described))
         larger = instantiate(described)
+        approximate(larger, self._approx)
         words = own.get("_extra_state")
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             larger.set_extra_state([*words, ANOTHER])

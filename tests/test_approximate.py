@@ -1,0 +1,164 @@
+"""approx= of train.py: networks whose layers become approximate."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from models.tasks.classifier import Classifier
+from tests.test_resume import assert_same
+from training.results import saved
+
+ROOT = Path(__file__).parents[1]
+INTEGERS = str(ROOT / "docs/use/mul7u_truncated.c")
+CPU = ("trainer=cpu", "logger=none")
+SHORT = (
+    *CPU, "data=digits", "debug=fast", "model.network.width=2", "impl=reference",
+    "data.batch_size=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def train(run, runs: Path):
+    """The checkpoint of a short run with or without a multiplier, the same for all tests."""
+
+    def train(multiplier: str) -> str:
+        folder = runs / Path(multiplier).stem
+        if not folder.exists():
+            done = run(*SHORT, f"approx.multiplier={multiplier}", folder=folder)
+            assert done.exit_code == 0, done.err
+        return str(next((folder / "checkpoints").iterdir()))
+
+    return train
+
+
+def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> None:
+    done = run(
+        *SHORT, "approx.multiplier={network.features.*: mbm16, network.classifier: null}",
+        "approx.skip_first=true", "approx.gradient=ste",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    lines = done.out.splitlines()
+    start = lines.index("Multipliers") + 1
+    assert [line.split(maxsplit=1) for line in lines[start : start + 6]] == [
+        ["network.features.0.0", "left: the first layer"],
+        ["network.features.2.generator", "mbm16"],
+        ["network.features.3.0", "mbm16"],
+        ["network.features.5.generator", "mbm16"],
+        ["network.features.6.0", "mbm16"],
+        ["network.classifier", "left: 'network.classifier' is None"],
+    ]
+    chosen = done.results["environment"]["implementations"]
+    assert "network.features.3.0" in chosen
+    assert "network.classifier" not in chosen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("multiplier=mbm17",), "got 'mbm17'"),
+        (("multiplier={features.*: mbm16}",), "'features.*' fits no layer; layers are network.fea"),
+        (("multiplier=mbm16", "gradient=sted"), "gradient: expected one of approx, ste"),
+        (("multiplier=mbm16", "skip_first=1"), "skip_first: expected true or false, got 1"),
+        (("multplier=mbm16",), "there is no such key; use approx.multiplier"),
+    ],
+)
+def test_a_mistake_is_one_line_before_data_is_read(run, overrides, said) -> None:
+    done = run(*SHORT, *(f"approx.{each}" for each in overrides))
+    assert done.exit_code == 1
+    (line,) = done.err.splitlines()
+    assert line.startswith("Error: approx")
+    assert said in line
+    assert "train: " not in done.out
+
+
+@pytest.mark.parametrize("multiplier", ["mbm16", INTEGERS])
+def test_a_checkpoint_is_tested_predicts_and_is_exported_with_its_multiplier(
+    run, train, tmp_path: Path, multiplier: str
+) -> None:
+    ckpt = train(multiplier)
+    trained = json.loads((Path(ckpt).parents[1] / "results.json").read_text())["metrics"]
+    use = (f"ckpt={ckpt}", "impl=reference", "trainer.limit_test_batches=2", *CPU)
+    tested = run("mode=test", *use)
+    assert tested.results["metrics"]["test/loss"] == trained["test/loss"]
+
+    Image.new("L", (8, 8), 90).save(tmp_path / "grey.png")
+    predicted = run("mode=predict", f"input={tmp_path / 'grey.png'}", *use)
+    with (predicted.folder / "classes.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    exact = run("mode=predict", f"input={tmp_path / 'grey.png'}", "approx.multiplier=exact", *use)
+    with (exact.folder / "classes.csv").open() as file:
+        (other,) = csv.DictReader(file)
+    assert row != other
+
+    pytest.importorskip("safetensors")
+    exported = run("mode=export", "format=safetensors", *use).folder / "model.safetensors"
+    again = run("mode=test", f"ckpt={exported}", *use[1:])
+    assert again.results["metrics"] == tested.results["metrics"]
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_multiplier(run, monkeypatch) -> None:
+    still = (
+        "trainer=cpu", "data=digits", "logger=csv", "impl=reference", "model.network.width=2",
+        "data.batch_size=8", "trainer.max_epochs=2", "trainer.limit_train_batches=4",
+        "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+        "trainer.log_every_n_steps=2", "step_checkpoints.every_n_steps=2",
+        f"approx.multiplier={INTEGERS}",
+    )  # fmt: skip
+    whole = run(*still)
+    training_step = Classifier.training_step
+
+    def stop(self: Classifier, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 6:
+            raise KeyboardInterrupt
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", stop)
+    stopped = run(*still)
+    assert stopped.results["status"] == "interrupted"
+    monkeypatch.undo()
+    other = run(*still, "resume=auto", "approx.multiplier=mbm16", folder=stopped.folder)
+    assert "approx.multiplier: the run in" in other.err
+    done = run(*still, "resume=auto", folder=stopped.folder)
+    assert done.exit_code == 0, done.err
+    assert_same(stopped.folder, whole.folder)
+
+
+def test_a_multiplier_of_integers_is_trained_from_exact_weights_and_not_tested_on_them(
+    run, train
+) -> None:
+    ckpt = train("null")
+    multiplier = f"approx.multiplier={INTEGERS}"
+    tested = run("mode=test", f"ckpt={ckpt}", multiplier, *CPU)
+    assert tested.exit_code == 1
+    assert "needs the ranges of the layers' inputs, which" in tested.err
+    done = run(*SHORT, f"ckpt={ckpt}", multiplier, "model.learning_rate=0")
+    assert done.exit_code == 0
+    assert done.err == ""
+    assert "tensors" in done.out
+    (path,) = (done.folder / "checkpoints").iterdir()
+    before, after = (saved.read(each).state_dict for each in (ckpt, path))
+    assert all(torch.equal(after[name], value) for name, value in before.items()
+               if "weight" in name)  # fmt: skip
+    assert after["network.classifier.quantizer.input.most"] > 0
+
+
+def test_a_checkpoint_without_a_multiplier_is_tested_with_one_of_floats(run, train) -> None:
+    use = (
+        f"ckpt={train('null')}", "mode=test", "impl=reference", "trainer.limit_test_batches=2",
+        *CPU,
+    )  # fmt: skip
+    exact, approximate = run(*use), run(*use, "approx.multiplier=mbm10")
+    assert approximate.exit_code == 0, approximate.err
+    assert approximate.results["metrics"]["test/loss"] != exact.results["metrics"]["test/loss"]
