@@ -23,8 +23,11 @@ from hoconv.ops.approx.sources.table_files import LEAST, MOST, integers
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*\{", re.MULTILINE)
 _STATIC = re.compile(r"\bstatic\b(?![^;=(]*\bconst)[^;=(]*[;=\[]")
-# A figure of a comment: its name and number.
-_FIGURE = re.compile(r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)", re.MULTILINE)
+# A figure of a comment: its name, number and unit.
+_FIGURE = re.compile(
+    r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)[ \t]*(\S*)", re.MULTILINE
+)
+_UNITS = {"PDK45_PWR": ("mW",), "PDK45_AREA": ("um2", "um^2"), "PDK45_DELAY": ("ns",)}
 _NAME = re.compile(r"mul(\d+)(?:x(\d+))?([us])(?![a-z0-9])", re.IGNORECASE)
 _TYPES = {  # -> bits, and whether it is signed
     **{f"{'' if signed else 'u'}int{n}_t": (n, signed)
@@ -127,7 +130,8 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it has no such function or one that keeps state; it does not compile; its bits
-            or its sign are not known. Says the line.
+            or its sign are not known; a figure of power, area or delay is in another unit. Says the
+            line.
         hoconv.jit.BuildError: there is no compiler.
     """
     text, code = _read(path)
@@ -147,7 +151,7 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
         for each, operand, mask in zip(types, "ab", masks, strict=True)
     )
     multiply = _compile(path, text, number="int64_t", name=name, operands=operands)
-    figures = {figure: float(number) for figure, number in _FIGURE.findall(text)}
+    figures = _figures(path, text)
     result_bits, _ = _TYPES.get(function[1].split("static")[-1].strip(), (64, True))
     return CFunction(path, name, bits, signed, result_bits, figures, multiply)
 
@@ -168,6 +172,20 @@ def load_float(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
         return products
 
     return product
+
+
+def _figures(path: Path, text: str) -> dict[str, float]:
+    """Returns the figures in the comments of a source."""
+    found = {}
+    for figure in _FIGURE.finditer(text):
+        name, number, unit = figure.groups()
+        if unit and unit not in _UNITS.get(name, (unit,)):
+            raise ValueError(
+                f"{path}, line {_line(text, figure)}: {name} = {number} {unit}; expected it in "
+                f"{_UNITS[name][0]}"
+            )
+        found[name] = float(number)
+    return found
 
 
 def _read(path: Path) -> tuple[str, str]:

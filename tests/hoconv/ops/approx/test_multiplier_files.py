@@ -185,6 +185,13 @@ def test_figures_of_the_comments_are_read(tmp_path: Path) -> None:
     assert "mul8u_T3.c, compiled" in repr(table)
 
 
+def test_a_figure_in_another_unit_is_refused(tmp_path: Path) -> None:
+    path = Circuit(3).write(tmp_path, "gates")
+    path.write_text(path.read_text().replace("0.325 mW", "325 uW"))
+    with pytest.raises(ValueError, match=r"T3\.c, line 9: PDK45_PWR = 325 uW; expected it in mW"):
+        multiplier(path)
+
+
 SIGNATURE = "uint16_t mul8u_T(uint8_t A, uint8_t B) "
 
 
