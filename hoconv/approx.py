@@ -4,6 +4,9 @@ from hoconv.ops.approx.layers.approximate import ApproxConv2d as ApproxConv2d
 from hoconv.ops.approx.layers.approximate import ApproxLinear as ApproxLinear
 from hoconv.ops.approx.layers.convert import Conversion as Conversion
 from hoconv.ops.approx.layers.convert import convert as convert
+from hoconv.ops.approx.layers.cost import LayerCost as LayerCost
+from hoconv.ops.approx.layers.cost import ModelCost as ModelCost
+from hoconv.ops.approx.layers.cost import cost as cost
 from hoconv.ops.approx.layers.quantization import Observer as Observer
 from hoconv.ops.approx.layers.table import TableConv2d as TableConv2d
 from hoconv.ops.approx.layers.table import TableLinear as TableLinear

@@ -1,0 +1,203 @@
+"""How many multiplications a model takes, and what they cost in hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.sources.find import find
+from hoconv.ops.approx.tables import LookupTable
+
+_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_COUNTED = nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear
+# In figures of a circuit: mW, ns and um2.
+_POWER, _DELAY, _AREA = "PDK45_PWR", "PDK45_DELAY", "PDK45_AREA"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The multiplications of a layer in a forward pass.
+
+    Attributes:
+        name: of the layer in its model; the first one where it has several.
+        multiplier: as text; ``"exact"`` of a layer that is not approximate.
+        multiplications: how many, in all calls of the layer. A zero of the padding is an operand.
+        energy: of all these together, in pJ; None where that of a multiplication is unknown.
+        area: of one multiplier, in um2; None where it is unknown.
+    """
+
+    name: str
+    multiplier: str
+    multiplications: int
+    energy: float | None
+    area: float | None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The multiplications of a model's convolutions and linear layers in a forward pass.
+
+    Attributes:
+        layers: in the order of the model's modules.
+    """
+
+    layers: tuple[LayerCost, ...]
+
+    @property
+    def multiplications(self) -> int:
+        """Those of all layers."""
+        return sum(each.multiplications for each in self.layers)
+
+    @property
+    def unknown(self) -> int:
+        """Those whose energy is unknown, which `energy` leaves out."""
+        return sum(each.multiplications for each in self.layers if each.energy is None)
+
+    @property
+    def energy(self) -> float | None:
+        """That of the layers for which it is known, in pJ; None where there are none."""
+        known = [each.energy for each in self.layers if each.energy is not None]
+        return math.fsum(known) if known else None
+
+    def __str__(self) -> str:
+        width = max((len(each.name) for each in self.layers), default=0)
+        rows = [(each.name, each.multiplications, each.energy, f"  {each.multiplier}")
+                for each in self.layers]  # fmt: skip
+        rows.append(("", self.multiplications, self.energy, ""))
+        lines = [
+            f"{name:{width}}  {count:>15,}  {_shown(energy):>12}{multiplier}"
+            for name, count, energy, multiplier in rows
+        ]
+        left_out = f"without {self.unknown:,} of unknown energy" if self.unknown else "in all"
+        return "\n".join(lines[:-1]) + f"\n{lines[-1]}  {left_out}"
+
+
+def cost(
+    model: nn.Module,
+    *inputs: Any,
+    energies: Mapping[str | os.PathLike[str], float] | None = None,
+) -> ModelCost:
+    """Counts the multiplications of convolutions and linear layers in one forward pass, and gives
+    the energy that they take and the area of their multipliers, where these are known.
+
+    The model is called once, in evaluation mode and with exact products, so that it need not have
+    been trained; it is left as it was. Counted are calls of :class:`torch.nn.Linear`, of
+    convolutions of one to three dimensions, also transposed, and of subclasses of these. Not
+    counted are products of other layers, biases, and what quantising takes.
+
+    The energy of a multiplication is power times delay, of a circuit whose C file says both
+    (``PDK45_PWR`` in mW, ``PDK45_DELAY`` in ns; :attr:`hoconv.approx.LookupTable.figures`), in pJ.
+    It is unknown of any other multiplier, also of ``"exact"``, unless `energies` says it.
+
+    Args:
+        model: any model, also one without approximate layers.
+        inputs: of its forward. Multiplications are those of this call: give one sample.
+        energies: multiplier -> energy of a multiplication, in pJ; goes before the figures of a
+            circuit. A multiplier is named as a layer's argument names it: ``"exact"``,
+            ``"drum:k=4"``, the path of a file.
+
+    Raises:
+        ValueError: a multiplier in `energies` is unknown, or its energy is no positive number.
+    """
+    known = energy_by_text(energies or {})
+    counts = _count(model, inputs)
+    return ModelCost(
+        tuple(_of_layer(name, layer, counts[layer], known) for name, layer in _counted(model))
+    )
+
+
+def energy_by_text(energies: Mapping[str | os.PathLike[str], float]) -> dict[str, float]:
+    """Returns the text of a multiplier, as :class:`LayerCost` has it -> energy of a multiplication.
+
+    Raises: as :func:`cost`.
+    """
+    for key, energy in energies.items():
+        is_number = isinstance(energy, int | float) and not isinstance(energy, bool)
+        if not is_number or not 0 < energy < math.inf:
+            raise ValueError(
+                f"energies: expected pJ of a multiplication by {str(key)!r}, a number above 0; got "
+                f"{energy!r}"
+            )
+    return {str(find(key)): float(energy) for key, energy in energies.items()}
+
+
+def _counted(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, _COUNTED)]
+
+
+def _count(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, int]:
+    """Returns the multiplications of each layer in a call."""
+    counts = {layer: 0 for _, layer in _counted(model)}
+
+    def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        x = args[0] if args else kwargs["input"]
+        # An output is a sum of as many products as a row of the weight has numbers; in a
+        # transposed convolution an input is an operand of as many.
+        numbers = x if isinstance(layer, _TRANSPOSED) else out
+        counts[layer] += numbers.numel() * layer.weight[0].numel()
+
+    # With hooks, PyTorch's encoders of transformers call the layers that else a fused kernel reads.
+    hooks = [layer.register_forward_hook(count, with_kwargs=True) for layer in counts]
+    try:
+        with (
+            _exact_products(counts), _evaluation(model), torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):  # fmt: skip
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+@contextlib.contextmanager
+def _exact_products(layers: Mapping[nn.Module, int]) -> Iterator[None]:
+    """Lets approximate layers compute what those of PyTorch do."""
+    approximate: list[Any] = [e for e in layers if isinstance(e, ApproxConv2d | ApproxLinear)]
+    for layer in approximate:
+        plain = nn.Conv2d if isinstance(layer, ApproxConv2d) else nn.Linear
+        layer.forward = functools.partial(plain.forward, layer)
+    try:
+        yield
+    finally:
+        for layer in approximate:
+            del layer.forward
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Sets all modules of a model to evaluation, and back to what each was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _of_layer(name: str, layer: Any, multiplications: int, known: dict[str, float]) -> LayerCost:
+    is_approximate = isinstance(layer, ApproxConv2d | ApproxLinear)
+    multiplier = layer.multiplier if is_approximate else "exact"
+    figures = multiplier.figures if isinstance(multiplier, LookupTable) else {}
+    power, delay = figures.get(_POWER), figures.get(_DELAY)
+    energy = known.get(str(multiplier))
+    if energy is None and power is not None and delay is not None:
+        energy = power * delay
+    return LayerCost(
+        name, str(multiplier), multiplications,
+        None if energy is None else energy * multiplications, figures.get(_AREA),
+    )  # fmt: skip
+
+
+def _shown(energy: float | None) -> str:
+    return "unknown" if energy is None else f"{energy:.6g} pJ"
