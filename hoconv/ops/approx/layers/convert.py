@@ -192,6 +192,6 @@ def _make(
     for name in ("weight", "bias"):
         made.register_parameter(name, getattr(layer, name))
     for name, value in vars(layer).items():  # attributes of a user
-        if name not in vars(made):
+        if name not in vars(made) and name not in made._modules:
             setattr(made, name, value)
     return made.train(layer.training)

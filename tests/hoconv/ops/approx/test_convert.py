@@ -114,6 +114,16 @@ def test_layers_whose_weights_others_read_are_left() -> None:
     assert why == "TransformerEncoderLayer may read its weight without calling it"
 
 
+def test_a_layer_of_floats_becomes_one_of_integers_and_back() -> None:
+    table = approx.multiplier(lambda a, b: a * b, bits=8, signed=True)
+    model, x = nn.Sequential(approx.ApproxLinear(4, 3, multiplier="exact")), torch.randn(5, 4)
+    expected = model(x)
+    approx.convert(model, table, impl="reference")
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0.05)
+    approx.convert(model, "exact", impl="reference")
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_what_a_user_put_into_a_layer_is_kept_or_the_layer_is_left() -> None:
     patched, extended, tagged = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     patched.forward = lambda input: input  # pyright: ignore[reportAttributeAccessIssue]
