@@ -13,7 +13,7 @@ from PIL import Image
 
 from models.tasks.classifier import Classifier
 from tests.test_resume import assert_same
-from training.results import saved
+from training.results import energy, saved
 
 ROOT = Path(__file__).parents[1]
 INTEGERS = str(ROOT / "docs/use/mul7u_truncated.c")
@@ -71,6 +71,9 @@ def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> Non
         (("multiplier={features.*: mbm16}",), "'features.*' fits no layer; layers are network.fea"),
         (("multiplier=mbm16", "gradient=sted"), "gradient: expected one of approx, ste"),
         (("multiplier=mbm16", "skip_first=1"), "skip_first: expected true or false, got 1"),
+        (("energies=3",), "energies: expected null, or pJ of a multiplication by multiplier"),
+        (("energies={mbm17: 3}",), "approx.energies: multiplier: expected one of"),
+        (("energies={mbm16: 0}",), "pJ of a multiplication by 'mbm16', a number above 0; got 0"),
         (("multplier=mbm16",), "there is no such key; use approx.multiplier"),
     ],
 )
@@ -162,3 +165,98 @@ def test_a_checkpoint_without_a_multiplier_is_tested_with_one_of_floats(run, tra
     exact, approximate = run(*use), run(*use, "approx.multiplier=mbm10")
     assert approximate.exit_code == 0, approximate.err
     assert approximate.results["metrics"]["test/loss"] != exact.results["metrics"]["test/loss"]
+
+
+@pytest.fixture
+def circuits(tmp_path: Path) -> list[str]:
+    """Two multipliers of 4 bits, with the figures of a circuit: 0.3 and 0.1 pJ, made up."""
+    paths = [tmp_path / "mul4u_a.c", tmp_path / "mul4u_b.c"]
+    for path, power, cut in zip(paths, (0.2, 0.0666666666666), (0, 1)):
+        path.write_text(
+            f"// PDK45_PWR = {power} mW\n// PDK45_AREA = 120.5 um2\n// PDK45_DELAY = 1.5 ns\n"
+            "#include <stdint.h>\n"
+            f"uint8_t {path.stem}(uint8_t a, uint8_t b) {{ return (a >> {cut} << {cut}) * b; }}\n"
+        )
+    return [str(path) for path in paths]
+
+
+FEW = ("trainer.limit_train_batches=2", "trainer.limit_test_batches=1", "trainer.max_epochs=1")
+# Of digits, 8 x 8: in the convolutions, and in the linear layer.
+MULTIPLICATIONS = {
+    "network.features.0.0": 64 * 9 * 1 * 2, "network.features.1.0": 16 * 9 * 2 * 4,
+    "network.features.2.0": 4 * 9 * 4 * 8, "network.classifier": 8 * 10,
+}  # fmt: skip
+ALL = sum(MULTIPLICATIONS.values())
+
+
+def test_a_test_says_what_a_sample_costs(run, circuits) -> None:
+    done = run(
+        *SHORT[1:], *FEW, "trainer=cpu", "logger=csv", "model=approx_cnn",
+        f"approx.multiplier={{network.classifier: mbm16, *: {circuits[0]}}}",
+        "approx.energies={mbm16: 2}",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    cost = done.results["cost"]
+    assert {each["name"]: each["multiplications"] for each in cost["layers"]} == MULTIPLICATIONS
+    assert [each["area_um2"] for each in cost["layers"]] == [120.5] * 3 + [None]
+    picojoules = 0.3 * (ALL - 80) + 2 * 80
+    assert cost["energy_pj"] == pytest.approx(picojoules)
+    assert (cost["multiplications"], cost["unknown"]) == (ALL, 0)
+    shown = " ".join(done.out.split())
+    assert f"│ multiplications of a sample │ {ALL:,} │" in shown
+    assert f"│ their energy, pJ │ {picojoules:,.0f} │" in shown
+    with (done.folder / "csv" / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["cost/energy_pj"]]
+    assert [float(row["cost/energy_pj"]) for row in logged] == [pytest.approx(picojoules)]
+
+    (ckpt,) = (done.folder / "checkpoints").iterdir()
+    use = ("mode=test", f"ckpt={ckpt}", "impl=reference", FEW[1], *CPU)
+    assert run(*use).results["cost"] == cost
+    tested = run(*use, "approx.energies=null").results["cost"]
+    assert tested["unknown"] == 80
+    assert tested["energy_pj"] == pytest.approx(0.3 * (ALL - 80))
+
+
+def test_an_exact_network_has_no_cost_and_what_cannot_be_counted_is_a_note(
+    run, monkeypatch
+) -> None:
+    exact = run(*SHORT)
+    assert "cost" not in exact.results
+    assert "multiplications" not in exact.out
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("it takes two\nimages")
+
+    monkeypatch.setattr("training.callbacks.cost.cost", fail)
+    done = run(*SHORT, "approx.multiplier=mbm16", *FEW)
+    assert done.exit_code == 0
+    assert "cost" not in done.results
+    assert done.results["notes"] == ["multiplications were not counted: it takes two images"]
+
+
+def test_a_sweep_of_multipliers_ends_in_accuracy_against_energy(run, circuits, monkeypatch) -> None:
+    drawn: list[Any] = []
+    draw = energy.draw
+    monkeypatch.setattr(energy, "draw", lambda *args: drawn.append(args) or draw(*args))
+    sweep = run(
+        "-m", *SHORT, *FEW, "model=approx_cnn", "seed=1,2",
+        f"approx.multiplier={','.join(circuits)},mbm16",
+    )  # fmt: skip
+    assert sweep.exit_code == 0, sweep.err
+    rows = json.loads((sweep.folder / "sweep.json").read_text())
+    assert [row["multiplications"] for row in rows] == [ALL] * 6
+    assert [row["of unknown energy"] for row in rows] == [0, 0, ALL] * 2
+    energies = [pytest.approx(0.3 * ALL), pytest.approx(0.1 * ALL), None]
+    assert [row["energy, pJ"] for row in rows] == energies * 2
+    table = sweep.out[sweep.out.rindex("Sweep") :]
+    assert table.replace("of unknown energy", "").count("unknown") == 2  # of mbm16
+    ((points, metric, rises),) = drawn
+    assert (metric, rises) == ("test/accuracy", True)
+    assert [point.energy for point in points] == energies[:2]
+    assert [sorted(point.scores) for point in points] == [
+        sorted(row["test/accuracy"] for row in rows[i::3]) for i in range(2)
+    ]
+    assert (sweep.folder / "energy.png").stat().st_size > 0
+    assert not (
+        run("-m", *SHORT, *FEW, "model=approx_cnn", "seed=1,2").folder / "energy.png"
+    ).exists()

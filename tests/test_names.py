@@ -134,7 +134,7 @@ def test_a_terminal_takes_any_name(monkeypatch, encoding):
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     console.take_any_text()
-    console.show_results({}, [f"é€{BYTES}[bold]"], {}, {}, [("run", Path(f"/[b]{BYTES}€"))])
+    console.show_results({}, [f"é€{BYTES}[bold]"], {}, {}, {}, [("run", Path(f"/[b]{BYTES}€"))])
     console.warn(f"é€{BYTES}[bold]")
     for stream, end in zip(streams, ("[bold]\nrun         /[b]\\udcff\\udce9", "[bold]\n")):
         stream.flush()

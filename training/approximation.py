@@ -18,13 +18,13 @@ def approximate(model: nn.Module, approx: Any) -> Conversion | None:
     Args:
         model: as the start-up table names its layers.
         approx: ``multiplier``, null for none, and other arguments of
-            :func:`hoconv.approx.convert`.
+            :func:`hoconv.approx.convert`; ``energies`` are of what it costs, not of this.
 
     Raises:
         MisconfigurationException: that refuses an argument, or a multiplier cannot be compiled.
     """
     options: Any = OmegaConf.to_container(approx, resolve=True)
-    multiplier = options.pop("multiplier")
+    multiplier, _ = options.pop("multiplier"), options.pop("energies", None)
     if multiplier is None:
         return None
     try:

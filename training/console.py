@@ -107,6 +107,7 @@ def show_results(
     notes: Iterable[str],
     throughput: Mapping[str, float | None],
     capture: Mapping[str, Any],
+    cost: Mapping[str, Any],
     paths: Iterable[tuple[str, Path | None]],
 ) -> None:
     table = Table("measured", title="Results")
@@ -131,6 +132,14 @@ def show_results(
         for why, count in capture["eager_steps"].items():
             table.add_row(f"eager steps: {why}", f"{count:,}")
         table.add_row("capturing, s", f"{capture['capture_seconds']:.1f}")
+    if cost:
+        table.add_section()
+        table.add_row("multiplications of a sample", f"{cost['multiplications']:,}")
+        if cost["unknown"]:
+            table.add_row("those of unknown energy", f"{cost['unknown']:,}")
+        if cost["energy_pj"] is not None:
+            table.add_row("energy of the others, pJ" if cost["unknown"] else "their energy, pJ",
+                          f"{cost['energy_pj']:,.0f}")  # fmt: skip
     console = stdout()
     if table.row_count:  # a prediction may measure nothing
         console.print(table)

@@ -110,7 +110,9 @@ def _run(config: DictConfig, run_dir: Path) -> float | None:
     if config.mode in WRITES:
         paths += [(WRITES[config.mode], path) for path in written(run_dir)]
     throughput = results.throughput if config.mode == "train" else {}
-    console.show_results(results.metrics, results.notes, throughput, results.capture, paths)
+    console.show_results(
+        results.metrics, results.notes, throughput, results.capture, results.cost, paths
+    )
     _leave_process_group()
     return _objective(config, results)
 

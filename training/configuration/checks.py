@@ -42,8 +42,8 @@ FLAGS = (
 )  # fmt: skip
 WORDS = {"direction": ("maximize", "minimize"), "unavailable": ("error", "skip")}
 MAY_BE_NULL = (
-    "data.num_workers", "trainer.check_val_every_n_epoch", "trainer.gradient_clip_val",
-    "trainer.max_epochs", "trainer.val_check_interval",
+    "approx.energies", "data.num_workers", "trainer.check_val_every_n_epoch",
+    "trainer.gradient_clip_val", "trainer.max_epochs", "trainer.val_check_interval",
 )  # fmt: skip
 
 
@@ -66,6 +66,8 @@ def check_config(config: DictConfig) -> None:
     _require(config, interval, "a number above 0", lambda x: is_number(x) and x > 0)
     for name in ("approx", "checkpoint", "step_checkpoints"):
         _require(config, name, "its keys", OmegaConf.is_dict)
+    energies = "null, or pJ of a multiplication by multiplier, such as {exact: 3.7}"
+    _require(config, "approx.energies", energies, OmegaConf.is_dict)
     for name in FLAGS:
         _require(config, name, "true or false", lambda value: isinstance(value, bool))
     for name, words in WORDS.items():

@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import FSDPStrategy
 
 from hoconv.lightning import Throughput
 from training import console, disk
+from training.callbacks.cost import Cost
 from training.callbacks.outcome.ending import why_ended
 from training.callbacks.outcome.feasible import explained, require_trained
 from training.capture.steps import CapturedSteps
@@ -51,7 +52,8 @@ def fit_and_test(
     model = build(config.model, config)
     resumed, logged = find_newest(run_dir) if config.resume in RESUMING else (None, [])
     throughput, capture = Throughput(), CapturedSteps(**config.capture)
-    callbacks: list[pl.Callback] = [throughput, capture]
+    cost = Cost(config.approx.energies)
+    callbacks: list[pl.Callback] = [throughput, capture, cost]
     if start is not None and resumed is None:
         if config.resume is True:
             resumed = start.path
@@ -95,6 +97,7 @@ def fit_and_test(
         if results.throughput["step_ms"] is not None:
             results.throughput["warmup_seconds"] = throughput.warmup_seconds
         results.capture = capture.summary()
+        results.cost = cost.summary()
     return checkpoint
 
 

@@ -16,6 +16,7 @@ from datamodules.images import ImageDataModule
 from datamodules.prediction import ImageFolder
 from training import console, disk
 from training.callbacks.census import Census
+from training.callbacks.cost import Cost
 from training.callbacks.outcome.evaluated import EvaluatedLosses
 from training.callbacks.progress import make_progress
 from training.configuration.errors import MisconfigurationException
@@ -81,7 +82,8 @@ def test(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> P
     data = instantiate(config.data)
     model = build_trained(saved, config)
     _require_same_classes(saved, data)
-    trainer = _make_trainer(config, run_dir)
+    cost = Cost(config.approx.energies)
+    trainer = _make_trainer(config, run_dir, cost)
     if missing := missing_for_test(trainer, model, data):
         raise MisconfigurationException(f"mode=test: {missing}")
     results.environment["implementations"] = show_implementations(model, trainer, data)
@@ -94,6 +96,7 @@ def test(config: DictConfig, run_dir: Path, results: Results, saved: Saved) -> P
         )
     results.notes += notes_of(trainer)
     results.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    results.cost = cost.summary()
     return saved.path
 
 
@@ -126,7 +129,7 @@ def written(run_dir: Path) -> list[Path]:
     return sorted(path for path in run_dir.glob("[!.]*") if path.name not in OF_EVERY_RUN)
 
 
-def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
+def _make_trainer(config: DictConfig, run_dir: Path, *more: pl.Callback) -> pl.Trainer:
     options: Any = OmegaConf.to_container(config.trainer, resolve=True)
     return new_trainer(
         options,
@@ -135,6 +138,7 @@ def _make_trainer(config: DictConfig, run_dir: Path) -> pl.Trainer:
             Census(),
             make_progress(),
             EvaluatedLosses(),
+            *more,
             *make_callbacks(config.callbacks).values(),
         ],
         default_root_dir=run_dir,

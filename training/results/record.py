@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,15 @@ from training import disk
 THROUGHPUT = (
     "samples_per_sec", "step_ms", "data_wait_fraction", "peak_memory_mb", "warmup_seconds"
 )  # fmt: skip
+
+
+def logged_costs(cost: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of all layers together that are known, as loggers name them."""
+    return {
+        f"cost/{name}": float(cost[name])
+        for name in ("multiplications", "unknown", "energy_pj")
+        if cost.get(name) is not None
+    }
 
 
 class Results:
@@ -40,6 +50,8 @@ class Results:
             ``peak_memory_mb`` of the steps that :class:`~hoconv.lightning.Throughput` counts, and
             ``warmup_seconds``, the time of the other steps; None where not measured.
         capture: what :meth:`~training.capture.steps.CapturedSteps.summary` returns.
+        cost: what :meth:`~training.callbacks.cost.Cost.summary` returns. The file has it where
+            there is any.
         identity: ``impl``, ``model``, ``data``, ``seed``.
         environment: versions, hardware, and under ``implementations`` that of each layer.
     """
@@ -61,14 +73,16 @@ class Results:
         self.notes: list[str] = []
         self.throughput: dict[str, float | None] = dict.fromkeys(THROUGHPUT)
         self.capture: dict[str, Any] = {}
+        self.cost: dict[str, Any] = {}
         self.environment = doctor.environment()
         self.identity = {"impl": impl, "model": model, "data": data, "seed": seed}
         self._overrides = overrides
         self._commit = self.environment.pop("commit")
 
     def summary(self) -> dict[str, float | None]:
-        """Metrics and throughput under the names by which they are logged."""
-        return self.metrics | {f"throughput/{name}": v for name, v in self.throughput.items()}
+        """Metrics, throughput and cost under the names by which they are logged."""
+        throughput = {f"throughput/{name}": value for name, value in self.throughput.items()}
+        return self.metrics | throughput | logged_costs(self.cost)
 
     def __enter__(self) -> Results:
         self.write()
@@ -109,6 +123,7 @@ class Results:
             "metrics": self.metrics,
             "throughput": self.throughput,
             "capture": self.capture,
+            **({"cost": self.cost} if self.cost else {}),
             "environment": self.environment,
             "commit": self._commit,
         }

@@ -1,5 +1,5 @@
 """The end of a sweep: a table of its jobs, sweep.json, and their loss curves in sweep.png, means of
-jobs that differ only in the seed."""
+jobs that differ only in the seed; energy.png where multipliers' energies are known."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from hoconv.tools.report.groups import group
+from hoconv.tools.report.groups import Group, group
 from hoconv.tools.report.losses import draw
 from hoconv.tools.report.runs import Run, read, varied
 from hoconv.tools.tables import print_table
@@ -22,8 +22,15 @@ from training import console, disk
 from training.configuration.checks import plain_errors
 from training.configuration.direction import check_directions
 from training.configuration.errors import MisconfigurationException
+from training.results import energy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DIGITS = 6  # significant, of a number in the table
+COSTS = {  # of a sample of an approximate network: columns, and the names in results.json
+    "multiplications": "multiplications", "of unknown energy": "unknown", "energy, pJ": "energy_pj",
+}  # fmt: skip
 MEASURED = {  # the columns of every sweep, and the names in results.json
     "ms per step": "step_ms", "samples/s": "samples_per_sec", "memory, MB": "peak_memory_mb",
 }  # fmt: skip
@@ -57,7 +64,12 @@ class SweepTable(Callback):
         best = _best(rows, objective, config.direction)
         print_table(console.stdout(), _table(rows, names, objective, best))
         disk.attempt(folder / "sweep.json", lambda: _write(rows, folder / "sweep.json"))
-        disk.attempt(folder / "sweep.png", lambda: _draw(jobs, folder / "sweep.png"))
+        groups = group(job for job in jobs if job.results["status"] == "finished")
+        disk.attempt(folder / "sweep.png", lambda: _draw(groups, folder / "sweep.png"))
+        tested = objective.replace("val/", "test/")
+        if points := _points(groups, tested):
+            chart = energy.draw(points, tested, config.direction == "maximize")
+            disk.attempt(folder / "energy.png", lambda: _save(chart, folder / "energy.png"))
         disk.settle()
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
         numbers: dict[tuple[str, str], list[int]] = {}
@@ -110,7 +122,8 @@ def _table(rows: list[dict[str, Any]], names: list[str], objective: str, best: i
     metrics = dict.fromkeys(name for row in rows for name in row if name.startswith("test/"))
     if any(objective in row for row in rows):
         metrics = {objective: None} | metrics
-    measured = (*metrics, *MEASURED)
+    costs = [name for name in COSTS if any(row.get(name) for row in rows)]
+    measured = (*metrics, *costs, *MEASURED)
     headings = _headings(names)
     table = Table("job", *headings, "status", title=f"Sweep (* the best {objective})")
     for column in measured:
@@ -118,7 +131,8 @@ def _table(rows: list[dict[str, Any]], names: list[str], objective: str, best: i
     for row in rows:
         mark = "*" if row["number"] == best else ""
         values = [_shorter(str(row["overrides"].get(name, ""))) for name in names]
-        shown = (_shown(row.get(name)) for name in measured)
+        unknown = {name: "unknown" for name in costs if name in row and row[name] is None}
+        shown = (unknown.get(name, _shown(row.get(name))) for name in measured)
         style = "bold" if mark else ""
         table.add_row(f"{row['number']}{mark}", *values, row["status"], *shown, style=style)
     return table
@@ -128,6 +142,17 @@ def _headings(names: list[str]) -> list[str]:
     """The last parts of names, where they differ; else the names."""
     last = [name.rpartition(".")[2] for name in names]
     return [name if last.count(end) > 1 else end for name, end in zip(names, last)]
+
+
+def _points(groups: list[Group], metric: str) -> list[energy.Point]:
+    """Returns groups of jobs whose energy is known, and the same part of it."""
+    found = []
+    for each in groups:
+        scores = [*each.metric(metric).values()]
+        cost = next((run.results.get("cost") for run in each.finished()), None)
+        if scores and cost and cost["energy_pj"] is not None:
+            found.append(energy.Point(each.label, cost["energy_pj"], cost["unknown"], scores))
+    return energy.comparable(found)
 
 
 def _order(folder: Path) -> tuple[int, str]:
@@ -149,17 +174,21 @@ def _job(folder: Path) -> Run:
 def _row(number: int, job: Run, objective: str) -> dict[str, Any]:
     metrics = job.results["metrics"].items()
     throughput = job.results["throughput"]
+    cost = job.results.get("cost", {})
     return {
         "number": number,
         "overrides": job.overrides,
         "status": job.results["status"],
         "error": job.results.get("error"),
         **{name: value for name, value in metrics if name.startswith("test/") or name == objective},
+        **{heading: cost[name] for heading, name in COSTS.items() if cost},
         **{heading: throughput.get(name) for heading, name in MEASURED.items()},
     }
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value or "")
 
 
@@ -171,10 +200,14 @@ def _shorter(text: str) -> str:
         return text
 
 
-def _draw(jobs: list[Run], path: Path) -> None:
-    figure = draw(group(job for job in jobs if job.results["status"] == "finished"))
+def _draw(groups: list[Group], path: Path) -> None:
+    figure = draw(groups)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize="small")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     with disk.replaced(path) as file:
         figure.savefig(file, format="png", dpi=150)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,7 @@ class ModelCost:
 def cost(
     model: nn.Module,
     *inputs: Any,
-    energies: Mapping[str | os.PathLike[str], float] | None = None,
+    energies: Mapping[Any, float] | None = None,
 ) -> ModelCost:
     """Counts the multiplications of convolutions and linear layers in one forward pass, and gives
     the energy that they take and the area of their multipliers, where these are known.
@@ -115,7 +114,7 @@ def cost(
     )
 
 
-def energy_by_text(energies: Mapping[str | os.PathLike[str], float]) -> dict[str, float]:
+def energy_by_text(energies: Mapping[Any, float]) -> dict[str, float]:
     """Returns the text of a multiplier, as :class:`LayerCost` has it -> energy of a multiplication.
 
     Raises: as :func:`cost`.
@@ -127,7 +126,10 @@ def energy_by_text(energies: Mapping[str | os.PathLike[str], float]) -> dict[str
                 f"energies: expected pJ of a multiplication by {str(key)!r}, a number above 0; got "
                 f"{energy!r}"
             )
-    return {str(find(key)): float(energy) for key, energy in energies.items()}
+    try:
+        return {str(find(key)): float(energy) for key, energy in energies.items()}
+    except ValueError as error:
+        raise ValueError(f"energies: {error}") from error
 
 
 def _counted(model: nn.Module) -> list[tuple[str, Any]]:
