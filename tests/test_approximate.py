@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +264,33 @@ def test_a_sweep_of_multipliers_ends_in_accuracy_against_energy(run, circuits, m
     assert not (
         run("-m", *SHORT, *FEW, "model=approx_cnn", "seed=1,2").folder / "energy.png"
     ).exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_end_in_a_picture_on_digits(tmp_path: Path) -> None:
+    page = (ROOT / "docs/use/approx_energy.md").read_text()
+    (block,) = re.findall(r"^## Four commands\n\n```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (digits,) = re.findall(r"`(data=digits [^`]*)`", page)
+    few = f"{digits} trainer.limit_train_batches=2 trainer=cpu logger=none"
+    for found, own in (
+        ("experiment=mnist_mbm", few),
+        ("python train.py", f"{sys.executable} {ROOT / 'train.py'}"),
+        ("python scripts", f"{sys.executable} {ROOT / 'scripts'}"),
+        ("python -c", f"{sys.executable} -c"),
+    ):
+        assert found in block
+        block = block.replace(found, own)
+    (tmp_path / "evo").mkdir()
+    for name, power in (("mul8s_1KV6", 0.4), ("mul8s_T", 0.3)):
+        (tmp_path / "evo" / f"{name}.c").write_text(
+            f"// PDK45_PWR = {power} mW\n// PDK45_DELAY = 1.5 ns\n#include <stdint.h>\n"
+            f"int16_t {name}(int8_t a, int8_t b) {{ return (int16_t)a * b; }}\n"
+        )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        ["bash", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "{'PDK45_PWR': 0.4, 'PDK45_DELAY': 1.5}" in done.stdout
+    assert (tmp_path / "multirun" / "evo" / "energy.png").exists()
+    assert "energy, pJ" in done.stdout
