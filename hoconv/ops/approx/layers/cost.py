@@ -77,7 +77,7 @@ class ModelCost:
             for name, count, energy, multiplier in rows
         ]
         left_out = f"without {self.unknown:,} of unknown energy" if self.unknown else "in all"
-        return "\n".join(lines[:-1]) + f"\n{lines[-1]}  {left_out}"
+        return "\n".join([*lines[:-1], f"{lines[-1]}  {left_out}"])
 
 
 def cost(
@@ -163,15 +163,21 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, int]:
 
 @contextlib.contextmanager
 def _exact_products(layers: Mapping[nn.Module, int]) -> Iterator[None]:
-    """Lets approximate layers compute what those of PyTorch do."""
-    approximate: list[Any] = [e for e in layers if isinstance(e, ApproxConv2d | ApproxLinear)]
-    for layer in approximate:
-        plain = nn.Conv2d if isinstance(layer, ApproxConv2d) else nn.Linear
-        layer.forward = functools.partial(plain.forward, layer)
+    """Lets approximate layers compute what those of PyTorch do, unless their forward is of a
+    user."""
+    plain = {ApproxConv2d.forward: nn.Conv2d.forward, ApproxLinear.forward: nn.Linear.forward}
+    own = (ApproxConv2d, ApproxLinear)
+    replaced: list[Any] = [
+        layer
+        for layer in layers
+        if isinstance(layer, own) and type(layer).forward in plain and "forward" not in vars(layer)
+    ]
+    for layer in replaced:
+        layer.forward = functools.partial(plain[type(layer).forward], layer)
     try:
         yield
     finally:
-        for layer in approximate:
+        for layer in replaced:
             del layer.forward
 
 

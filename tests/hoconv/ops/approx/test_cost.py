@@ -118,6 +118,13 @@ def test_a_model_is_left_as_it_was() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_forward_of_a_user_is_called_and_kept() -> None:
+    layer = approx.ApproxLinear(4, 4)
+    layer.forward = own = lambda input: input[:, :3]
+    assert approx.cost(layer, torch.ones(1, 4)).multiplications == 12
+    assert layer.forward is own
+
+
 def test_layers_are_counted_that_a_fused_kernel_or_a_compiled_program_would_not_call() -> None:
     encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True).eval()
     found = approx.cost(encoder, torch.ones(1, 3, 4))
