@@ -256,6 +256,7 @@ def test_a_sweep_of_multipliers_ends_in_accuracy_against_energy(run, circuits, m
     assert table.replace("of unknown energy", "").count("unknown") == 2  # of mbm16
     ((points, metric, rises),) = drawn
     assert (metric, rises) == ("test/accuracy", True)
+    assert [point.label for point in points] == ["mul4u_a.c", "mul4u_b.c"]
     assert [point.energy for point in points] == energies[:2]
     assert [sorted(point.scores) for point in points] == [
         sorted(row["test/accuracy"] for row in rows[i::3]) for i in range(2)

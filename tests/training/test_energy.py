@@ -32,6 +32,11 @@ def test_a_line_joins_those_that_none_is_better_than_at_less_energy(rises, front
     assert "unknown" not in panel.get_xlabel()
 
 
+def test_a_long_label_leaves_room_for_the_panel(tmp_path) -> None:
+    named = [point._replace(label=300 * point.label) for point in (A, B)]
+    draw(named, "test/accuracy", True).savefig(tmp_path / "energy.png")
+
+
 def test_the_axis_says_what_is_left_out() -> None:
     (panel,) = draw([D], "test/accuracy", True).axes
     assert "without 70 of unknown energy" in panel.get_xlabel()

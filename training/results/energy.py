@@ -48,11 +48,18 @@ def draw(points: Sequence[Point], metric: str, rises: bool) -> Figure:
 
     figure, ((panel,),) = grid(1, 1)
     front: list[tuple[float, float]] = []
+    energies = [point.energy for point in points]
+    middle = (min(energies) + max(energies)) / 2
     for point in sorted(points, key=lambda point: point.energy):
         joules, mean = point.energy * 1e-12, statistics.fmean(point.scores)
         span = [[mean - min(point.scores)], [max(point.scores) - mean]]
         panel.errorbar([joules], [mean], span, fmt="o", color=COLOURS[5], capsize=3)
-        panel.annotate(point.label, (joules, mean), (4, 4), textcoords="offset points", fontsize=8)
+        side = "right" if point.energy > middle else "left"  # inside the panel
+        label = panel.annotate(
+            point.label, (joules, mean), (-4 if side == "right" else 4, 4), fontsize=8, ha=side,
+            textcoords="offset points",
+        )  # fmt: skip
+        label.set_in_layout(False)  # a long one would leave no room for the panel
         if not front or (mean > front[-1][1] if rises else mean < front[-1][1]):
             front.append((joules, mean))
     panel.plot(*zip(*front), color=COLOURS[0], drawstyle="steps-post", zorder=0)

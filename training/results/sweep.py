@@ -151,7 +151,8 @@ def _points(groups: list[Group], metric: str) -> list[energy.Point]:
         scores = [*each.metric(metric).values()]
         cost = next((run.results.get("cost") for run in each.finished()), None)
         if scores and cost and cost["energy_pj"] is not None:
-            found.append(energy.Point(each.label, cost["energy_pj"], cost["unknown"], scores))
+            label = " ".join(Path(value).name for value in each.settings.values()) or each.label
+            found.append(energy.Point(label, cost["energy_pj"], cost["unknown"], scores))
     return energy.comparable(found)
 
 
