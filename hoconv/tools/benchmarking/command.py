@@ -1,7 +1,8 @@
 """Times the implementations of operators: ``hoconv benchmark [OPERATOR ...]``.
 
 Values are new before every timed call, and results of some calls, chosen at random, are compared
-with the reference's: a contender that is wrong loses its times.
+with the reference's: a contender that is wrong loses its times. So does one that leaves the device
+unusable, as an illegal memory access does; another process then measures the rest.
 It also times ``torch.compile`` of the reference, but where the declaration says that this takes
 many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
@@ -48,9 +49,10 @@ Writes, and draws beside it where matplotlib is installed::
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +71,7 @@ from hoconv.tools.benchmarking.measurement import (
     OUT_OF_MEMORY,
     REPEATS,
     Contender,
+    DeviceLost,
     copy_bandwidth,
     matmul_peak,
     memory_limit,
@@ -77,7 +80,7 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
-from hoconv.tools.benchmarking.processes import per_read
+from hoconv.tools.benchmarking.processes import Elsewhere, per_read
 from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
@@ -226,17 +229,10 @@ def measure(
 
     Yields the contents of its JSON after each size, with the rows so far.
     """
-    device = torch.device(device_type)
-    repeats = REPEATS[device_type]
-    functions, unavailable = timed_functions(operator, device_type)
-    makers = operator.benchmark.calls(arguments.grid, arguments.sizes)
-    if arguments.grid:
-        # What auto takes is the last that is available.
-        functions = {name: functions[name] for name in (COMPILED, [*functions][-1])}
-    if arguments.quick:
-        makers, repeats = dict(itertools.islice(makers.items(), 1)), 3
-    bandwidth = copy_bandwidth(device, repeats)
-    peak = matmul_peak(device, dtype, False, repeats)
+    options = arguments.grid, arguments.quick, arguments.sizes
+    calls = _Calls(operator, device_type, dtype, *options)
+    bandwidth = copy_bandwidth(calls.device, calls.repeats)
+    peak = matmul_peak(calls.device, dtype, False, calls.repeats)
     rows: list[dict[str, Any]] = []
     contents = {
         "method": method(APART, [device_type]) + VERIFIED,
@@ -247,32 +243,89 @@ def measure(
         "axis": operator.benchmark.axis,
         "copy_gb_per_s": bandwidth / 1e9,
         "matmul_tflop_per_s": peak / 1e12,
-        "unavailable": unavailable,
+        "unavailable": calls.unavailable,
         "rows": rows,
     }
     title = f"{operator.name} {device_type} {dtype_name(dtype)}"
-    steps = len(makers) * len(functions) * (repeats + 1)
-    with (
-        Progress(console=Console(stderr=True)) as progress,
-        memory_limit(device_type),
-        temporarily(torch.backends.cudnn, allow_tf32=False),  # float32 is timed as float32
-    ):
+    steps = len(calls.makers) * len(calls.functions) * (calls.repeats + 1)
+    elsewhere = functools.partial(Elsewhere, _measure_one, operator.name, device_type, dtype,
+                                  *options, bandwidth, peak)  # fmt: skip
+    with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=steps)
-        for size, make in makers.items():
-            sample = make(device, dtype)
+
+        def here(size: Any, errors: dict[str, str]) -> list[dict[str, Any]]:
+            def say(contender: Contender) -> None:
+                progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
+
+            return calls.measure(size, errors, bandwidth, peak, say)
+
+        other: Elsewhere | None = (
+            None  # the process in which calls are measured, if not in this one
+        )
+        for number, size in enumerate(calls.makers):
+            errors: dict[str, str] = {}
+            done = False
+            while not done:
+                try:
+                    rows += (other or here)(size, errors)
+                    done = True
+                except DeviceLost as lost:
+                    errors[lost.contender] = lost.reason
+                    if other:
+                        other.close()
+                    other = elsewhere()
+            yield contents
+            progress.update(task, completed=steps * (number + 1) // len(calls.makers))
+        progress.update(task, completed=steps, description=title)
+    if other:
+        other.close()
+
+
+class _Calls:
+    """The calls of a record in this process: how to make their samples, and what computes them."""
+
+    def __init__(
+        self, operator: Operator, device_type: str, dtype: torch.dtype, grid: bool, quick: bool,
+        sizes: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        self.operator, self.dtype, self.device = operator, dtype, torch.device(device_type)
+        self.repeats = REPEATS[device_type]
+        self.functions, self.unavailable = timed_functions(operator, device_type)
+        self.makers = operator.benchmark.calls(grid, sizes)
+        if grid:
+            # What auto takes is the last that is available.
+            names = COMPILED, [*self.functions][-1]
+            self.functions = {name: self.functions[name] for name in names}
+        if quick:
+            self.makers, self.repeats = dict(itertools.islice(self.makers.items(), 1)), 3
+
+    def measure(
+        self, size: Any, errors: dict[str, str], bandwidth: float, peak: float,
+        say: Callable[[Contender], None],
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Returns the rows of a call, those of contenders in `errors` without being run.
+
+        Raises:
+            DeviceLost: as :func:`take_turns`.
+        """
+        operator, device = self.operator, self.device
+        with (
+            memory_limit(device.type),
+            temporarily(torch.backends.cudnn, allow_tf32=False),  # float32 is timed as float32
+        ):
+            sample = self.makers[size](device, self.dtype)
             torch.compiler.reset()
             contenders = [
                 Contender(name, function, sample)
-                for name, function in functions.items()
+                for name, function in self.functions.items()
                 if name != COMPILED or operator.benchmark.compiles(sample)
             ]
-
-            def say(contender: Contender, size: Any = size) -> None:
-                progress.update(task, advance=1, description=f"{title} {size}: {contender.name}")
-
-            turn = Verified(operator, sample, dtype)
-            least_memory = take_turns(contenders, turn, device, repeats, say)
+            for contender in contenders:
+                contender.error = errors.get(contender.name)
+            turn = Verified(operator, sample, self.dtype)
+            least_memory = take_turns(contenders, turn, device, self.repeats, say)
             cost = operator.cost(sample)
+            rows = []
             for contender in contenders:
                 times = contender.times_ms
                 rows.append({
@@ -291,8 +344,17 @@ def measure(
                     "compared": turn.compared.get(contender.name, 0),
                     "error": contender.error,
                 })  # fmt: skip
-            yield contents
-        progress.update(task, completed=steps, description=title)
+        return rows
+
+
+def _measure_one(
+    name: str, device_type: str, dtype: torch.dtype, grid: bool, quick: bool,
+    sizes: Sequence[int] | None, bandwidth: float, peak: float, size: Any, errors: dict[str, str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Returns the rows of a call that is measured in a process of its own, as `_Calls.measure`."""
+    operators()  # imports the package that declares it
+    calls = _Calls(find(name), device_type, dtype, grid, quick, sizes)
+    return calls.measure(size, errors, bandwidth, peak, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,19 @@ class Contender:
         )
 
 
+class DeviceLost(RuntimeError):
+    """A contender left the device unusable for this process, as an illegal memory access does.
+
+    Attributes:
+        contender: its name.
+        reason: what was raised.
+    """
+
+    def __init__(self, contender: str, reason: str) -> None:
+        super().__init__(contender, reason)  # as it is pickled
+        self.contender, self.reason = contender, reason
+
+
 def differentiable_leaves(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output, which is one or a pytree of them."""
     return [t for t in tree_leaves(output) if is_floating(t)]
@@ -154,8 +167,13 @@ def take_turns(
         say: called with a contender before it runs: ``1 + repeats`` times at most.
         enough_s: seconds of measured calls of a contender after which `LEAST_REPEATS` suffice.
 
+    Contenders that have an error are left out.
+
     Returns:
         The bytes of the output and the gradients; None where no contender could run.
+
+    Raises:
+        DeviceLost: nothing can be measured in this process any more.
     """
     flush = torch.rand(FLUSH_BYTES // 4, device=device)
     grads: dict[Any, Tensor] = {}  # one for each layout of each tensor of the outputs
@@ -185,13 +203,17 @@ def take_turns(
 
     def attempt(contender: Contender, action: Callable[[Contender], None]) -> None:
         say(contender)
-        contender.error = failure(lambda: action(contender))
+        try:
+            contender.error = failure(lambda: action(contender))
+        except torch.AcceleratorError as error:  # not even memory can be freed
+            raise DeviceLost(contender.name, str(error).partition("\n")[0]) from error
         if contender.error:
             contender.times_ms.clear()
             contender.extra_memory = None
 
     for contender in contenders:
-        attempt(contender, prepare)
+        if not contender.error:
+            attempt(contender, prepare)
     while waiting := [c for c in contenders if not c.is_done(repeats, enough_s)]:
         for contender in waiting:
             attempt(contender, measure)

@@ -1,4 +1,5 @@
-"""Times implementations again, in further processes, one after the other.
+"""Measuring in other processes: implementations again, in one process after the other, and what is
+left to measure where a process has lost its device.
 
 Equal code takes other times in another process, which holds its memory in other places, and while
 others use the machine; more turns in one process do not show by how much. So a process is one
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -31,6 +32,26 @@ from hoconv.tools.benchmarking.measurement import (
 )
 
 WAYS = ("forward", "backward")
+
+
+class Elsewhere:
+    """Calls a function in a process of its own, one and the same for all calls.
+
+    Args:
+        function: of a module, and the first of its arguments; all can be pickled.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = functools.partial(function, *args)
+        # A fork would have no device either.
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._pool.submit(self._call, *args).result()
+
+    def close(self) -> None:
+        """Ends the process, which frees what it has of the device's memory."""
+        self._pool.shutdown()
 
 
 def per_read(

@@ -182,6 +182,33 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(
     assert "greedy at 256: out of memory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_where_a_contender_loses_the_device_another_process_measures_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = measurement.failure
+    calls = 0
+
+    def lose(action: Callable[[], Any]) -> str | None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # of the second contender in this process
+            raise torch.AcceleratorError("an illegal memory access\nand more")
+        return failure(action)
+
+    monkeypatch.setattr(measurement, "failure", lose)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    argv = ["dynamic_conv1d", "--device", "cpu", "--out", str(tmp_path), "--quick"]
+    assert cli.main(["benchmark", *argv]) == 0
+    record = json.loads((tmp_path / "op_dynamic_conv1d_cpu_float32.json").read_text())
+    errors = {row["contender"]: row["error"] for row in record["rows"]}
+    second = [*errors][1]
+    assert {each for each in errors if errors[each]} == {second}
+    assert errors[second] == "an illegal memory access"
+    assert calls == 2  # the others were measured elsewhere
+    assert all(row["error"] or row["forward"]["median_ms"] > 0 for row in record["rows"])
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_a_contender_that_keeps_results_loses_its_times(
