@@ -46,6 +46,7 @@ def _random_call(dtype: torch.dtype) -> tuple[str, Tensor, Tensor, dict[str, Any
     }
     if dense and random.random() < 0.5:  # taps that are aligned for loads of several pixels
         options["dilation"] = options["dilation"][0], random.choice([4, 8, 16])
+        options["kernel_size"] = options["kernel_size"][0], random.randint(1, 3)
     options["padding"] = random.choice(["zeros", "replicate", "valid"])
     taps = math.prod(options["kernel_size"])
     window = Window.of(taps, **options)
