@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.layers.quantization import WeightScales, is_per_channel
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 
 _KINDS = {
@@ -53,6 +54,7 @@ def convert(
     *,
     skip_first: bool = False,
     gradient: Gradient | None = None,
+    weight_scales: WeightScales = "tensor",
     impl: str = "auto",
 ) -> Conversion:
     """Replaces convolutions and linear layers of a model, in place, by approximate ones.
@@ -75,6 +77,7 @@ def convert(
         skip_first: leave the first layer, in the order of the model's modules.
         gradient, impl: as for :class:`hoconv.ApproxConv2d`, of all replaced layers. One that was
             approximate gets them too, and has to see the range of its input again.
+        weight_scales: as for :class:`hoconv.approx.TableConv2d`, of multipliers of integers.
 
     Raises:
         ValueError: a pattern fits no layer; an argument that the layers refuse.
@@ -88,6 +91,7 @@ def convert(
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"multipliers: expected patterns that are strings, got {pattern!r}")
+    per_channel = is_per_channel(weight_scales)
     found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
     layers: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -115,7 +119,10 @@ def convert(
         if why or multiplier is None:
             done.left |= dict.fromkeys(own_names, str(why))
             continue
-        made |= dict.fromkeys(own_names, _make(layer, multiplier, gradient, impl))
+        replacement = _make(layer, multiplier, gradient, impl)
+        if replacement.quantizer is not None:
+            replacement.quantizer.per_channel = per_channel
+        made |= dict.fromkeys(own_names, replacement)
         done.replaced |= dict.fromkeys(own_names, str(multiplier))
     for name, layer in made.items():  # after all errors
         parent, _, own = name.rpartition(".")
@@ -174,7 +181,7 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 def _make(
     layer: nn.Module, multiplier: AnyMultiplier, gradient: Gradient | None, impl: str
-) -> nn.Module:
+) -> ApproxConv2d | ApproxLinear:
     options: Any = {"multiplier": multiplier, "gradient": gradient, "impl": impl}
     made: ApproxConv2d | ApproxLinear
     with torch.random.fork_rng(devices=[]):  # its own parameters are drawn, and go

@@ -1,9 +1,10 @@
 """Products of tensors with affine quantisation to 2 to 8 bits, by a look-up table.
 
 A real number x is scale * (q - zero_point), q an integer of the table, with one scale and one zero
-point per tensor. The range always includes 0, which has an exact q. Gradients are those of the
-product of the quantised numbers, exact or by a table of derivatives, and zero for numbers out of
-range.
+point per tensor; or, of a weight, with a scale for each channel of the output and a zero point in
+the middle of the integers. The range always includes 0, which has an exact q. Gradients are those
+of the product of the quantised numbers, exact or by a table of derivatives, and zero for numbers
+out of range.
 
 B batch, C channels of the input, O of the output, G groups, R x S the kernel; N columns of a matrix
 product, K what it sums over.
@@ -27,6 +28,7 @@ from hoconv.ops.approx.table_gradients.choice import choose
 from hoconv.ops.approx.tables import LookupTable
 
 Observed = Literal["minmax", "moving_average"]
+WeightScales = Literal["tensor", "channel"]
 
 
 class Observer(nn.Module):
@@ -90,17 +92,36 @@ def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor
     return scale, zero_point.int()
 
 
+def symmetric(weight: Tensor, bits: int, signed: bool) -> tuple[Tensor, int]:
+    """Returns the scales (O,), float32, with which integers of so many bits cover the largest
+    number of each channel, either sign, and their zero point."""
+    lowest, highest = limits(bits, signed)
+    zero_point = (lowest + highest + 1) // 2
+    largest = weight.detach().flatten(1).abs().amax(1)
+    scales = (largest / (highest - zero_point)).clamp(min=torch.finfo(torch.float32).tiny)
+    return scales, zero_point
+
+
+def is_per_channel(weight_scales: WeightScales) -> bool:
+    """Returns whether a weight has a scale for each channel; raises ValueError for other words."""
+    if weight_scales not in ("tensor", "channel"):
+        raise ValueError(f"weight_scales: expected 'tensor' or 'channel', got {weight_scales!r}")
+    return weight_scales == "channel"
+
+
 class Quantizer(nn.Module):
     """Quantises the input and the weight of a layer; tracks the input's range in training.
 
     Attributes:
         table: the multiplier.
         gradient: what the layer's gradient was chosen to be; see :func:`choose`.
+        per_channel: whether the weight has a scale for each channel of the output.
     """
 
     def __init__(self, table: LookupTable, gradient: Any = "ste") -> None:
         super().__init__()
         self.table = table
+        self.per_channel = False
         self.input = Observer()
         self.choose_gradient(gradient)
 
@@ -116,13 +137,19 @@ class Quantizer(nn.Module):
         is_pair = isinstance(gradient, tuple) and len(gradient) == 2
         return is_pair and gradient[0] is chosen[0] and gradient[1] is chosen[1]
 
-    def grids(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
-        """Returns both operands quantised, and what an op is told about them: scales and zero
-        points, products, derivatives, and whether they are signed."""
-        x, weight, of_x, of_weight = self(x, weight)
+    def grids(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, list[Any], Tensor | None]:
+        """Returns both operands quantised; what an op is told about them: scales and zero points,
+        products, derivatives, and whether they are signed; and, if the weight has several scales,
+        these: then what is returned of it has the scale 1, so that sums of products are to be
+        multiplied by them."""
+        x, weight, of_x, (scale, zero_point) = self(x, weight)
+        scales = None
+        if self.per_channel:
+            scales, scale = scale, torch.ones_like(scale[0])
+            weight = weight / scales.view(-1, *[1] * (weight.dim() - 1))
         terms = [each and each.on(x.device) for each in self._derivatives]
-        products = self.table.on(x.device)
-        return x, weight, [*of_x, *of_weight, products, *terms, self.table.signed]
+        grids = [*of_x, scale, zero_point, self.table.on(x.device), *terms, self.table.signed]
+        return x, weight, grids, scales
 
     def ops(self, x: Tensor, K: int, impl: str) -> Ops:
         """Returns the ops of an implementation that sums K products.
@@ -148,13 +175,14 @@ class Quantizer(nn.Module):
             self._check_range()
         signed, (bits_of_x, bits_of_weight) = self.table.signed, self.table.bits
         of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
-        of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
-        return (
-            self._quantize(x, *of_x, bits_of_x),
-            self._quantize(weight, *of_weight, bits_of_weight),
-            of_x,
-            of_weight,
-        )
+        x = self._quantize(x, *of_x, bits_of_x)
+        if not self.per_channel:
+            of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
+            return x, self._quantize(weight, *of_weight, bits_of_weight), of_x, of_weight
+        scales, zero_point = symmetric(weight, bits_of_weight, signed)
+        zero_points = torch.full_like(scales, zero_point, dtype=torch.int32)
+        weight = self._quantize(weight, scales, zero_points, bits_of_weight)
+        return x, weight, of_x, (scales, zero_points[0])
 
     def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
         if has_tangent(x) or has_tangent(weight):
@@ -181,6 +209,8 @@ class Quantizer(nn.Module):
             return x.clone()
         grid = limits(bits, self.table.signed)
         try:
+            if scale.dim():
+                return torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, *grid)
             return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
         except NotImplementedError as error:  # forward mode around reverse mode
             if "forward AD" not in str(error):
@@ -199,9 +229,10 @@ def quantized_conv2d(
 
     Returns: (B, O, OH, OW), float32.
     """
-    x, weight, grids = quantizer.grids(x, weight)
+    x, weight, grids, scales = quantizer.grids(x, weight)
     ops = quantizer.ops(x, math.prod(weight.shape[1:]), impl)
-    return ops.table_conv2d(x, weight, *grids, *windows, groups)
+    out = ops.table_conv2d(x, weight, *grids, *windows, groups)
+    return out if scales is None else out * scales.view(-1, 1, 1)
 
 
 def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str) -> Tensor:
@@ -209,7 +240,8 @@ def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str)
 
     Returns: (..., N), float32.
     """
-    x, weight, grids = quantizer.grids(x, weight)
+    x, weight, grids, scales = quantizer.grids(x, weight)
     rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
     out = quantizer.ops(x, x.shape[-1], impl).table_product(rows, weight.mT[None], *grids)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    out = out.reshape(*x.shape[:-1], weight.shape[0])
+    return out if scales is None else out * scales

@@ -6,7 +6,13 @@ from typing import Any
 
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
-from hoconv.ops.approx.layers.quantization import Observed, Observer, Quantizer
+from hoconv.ops.approx.layers.quantization import (
+    Observed,
+    Observer,
+    Quantizer,
+    WeightScales,
+    is_per_channel,
+)
 from hoconv.ops.approx.tables import LookupTable
 
 
@@ -19,6 +25,8 @@ class TableConv2d(ApproxConv2d):
         table: the table of products. Its first operand is the input, its second the weight.
         observer, momentum: how the input's range is tracked; as for :class:`Observer`. The weight's
             range is computed in every call.
+        weight_scales: ``"tensor"``: one scale and one zero point for the weight; ``"channel"``: a
+            scale for each channel of the output, and the zero point in the middle of the integers.
         gradient: as for :class:`hoconv.ApproxConv2d`, of a multiplier of integers.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
             convolution is a matrix product of unfolded windows.
@@ -37,6 +45,7 @@ class TableConv2d(ApproxConv2d):
         table: LookupTable,
         observer: Observed = "moving_average",
         momentum: float = 0.01,
+        weight_scales: WeightScales = "tensor",
         gradient: Gradient = "ste",
         impl: str = "auto",
         stride: int | tuple[int, int] = 1,
@@ -51,6 +60,7 @@ class TableConv2d(ApproxConv2d):
             multiplier=table, gradient=gradient, impl=impl, device=device,
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
+        self.quantizer.per_channel = is_per_channel(weight_scales)
 
 
 class TableLinear(ApproxLinear):
@@ -58,7 +68,7 @@ class TableLinear(ApproxLinear):
 
     Args:
         in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
-        table, observer, momentum, gradient, impl: as for :class:`TableConv2d`.
+        table, observer, momentum, weight_scales, gradient, impl: as for :class:`TableConv2d`.
 
     Shape, state and errors: as of :class:`hoconv.ApproxLinear`.
     """
@@ -73,6 +83,7 @@ class TableLinear(ApproxLinear):
         table: LookupTable,
         observer: Observed = "moving_average",
         momentum: float = 0.01,
+        weight_scales: WeightScales = "tensor",
         gradient: Gradient = "ste",
         impl: str = "auto",
         bias: bool = True,
@@ -83,3 +94,4 @@ class TableLinear(ApproxLinear):
             device=device,
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
+        self.quantizer.per_channel = is_per_channel(weight_scales)

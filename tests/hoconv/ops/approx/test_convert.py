@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -181,12 +182,27 @@ def test_a_multiplier_of_integers_quantises() -> None:
     assert "3.quantizer.input.least" in network.state_dict()
 
 
+def test_the_weights_of_integers_get_the_scales_that_are_named() -> None:
+    network, images = make_network(), make_images()
+    table = approx.multiplier(lambda a, b: a * b, bits=4, signed=True)
+    last: Any = network[5]
+    last.weight.data[0] *= 100  # the other rows are then zeros of one scale
+    expected = network(images)
+    errors = {}
+    for scales in ("tensor", "channel"):
+        other = copy.deepcopy(network)
+        approx.convert(other, {"5": table, "*": "exact"}, weight_scales=scales, impl="reference")
+        errors[scales] = (other(images) - expected)[:, 1:].norm()
+    assert errors["channel"] < 0.5 * errors["tensor"]
+
+
 @pytest.mark.parametrize(
     ("multipliers", "options", "message"),
     [
         ({"features": "exact"}, {}, r"multipliers: 'features' fits no layer; layers are 0, 3, 5"),
         ({"0": "exakt"}, {}, "multiplier"),
         ("exakt", {}, "multiplier"),
+        ("exact", {"weight_scales": "row"}, "weight_scales: expected 'tensor' or 'channel'"),
         ({"0": "mbm16", "*": "lmul"}, {"gradient": "analytic"}, "gradient"),
         ("exact", {"impl": "cudnn"}, "impl"),
         ({}, {}, "multipliers: expected a multiplier, or patterns with some; got none"),

@@ -359,6 +359,79 @@ def test_linear_with_the_exact_table_multiplies_quantised_numbers(
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@everywhere
+@signs
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "groups": 2}])
+def test_a_weight_may_have_a_scale_for_each_channel(
+    variant: Variant, signed: bool, bits: int, options: Any
+) -> None:
+    values = np.arange(256)[:, None], np.arange(1 << bits)
+    if signed:
+        values = [np.where(v < v.size // 2, v, v - v.size) for v in values]
+    a, b = values
+    products = a * b + (a ^ b) % 3  # no exact ones
+    table = LookupTable(products, signed=signed)
+    layer = TableConv2d(4, 6, 3, table=table, observer="minmax", weight_scales="channel",
+                        bias=False, impl=variant.impl, **options).to(variant.device)  # fmt: skip
+    with torch.no_grad():
+        layer.weight *= torch.tensor([1e-3, 1, 7, 0, 0.3, 50], device=variant.device).view(
+            6, 1, 1, 1
+        )
+    x = torch.randn(2, 4, 7, 6, device=variant.device).requires_grad_()
+    out = layer(x)
+
+    # The definition, of integers in float64.
+    lowest = -(1 << bits - 1) if signed else 0
+    zero = lowest + (1 << bits - 1)
+    w = layer.weight.detach()
+    scale = w.abs().amax((1, 2, 3), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = scale / ((1 << bits - 1) - 1)
+    qw = ((w / scale).round() + zero).clamp(lowest, lowest + (1 << bits) - 1)
+    least, most = (x.detach().min().clamp(max=0), x.detach().max().clamp(min=0))
+    of_x = (most - least) / 255
+    first = -128 if signed else 0
+    zero_x = (first - least / of_x).round().clamp(first, first + 255)
+    qx = ((x.detach() / of_x).round() + zero_x).clamp(first, first + 255)
+    o = {"stride": 1, "padding": 0, "groups": 1} | options
+    p, G = o["padding"], o["groups"]
+    padded = nn.functional.pad(qx, (p, p, p, p), value=zero_x.item())
+    windows = padded.unfold(2, 3, o["stride"]).unfold(3, 3, o["stride"])
+    windows = windows.reshape(2, G, 4 // G, *windows.shape[2:])[:, :, None]
+    kernels = qw.view(1, G, 6 // G, 4 // G, 1, 1, 3, 3)
+    look_up = torch.tensor(products, device=x.device, dtype=torch.float64)
+    found = look_up[windows.long() % 256, kernels.long() % (1 << bits)]
+    terms = found - zero * windows - zero_x * kernels + zero_x * zero
+    exact = terms.double().sum((3, 6, 7)).flatten(1, 2) * (of_x * scale.view(-1, 1, 1)).double()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+    # The gradient is that of the product of the quantised numbers.
+    x_grid, w_grid, *_ = layer.eval().quantizer(x, layer.weight)
+    torch.testing.assert_close(w_grid, (qw - zero) * scale)
+    straight = nn.functional.conv2d(
+        x_grid, w_grid, None, layer.stride, layer.padding, layer.dilation, layer.groups
+    )  # pyright: ignore
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (x, layer.weight), grad)
+    wanted = torch.autograd.grad(straight, (x, layer.weight), grad)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+def test_scales_of_a_weight_are_of_the_tensor_or_of_channels() -> None:
+    with pytest.raises(ValueError, match=r"^weight_scales: expected 'tensor' or 'channel', got 8"):
+        TableLinear(2, 1, table=exact(True), weight_scales=8)  # pyright: ignore
+    layer = TableLinear(5, 3, table=exact(True), weight_scales="channel")
+    x = torch.randn(7, 5)
+    out = layer(x)
+    x_grid, weight, *_ = layer.eval().quantizer(x, layer.weight)
+    largest = layer.weight.abs().amax(1)
+    assert torch.equal(weight.abs().amax(1), largest)
+    expected = nn.functional.linear(x_grid, weight, layer.bias)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
 def test_products_are_the_tables_first_operand_the_input() -> None:
     products = np.zeros((256, 256), int)
     products[255, :] = 1000  # the largest input
