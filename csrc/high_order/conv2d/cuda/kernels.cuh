@@ -1,7 +1,7 @@
 // How the tuned CUDA kernels of the high-order convolution cut their work, and how a thread loads
 // its pixels.
 //
-// The first of these that takes a call computes it: the kernels of bands.cuh, staged.cuh,
+// The first of these that takes a call computes it: the kernels of bands/, staged.cuh,
 // aligned.cuh, the `tuned` ones, and those of general.cuh, which take everything. A border that
 // repeats pixels is zeros for the last three; border.cuh then writes what reads it.
 //
@@ -33,7 +33,7 @@ namespace hoconv::high_order::conv2d {
 Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, const Problem& p);
 Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const Problem& p);
 
-// Launch the kernels of banded.cuh where they take a call; return whether they do.
+// Launch the kernels of bands/ where they take a call; return whether they do.
 template <bool Adjoint>
 bool apply_from_bands(const Tensor& source, const Tensor& weight, Tensor& out, const Problem& p,
                       cudaStream_t stream);

@@ -13,7 +13,7 @@ from hoconv.jit import cache, compilers, headers
 
 _SOURCES = [
     f"high_order/conv2d/cuda/{name}.cu"
-    for name in ("banded", "forward", "grad_input", "grad_weight")
+    for name in ("bands/banded", "forward", "grad_input", "grad_weight")
 ]
 _INSTRUCTIONS = "high_order/tensor_cores.cuh"  # which gpu.h has
 _INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)

@@ -12,7 +12,7 @@
 // B batch, C channels, G groups of channels.
 #pragma once
 
-#include "high_order/conv2d/cuda/bands.cuh"
+#include "high_order/conv2d/cuda/bands/bands.cuh"
 
 namespace hoconv::high_order::conv2d {
 

@@ -2,7 +2,7 @@
 
 #include <optional>
 
-#include "high_order/conv2d/cuda/banded.cuh"
+#include "high_order/conv2d/cuda/bands/banded.cuh"
 #include "high_order/conv2d/cuda/staged.cuh"
 #include "hoconv/blocks.h"
 
