@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,16 +14,28 @@ from hoconv.dispatch.registration.eager import Op
 NOTHING = nullcontext()  # takes longer to make than to enter
 
 
-def autocast(device_type: str, *tensors: Any) -> tuple[Any, ...]:
-    """Casts tensors, or None, where autocast is on, as it casts a convolution's inputs: float64
-    stays."""
-    if not autocasts(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
-        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
-        for t in tensors
-    )
+@overload
+def autocast(device_type: str, tensor: Any, /) -> Any: ...
+@overload
+def autocast(device_type: str, first: Any, second: Any, /, *others: Any) -> tuple[Any, ...]: ...
+def autocast(device_type: str, *tensors: Any) -> Any:
+    """Casts tensors where autocast is on, as it casts a convolution's inputs.
+
+    Args:
+        device_type: of the tensors.
+        tensors: of any shape and dtype, or None. Floating-point tensors are cast to autocast's
+            dtype, but for those of float64.
+
+    Returns:
+        A tensor, or None, for a single one; a tuple for several.
+    """
+    if autocasts(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple(
+            t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
+            for t in tensors
+        )
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def autocasts(device_type: str) -> bool:
@@ -55,7 +67,7 @@ def _register_autocast(
     key = f"Autocast{device_type.upper()}"
 
     def cast(keyset: Any, *args: Any) -> Tensor:
-        args = tree_map_only(Tensor, lambda t: autocast(device_type, t)[0], args)
+        args = tree_map_only(Tensor, lambda t: autocast(device_type, t), args)
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return op(*args)

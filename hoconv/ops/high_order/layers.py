@@ -171,7 +171,7 @@ class HighOrderConv2d(FixedAttributes):
         if not _computes_as_made(self.generator, self.stride):
             return "its generator has hooks, or is no convolution as the layer makes it"
         device_type = self.generator.weight.device.type
-        (weight,) = autocast(device_type, self.generator.weight)
+        weight = autocast(device_type, self.generator.weight)
         impl = resolve(OPERATOR.name, self.impl, device_type)
         return why_unfused(impl, weight, self._window(), self.normalize)
 
