@@ -33,6 +33,7 @@ from hoconv.tools.testing.comparison import (
     relative_error,
     same_bits,
 )
+from hoconv.tools.testing.finite_differences import disagreement
 from hoconv.tools.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
@@ -249,17 +250,9 @@ def test_gradients_and_their_gradients_agree_with_finite_differences(variant: Va
     # All elements one by one where there are few, else in random directions.
     for largest, fast in ((100, False), (3000, True)):
         for sample in small_samples(variant, torch.float64, largest):
-            leaves = [
-                a.detach().clone().requires_grad_() if isinstance(a, Tensor) else a
-                for a in sample.args
-            ]
-
-            def function(*args: Any, sample: Sample = sample) -> Any:
-                return tuple(tree_leaves(variant.call(*args, **sample.kwargs)))
-
-            assert torch.autograd.gradcheck(function, leaves, fast_mode=fast), sample.name
-            if not _stops_at_first_order(variant):
-                assert torch.autograd.gradgradcheck(function, leaves, fast_mode=fast), sample.name
+            second = not _stops_at_first_order(variant)
+            if found := disagreement(variant, sample, fast=fast, second=second):
+                pytest.fail(found, pytrace=False)
 
 
 def _stops_at_first_order(variant: Variant) -> bool:

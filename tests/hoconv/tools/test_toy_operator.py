@@ -127,6 +127,21 @@ def test_a_gradient_that_is_no_derivative_is_compared_with_the_definition_alone(
     assert "test_agrees_with_the_reference" in outcomes["failure"]["toy_surrogate-half-cpu"]
 
 
+@pytest.mark.slow
+def test_a_gradient_unlike_finite_differences_is_named_in_a_line(site: Path) -> None:
+    chosen = "toy_faulty", "-k", "finite and (wrong_gradient- or wrong_second_gradient-)"
+    done = python(site, "-m", "hoconv.tools.cli", "test", *chosen)
+    assert done.returncode == 1, done.stderr
+    differs = r"argument [01] \([ab]\): it differs from finite differences by up to .*;"
+    for line in (
+        rf"toy_faulty wrong_gradient cpu: small: gradient of {differs} .*surrogate_gradient=True",
+        rf"toy_faulty wrong_second_gradient cpu: small: second gradient of {differs} .*first_order",
+    ):
+        assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
+    assert "numerical" not in done.stdout
+    assert ".py" not in done.stdout.replace("test_operators.py", "")
+
+
 def test_check_compares_each_output_and_other_forms_of_a_call(site: Path) -> None:
     path = site / "check.json"
     selected = "toy_pair", "toy_faulty_pair", "toy_faulty"
